@@ -1,0 +1,155 @@
+"""The contract between whoever starts a process (operator, local launcher, mpirun) and the process.
+
+This is the only module that reads or prepares environment variables. `ProcessEnvironment` is written by
+the one side with `to_variables` and read by the other with `read`.
+
+How a process ends is part of the contract:
+
+================== ============================================================================
+exit status        meaning
+================== ============================================================================
+0                  a worker finished its script, or left because it was asked to (SIGTERM)
+EXIT_INVALID (78)  the job cannot work as it stands (`UserError`); starting it again is no use
+1 to 127           the script failed; counts against `runPolicy.backoffLimit`
+128 to 255, signal killed from outside (out of memory, preemption); replaced, counts against nothing
+================== ============================================================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from elastic_ps.errors import UsageError
+from elastic_ps.job import TrainingJobSpec, parse_spec
+
+EXIT_INVALID = 78
+"""EX_CONFIG of sysexits.h."""
+
+PREFIX = "ELASTIC_PS_"
+DEFAULT_PORT = 2222
+DEFAULT_HTTP_PORT = 8080
+
+Role = Literal["ps", "worker"]
+Resume = Literal["no", "auto", "require"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessEnvironment:
+    """What a process of a job is told when it starts.
+
+    Attributes:
+        job: the job's name.
+        spec: the job's spec as it was when the process was started.
+        role: `ps` or `worker`.
+        index: the shard's or the worker's index, from 0.
+        addresses: `host:port` of every shard, in order of shard; shard 0 first.
+        bind: `host:port` that a PS listens on.
+        http: `host:port` on which a PS serves /status, /healthz and /metrics.
+        checkpoints: directory of the checkpoints; None writes none.
+        resume: whether a PS starts from the newest checkpoint: `no`, `auto` (if there is one), `require`.
+        trace: directory for trace events; None records none.
+        history: directory for the histories that tests check; None records none.
+        lifeline: a file descriptor that closes when the starter dies; the process then ends itself.
+    """
+
+    job: str
+    spec: TrainingJobSpec
+    role: Role
+    index: int
+    addresses: tuple[str, ...]
+    bind: str = f"0.0.0.0:{DEFAULT_PORT}"
+    http: str = f"0.0.0.0:{DEFAULT_HTTP_PORT}"
+    checkpoints: Path | None = None
+    resume: Resume = "auto"
+    trace: Path | None = None
+    history: Path | None = None
+    lifeline: int | None = None
+    extra: Mapping[str, str] = field(default_factory=dict)
+
+    def to_variables(self) -> dict[str, str]:
+        """The environment variables that `read` turns back into this object."""
+        values = {
+            "JOB": self.job,
+            "SPEC": json.dumps(self.spec.model_dump(mode="json", by_alias=True, exclude_none=True)),
+            "ROLE": self.role,
+            "INDEX": str(self.index),
+            "ADDRESSES": ",".join(self.addresses),
+            "BIND": self.bind,
+            "HTTP": self.http,
+            "CHECKPOINTS": str(self.checkpoints or ""),
+            "RESUME": self.resume,
+            "TRACE": str(self.trace or ""),
+            "HISTORY": str(self.history or ""),
+            "LIFELINE": "" if self.lifeline is None else str(self.lifeline),
+        }
+        return {PREFIX + key: value for key, value in values.items() if value} | dict(self.extra)
+
+
+def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
+    """Read the contract from `variables` (the process's own environment if None).
+
+    Raises:
+        UsageError: a variable is missing or wrong; the process was not started by elastic-ps.
+    """
+    source = os.environ if variables is None else variables
+
+    def required(key: str) -> str:
+        try:
+            return source[PREFIX + key]
+        except KeyError:
+            raise UsageError(
+                f"{PREFIX}{key} is not set: this process was not started as part of a job. "
+                "Start the script with `elastic-ps run job.yaml`"
+            ) from None
+
+    def path(key: str) -> Path | None:
+        value = source.get(PREFIX + key, "")
+        return Path(value) if value else None
+
+    role, resume = required("ROLE"), source.get(PREFIX + "RESUME", "auto")
+    if role not in ("ps", "worker"):
+        raise UsageError(f"{PREFIX}ROLE is {role!r}; expected 'ps' or 'worker'")
+    if resume not in ("no", "auto", "require"):
+        raise UsageError(f"{PREFIX}RESUME is {resume!r}; expected 'no', 'auto' or 'require'")
+    index, lifeline = required("INDEX"), source.get(PREFIX + "LIFELINE", "")
+    if not index.isdecimal():
+        raise UsageError(f"{PREFIX}INDEX is {index!r}; expected a number from 0")
+    return ProcessEnvironment(
+        job=required("JOB"),
+        spec=parse_spec(json.loads(required("SPEC")), source=PREFIX + "SPEC"),
+        role="ps" if role == "ps" else "worker",
+        index=int(index),
+        addresses=tuple(required("ADDRESSES").split(",")),
+        bind=source.get(PREFIX + "BIND", f"0.0.0.0:{DEFAULT_PORT}"),
+        http=source.get(PREFIX + "HTTP", f"0.0.0.0:{DEFAULT_HTTP_PORT}"),
+        checkpoints=path("CHECKPOINTS"),
+        resume="no" if resume == "no" else "require" if resume == "require" else "auto",
+        trace=path("TRACE"),
+        history=path("HISTORY"),
+        lifeline=int(lifeline) if lifeline else None,
+    )
+
+
+def inherited() -> dict[str, str]:
+    """The own environment without the contract's variables, to start a process with another contract."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+
+
+def disable_grpc_fork_hooks() -> None:
+    """Keep gRPC's own fork handlers out of the process; call before grpc is imported.
+
+    A training script forks (DataLoader workers) while calls are in flight, and gRPC's handlers then wait
+    for the calls to end. Forked children here never touch a channel, so they need no handlers.
+    """
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+
+def state_directory() -> Path:
+    """Where local jobs keep their state: `$XDG_STATE_HOME/elastic-ps`, by default under `~/.local/state`."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "elastic-ps"

@@ -1,0 +1,114 @@
+"""Every exception that elastic-ps raises, in one tree.
+
+::
+
+    ElasticPSError
+    ├── UserError                 what was given cannot work; the message says what to do. Never retried
+    │   ├── InvalidJob            a TrainingJob (file or resource) that cannot be run
+    │   ├── InvalidModel          a model, optimizer or data set that cannot be trained as asked
+    │   ├── ModelMismatch         a worker's model differs from the one that the parameter server holds
+    │   └── UsageError            the session was used in an order that it does not allow
+    ├── TransportError
+    │   ├── ConnectionLost        the other side went away or cannot be reached. May be retried
+    │   ├── DeadlineExceeded      no answer within the time given. May be retried
+    │   └── Malformed             bytes that do not follow the protocol
+    ├── Refused                   the parameter server understood the request and says no; see `code`
+    └── CheckpointError
+        ├── NoCheckpoint          the directory holds no whole checkpoint
+        └── CheckpointCorrupt     a file's digest or content does not match its manifest
+
+`UserError` is what a person can act on: the command line prints its message without a traceback and
+exits with 2, a worker process exits with `env.EXIT_INVALID` so that nobody starts it again.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class ElasticPSError(Exception):
+    """Base of everything that elastic-ps raises on purpose."""
+
+
+class UserError(ElasticPSError):
+    """What was given cannot work; the message says what was given, what was expected and what to do."""
+
+
+class InvalidJob(UserError):
+    """A TrainingJob that cannot be run as it stands."""
+
+
+class InvalidModel(UserError):
+    """A model, optimizer or data set that cannot be trained as asked."""
+
+
+class ModelMismatch(UserError):
+    """A worker's model differs from the parameter server's; the message names the difference."""
+
+
+class UsageError(UserError):
+    """The session was used in an order that it does not allow."""
+
+
+class TransportError(ElasticPSError):
+    """Bytes did not arrive, or not as they should."""
+
+
+class ConnectionLost(TransportError):
+    """The other side went away or cannot be reached; the call may or may not have taken effect."""
+
+
+class DeadlineExceeded(TransportError):
+    """No answer came within the time given; the call may or may not have taken effect."""
+
+
+class Malformed(TransportError):
+    """The bytes received do not follow the protocol."""
+
+
+class RefusalCode(enum.IntEnum):
+    """Why a parameter server refused; the numbers are on the wire and never change their meaning."""
+
+    UNSPECIFIED = 0
+    STALE_EPOCH = 1
+    """The message belongs to another start of the parameter server."""
+    STALE_INCARNATION = 2
+    """The worker was declared gone, or a newer process with its index has joined."""
+    STALE_ATTEMPT = 3
+    """The round was started again since this gradient was queued; push it again."""
+    WRONG_VERSION = 4
+    """The gradient was computed on another version than the open round's."""
+    MALFORMED = 5
+    """Wrong bucket, length, dtype or codec."""
+    NOT_FINITE = 6
+    """The gradient holds NaN or Inf."""
+    MODEL_MISMATCH = 7
+    """Names, shapes, dtypes or optimizer differ from the model that is being trained."""
+    INVALID = 8
+    """The request asks for something that cannot be done; a person has to change it."""
+    NOT_READY = 9
+    """The parameter server cannot answer this yet; ask again."""
+    UNKNOWN_METHOD = 10
+    """No such request."""
+    WRONG_JOB = 11
+    """The message names another job."""
+
+
+class Refused(ElasticPSError):
+    """The parameter server says no, for the reason in `code` and in words."""
+
+    def __init__(self, code: RefusalCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class CheckpointError(ElasticPSError):
+    """A checkpoint cannot be written or read."""
+
+
+class NoCheckpoint(CheckpointError):
+    """The directory holds no whole checkpoint."""
+
+
+class CheckpointCorrupt(CheckpointError):
+    """A checkpoint's content does not match its manifest."""

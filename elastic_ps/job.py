@@ -1,0 +1,380 @@
+"""The TrainingJob: what a person writes, and what is reported back.
+
+These models are the single source of the resource's shape. The local launcher reads job files with
+them, the operator reads custom resources with them and generates the CRD from them. The module loads
+neither torch nor anything of Kubernetes.
+
+Field names are snake_case in Python and camelCase in YAML. Unknown fields are errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic.alias_generators import to_camel
+
+from elastic_ps.errors import InvalidJob
+
+GROUP = "elastic-ps.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "TrainingJob"
+
+_DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
+_UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_duration(value: object) -> timedelta:
+    """Read a duration as Kubernetes writes it: `30s`, `1m30s`, `500ms`.
+
+    Raises:
+        ValueError: `value` is not such a string (nor already a timedelta).
+    """
+    if isinstance(value, timedelta):
+        return value
+    if not isinstance(value, str) or not re.match(_DURATION, value):
+        raise ValueError(f"{value!r} is not a duration; write it like 30s, 1m30s or 500ms")
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", value)
+    return timedelta(seconds=sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts))
+
+
+def format_duration(value: timedelta) -> str:
+    """Write a duration so that `parse_duration` reads it back."""
+    milliseconds = round(value.total_seconds() * 1000)
+    return f"{milliseconds // 1000}s" if milliseconds % 1000 == 0 else f"{milliseconds}ms"
+
+
+Duration: TypeAlias = Annotated[
+    timedelta,
+    BeforeValidator(parse_duration),
+    PlainSerializer(format_duration),
+    WithJsonSchema({"type": "string", "pattern": _DURATION}),
+]
+PodTemplate: TypeAlias = dict[str, JsonValue]
+_M = TypeVar("_M", bound=BaseModel)
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", populate_by_name=True, alias_generator=to_camel, validate_default=True
+    )
+
+
+class VolumeClaim(_Model):
+    """The volume that holds the checkpoints on a cluster."""
+
+    storage: str = Field(default="1Gi", pattern=r"^[0-9]+(\.[0-9]+)?([EPTGM]i?|Ki|k)?$")
+    storage_class_name: str | None = Field(default=None, description="The cluster's default if unset.")
+
+
+class Checkpoint(_Model):
+    """When the parameter server writes its state to disk, and where."""
+
+    interval: Duration = Field(default=timedelta(seconds=30), description="Time between two checkpoints.")
+    keep: int = Field(default=3, ge=1, description="How many checkpoints stay on disk.")
+    path: str | None = Field(
+        default=None, description="A directory, for local runs; on a cluster the volume is used."
+    )
+    volume_claim: VolumeClaim | None = Field(
+        default=None, description="On a cluster: the claim to create. Unset: an emptyDir, lost with the pod."
+    )
+
+
+class ParameterServer(_Model):
+    """The processes that hold the model."""
+
+    replicas: int = Field(default=1, ge=1, le=64, description="Shards: the buckets are shared out over them.")
+    bucket_bytes: int = Field(
+        default=4 * 1024 * 1024,
+        ge=1024,
+        le=256 * 1024 * 1024,
+        description="Target size of a bucket, the unit of push, optimizer step and pull, in bytes.",
+    )
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    template: PodTemplate = Field(
+        default_factory=dict, description="PodTemplateSpec, merged over the default one."
+    )
+
+
+class Worker(_Model):
+    """The processes that compute gradients."""
+
+    replicas: int = Field(default=1, ge=1, description="How many; may change while the job runs.")
+    min_replicas: int = Field(default=1, ge=1, description="The job runs on, Degraded, with this many.")
+    max_replicas: int | None = Field(default=None, ge=1, description="An upper bound on replicas.")
+    lease_duration: Duration = Field(
+        default=timedelta(seconds=10),
+        description="A worker that is silent for this long is declared gone.",
+    )
+    template: PodTemplate = Field(
+        default_factory=dict, description="PodTemplateSpec, merged over the default one."
+    )
+
+    @model_validator(mode="after")
+    def _within_bounds(self) -> Worker:
+        if self.max_replicas is not None and self.min_replicas > self.max_replicas:
+            raise ValueError(f"minReplicas {self.min_replicas} is above maxReplicas {self.max_replicas}")
+        self.check_replicas(self.replicas)
+        return self
+
+    def check_replicas(self, replicas: int) -> None:
+        """Raise ValueError, with the bounds, where `replicas` is not a possible number of workers."""
+        if replicas < self.min_replicas:
+            raise ValueError(f"replicas {replicas} is below minReplicas {self.min_replicas}")
+        if self.max_replicas is not None and replicas > self.max_replicas:
+            raise ValueError(f"replicas {replicas} is above maxReplicas {self.max_replicas}")
+
+
+class Consistency(_Model):
+    """When gradients become a new version of the model."""
+
+    mode: Literal["sync"] = Field(
+        default="sync",
+        description="sync: a round closes when every worker that computes has pushed its step.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="Add contributions in the order of worker index, so that runs agree to the bit.",
+    )
+
+
+class Compression(_Model):
+    """What a gradient looks like on the wire."""
+
+    codec: Literal["none"] = Field(default="none", description="none: the tensor's own bytes.")
+
+
+class Data(_Model):
+    """How records are handed out to the workers."""
+
+    shard_records: int = Field(default=256, ge=1, description="Most records handed to a worker at a time.")
+    shuffle: bool = Field(default=True, description="A new order of the records in each epoch.")
+    seed: int = Field(default=0, ge=0, description="Seed of that order.")
+
+
+class RunPolicy(_Model):
+    """When to stop, give up, and clean up."""
+
+    suspend: bool = Field(default=False, description="Stop all pods after a checkpoint; false goes on.")
+    backoff_limit: int = Field(default=3, ge=0, description="Failures of workers that the job survives.")
+    active_deadline_seconds: int | None = Field(
+        default=None, ge=1, description="The job fails after this time."
+    )
+    ttl_seconds_after_finished: int | None = Field(
+        default=None, ge=0, description="The finished job is deleted after this time."
+    )
+    clean_pod_policy: Literal["Running", "None", "All"] = Field(
+        default="Running", description="Which pods are deleted when the job is finished."
+    )
+
+
+class TrainingJobSpec(_Model):
+    """What to train, on how many workers, and by which rules."""
+
+    entrypoint: str = Field(
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$",
+        description="module.path:function, imported and called in every worker.",
+    )
+    arguments: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Plain values, passed to the entrypoint as keyword arguments."
+    )
+    image: str | None = Field(default=None, description="The container image, unless a template names one.")
+    parameter_server: ParameterServer = Field(default_factory=ParameterServer)
+    worker: Worker = Field(default_factory=Worker)
+    consistency: Consistency = Field(default_factory=Consistency)
+    compression: Compression = Field(default_factory=Compression)
+    data: Data = Field(default_factory=Data)
+    run_policy: RunPolicy = Field(default_factory=RunPolicy)
+
+
+class Progress(_Model):
+    """How far training is, as the parameter server sees it."""
+
+    version: int = Field(default=0, description="Optimizer steps taken.")
+    epoch: int = Field(default=0, description="Epochs of the data that are in the model completely.")
+    epochs: int | None = Field(default=None, description="Epochs to train, once a worker has said so.")
+    percent: int = Field(default=0, ge=0, le=100)
+    samples_per_second: float | None = None
+    loss: float | None = Field(default=None, description="Last reported training loss, sample-weighted.")
+    eta_seconds: int | None = None
+    records_applied: int = Field(default=0, description="Records whose gradients are in the model.")
+    records_expected: int | None = Field(default=None, description="Records of all epochs together.")
+    durable_version: int | None = Field(default=None, description="Version of the newest whole checkpoint.")
+    metrics: dict[str, float] = Field(
+        default_factory=dict, description="What scripts reported, e.g. test_accuracy."
+    )
+    finished: bool = Field(default=False, description="Every record of every epoch is in the model.")
+
+
+class Member(_Model):
+    """One worker's stay in the job, as the parameter server sees it."""
+
+    worker: int = Field(description="The worker's index.")
+    incarnation: int
+    pid: int
+    host: str
+    state: Literal["joining", "idle", "training", "left", "lost"]
+    joined_version: int
+    left_version: int | None = None
+    steps: int = Field(default=0, description="Steps of this member that are in the model.")
+    records: int = Field(default=0, description="Records of this member that are in the model.")
+
+
+class ServerStatus(_Model):
+    """What a parameter server answers on `GET /status`."""
+
+    job: str
+    shard: int
+    shards: int
+    epoch: int = Field(description="How often this parameter server has been started.")
+    ready: bool = Field(description="Whether the model is initialised.")
+    progress: Progress = Field(default_factory=Progress)
+    members: list[Member] = Field(
+        default_factory=list, description="Live members and those gone, in joining order."
+    )
+
+
+class Condition(_Model):
+    """A metav1.Condition."""
+
+    type: Literal["Created", "Running", "Degraded", "Suspended", "Succeeded", "Failed"]
+    status: Literal["True", "False", "Unknown"]
+    reason: str
+    message: str = ""
+    last_transition_time: str
+    observed_generation: int | None = None
+
+
+class WorkerStatus(_Model):
+    replicas: int = 0
+    ready: int = 0
+    failures: int = Field(default=0, description="Failures that count against backoffLimit.")
+    selector: str = Field(default="", description="Label selector as a string, for the autoscaler.")
+
+
+class ParameterServerStatus(_Model):
+    ready: int = 0
+    epoch: int | None = None
+
+
+Phase: TypeAlias = Literal["Pending", "Running", "Suspended", "Succeeded", "Failed"]
+
+
+class TrainingJobStatus(_Model):
+    """What the operator reports on the resource."""
+
+    phase: Phase = "Pending"
+    observed_generation: int | None = None
+    conditions: list[Condition] = Field(default_factory=list)
+    worker: WorkerStatus = Field(default_factory=WorkerStatus)
+    parameter_server: ParameterServerStatus = Field(default_factory=ParameterServerStatus)
+    progress: Progress = Field(default_factory=Progress)
+    start_time: str | None = None
+    completion_time: str | None = None
+
+
+class ObjectMeta(BaseModel):
+    """The part of Kubernetes' metadata that a job needs; the rest is kept but not looked at."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?$")
+
+
+class TrainingJob(_Model):
+    """A TrainingJob as in its YAML file."""
+
+    api_version: Literal["elastic-ps.dev/v1alpha1"]
+    kind: Literal["TrainingJob"]
+    metadata: ObjectMeta
+    spec: TrainingJobSpec
+    status: dict[str, JsonValue] | None = Field(default=None, description="Ignored on input.")
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+
+def parse_job(document: object, *, source: str) -> TrainingJob:
+    """Validate a job given as plain data; `source` (a file's name) starts the error message.
+
+    Raises:
+        InvalidJob: with one line for each wrong field: where, what was given, what was expected.
+    """
+    if not isinstance(document, Mapping):
+        raise InvalidJob(f"{source}: expected a TrainingJob (a mapping), got {type(document).__name__}")
+    return _validate(TrainingJob, document, source)
+
+
+def parse_spec(document: Mapping[str, Any], *, source: str) -> TrainingJobSpec:
+    """Like `parse_job`, for the `spec` alone."""
+    return _validate(TrainingJobSpec, document, source)
+
+
+def load_job(path: Path) -> TrainingJob:
+    """Read a job from a YAML file.
+
+    Raises:
+        InvalidJob: the file cannot be read, is not YAML, or is not a valid TrainingJob.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InvalidJob(f"cannot read the job file {path}: {reason}") from error
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InvalidJob(f"{path} is not valid YAML: {error}") from error
+    return parse_job(document, source=str(path))
+
+
+def _validate(model: type[_M], document: Mapping[str, Any], source: str) -> _M:
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        lines = [_explain(model, item) for item in error.errors()]
+        raise InvalidJob("\n".join(f"{source}: {line}" for line in lines)) from None
+
+
+def _explain(model: type[BaseModel], item: Any) -> str:
+    """One line for one pydantic error, in the words of the YAML file."""
+    location = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = _field_names(model, item["loc"][:-1])
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+        return f"unknown field {location!r}; {hint}"
+    if item["type"] == "missing":
+        return f"{location} is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{location or 'job'}: {message[0].lower()}{message[1:]}, got {item['input']!r}"[:500]
+
+
+def _field_names(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The YAML names of the fields at `location`, for suggestions."""
+    for part in location:
+        for name, field in model.model_fields.items():
+            if part in (name, field.alias):
+                kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+                nested = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+                if not nested:
+                    return []
+                model = nested[0]
+    return [field.alias or name for name, field in model.model_fields.items()]

@@ -1,0 +1,1 @@
+"""How bytes travel between workers and parameter servers; `base` has the interface."""

@@ -1,0 +1,124 @@
+"""The interface of a transport: calls that carry a small header and a large body.
+
+A *call* sends one frame, a method name with a header and a body, and receives any number of frames back,
+one after the other. A header is an encoded protobuf message of a few hundred bytes. A body is a tensor's
+bytes: it is announced by its size, and the receiver says where it shall be written before a byte of it is
+copied. So a body can go from the sender's tensor to the receiver's without a buffer between them, on
+transports that can do that (shared memory, MPI), and a server decides when it takes a body in.
+
+Nothing here knows what the headers say. Everything is safe to use from several threads unless it says
+otherwise. A transport is correct if `tests/integration/test_transport.py` passes for it.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+from elastic_ps.errors import Malformed
+
+EMPTY = memoryview(b"")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What one side sends: a header and a body.
+
+    Attributes:
+        header: at most `Limits.header_bytes` bytes.
+        body: a C-contiguous view of bytes. It is read while the frame is being sent and must not change
+            until the call has ended (for a server: until the next frame is asked for).
+    """
+
+    header: bytes
+    body: memoryview = EMPTY
+
+
+class Incoming(Protocol):
+    """A frame that is being received. To be used by one thread."""
+
+    @property
+    def header(self) -> bytes:
+        """The sender's header."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body as announced; at most `Limits.body_bytes`."""
+
+    def read_into(self, target: memoryview) -> None:
+        """Write the body into `target`, which has exactly `size` writable bytes. Blocks until all are there.
+
+        May be called once. A body that is never read is discarded by the transport.
+
+        Raises:
+            ConnectionLost, DeadlineExceeded: the rest does not come; `target`'s content is undefined.
+            Malformed: the sender sent another number of bytes than it announced.
+        """
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a receiver accepts; beyond it, `Malformed` for the sender of a frame, and no memory is taken.
+
+    A server's `body_bytes` may be raised when it learns the layout of the model.
+    """
+
+    header_bytes: int = 16 * 1024 * 1024
+    body_bytes: int = 256 * 1024 * 1024
+
+
+Handler = Callable[[str, Incoming], Iterator[Frame]]
+"""A server's answer to a call: `handler(method, frame)` yields the frames to send back.
+
+It runs in a thread of the transport and may block. When the client goes away, the iterator is closed at
+its next frame. `errors.Refused` raised in it arrives at the client as `errors.Refused` with the same code
+and message; `errors.Malformed` likewise; any other exception arrives as `errors.TransportError` that names
+its type, and is logged with its traceback.
+"""
+
+
+class Connection(abc.ABC):
+    """A client's way to one server."""
+
+    @abc.abstractmethod
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        """Send `frame` and iterate over the answers. Sending starts at once, not at the first `next`.
+
+        An answer's body must be read before the next answer is asked for. `timeout` bounds the whole call,
+        from now to its last answer. Closing the iterator (or dropping it) cancels the call.
+
+        Raises (here or while iterating or reading):
+            Refused: the server says no.
+            ConnectionLost, DeadlineExceeded, Malformed, TransportError.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Cancel the calls that are under way (their threads get `ConnectionLost`) and free everything."""
+
+
+class Server(abc.ABC):
+    """A listening server. It serves from `serve` until `close`."""
+
+    @property
+    @abc.abstractmethod
+    def address(self) -> str:
+        """What a client passes to connect."""
+
+    @abc.abstractmethod
+    def serve(self, handler: Handler) -> None:
+        """Start to answer calls with `handler`, in threads of the transport. Does not block."""
+
+    @abc.abstractmethod
+    def close(self, grace: timedelta = timedelta(0)) -> None:
+        """Take no new call, let the running ones end within `grace`, cancel the rest, join the threads."""
+
+
+def unary(connection: Connection, method: str, header: bytes, *, timeout: timedelta) -> bytes:
+    """A call with headers only and exactly one answer; returns the answer's header. Blocks."""
+    for answer in connection.call(method, Frame(header), timeout=timeout):
+        return answer.header
+    raise Malformed(f"{method}: the server answered with nothing")
