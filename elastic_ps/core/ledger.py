@@ -170,4 +170,4 @@ def _subtract(held: list[Range], r: Range, holder: int) -> list[Range]:
         if have.epoch == r.epoch and have.start <= r.start < r.stop <= have.stop:
             rest = [have._replace(stop=r.start), have._replace(start=r.stop)]
             return held[:i] + [part for part in rest if part.records] + held[i + 1 :]
-    raise LedgerError(f"holder {holder} does not have records {r.start} to {r.stop - 1} of epoch {r.epoch}")
+    raise LedgerError(f"holder {holder} lacks some of records {r.start}:{r.stop} of epoch {r.epoch}")

@@ -181,10 +181,11 @@ def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:
     for name in mine.keys() & other.keys():
         if mine[name] != other[name]:
             a, b = mine[name], other[name]
-            detail = (
-                "" if str(a) != str(b) else f" ({a.rule.name} group {a.group}, {b.rule.name} group {b.group})"
+            same = str(a) == str(b)
+            here, there = (
+                f"{t} ({t.rule.name.lower()}, group {t.group})" if same else f"{t}" for t in (a, b)
             )
-            lines.append(f"{name}: this worker has {a}, the parameter server has {b}{detail}")
+            lines.append(f"{name}: this worker has {here}, the parameter server has {there}")
     if not lines and list(mine) != list(other):
         lines.append("the same tensors in another order")
     return "; ".join(sorted(lines)[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
