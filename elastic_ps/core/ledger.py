@@ -140,7 +140,7 @@ class Ledger:
         return held
 
     def state(self) -> dict[str, Any]:
-        """Plain data for a checkpoint. What workers hold counts as not handed out: they will be other ones."""
+        """Plain data for a checkpoint; what workers hold counts as given back, they will be other workers."""
         ranges = sorted([*self._returned, *itertools.chain(*self._held.values())])
         return {
             "records": self.records,

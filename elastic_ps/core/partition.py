@@ -172,7 +172,7 @@ def _fill(tensors: Iterable[tuple[int, TensorSpec]], target: int) -> Iterable[tu
 
 
 def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:
-    """What differs between a worker's tensors (`ours`) and the parameter server's, in words; "" if nothing."""
+    """What differs between a worker's tensors (`ours`) and the parameter server's; "" if nothing."""
     mine, other = {t.name: t for t in ours}, {t.name: t for t in theirs}
     lines = [f"{t}: only in this worker's model" for name, t in mine.items() if name not in other]
     lines += [

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 
+from elastic_ps.checkpoint.store import Assembled
 from elastic_ps.codec import as_bytes, dtype_of
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
@@ -257,6 +258,14 @@ class Shard:
                 self._changed.notify_all()
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
 
+    def load(self, stored: Assembled, version: int) -> None:
+        """Take values and optimizer state over from a checkpoint of `version`."""
+        with self._changed:
+            for values in self._buckets.values():
+                values.load(stored, version)
+            self._log.open(version=version, attempt=0, expected=frozenset())
+            self._changed.notify_all()
+
     def state(self) -> Iterator[StateEntry]:
         """Copies of the optimizer's state."""
         with self._changed:
@@ -268,10 +277,9 @@ class Shard:
         yield from entries
 
     def values(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Copies of the values."""
-        with self._changed:
-            copies = [(v.bucket, v.values.clone()) for v in self._buckets.values()]
-        yield from copies
+        """The values, live: copy them before the next round is applied."""
+        for values in self._buckets.values():
+            yield values.bucket, values.values
 
 
 def _typed(buffer: torch.Tensor, bucket: Bucket) -> torch.Tensor:

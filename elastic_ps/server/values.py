@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic_ps.checkpoint.store import Assembled
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import check_optimizer
@@ -129,10 +130,14 @@ class BucketValues:
                 scalar = tensor.dim() == 0
                 yield StateEntry(piece.tensor, piece.start, key, tensor.reshape(-1), scalar)
 
-    def load_state(self, index: int, state: Mapping[str, torch.Tensor | float]) -> None:
-        """Set the optimizer's state of the piece with number `index`."""
-        assert self._optimizer is not None
-        self._optimizer.state[self._parameters[index]] = dict(state)
+    def load(self, stored: Assembled, version: int) -> None:
+        """Take values and optimizer state over from a checkpoint of `version`."""
+        for index, piece in enumerate(self.bucket.pieces):
+            where = (piece.tensor, piece.start, piece.length)
+            self._piece(self.values, index).copy_(stored.value(*where))
+            if self._optimizer is not None and (state := stored.state(*where)):
+                self._optimizer.state[self._parameters[index]] = state
+        self.version = version
 
 
 def require_finite(contribution: torch.Tensor, who: str) -> None:

@@ -309,22 +309,18 @@ class GoneRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
-    __slots__ = ("job", "layout", "optimizer")
+    __slots__ = ("job", "layout", "optimizer", "epoch", "load_version")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
     job: str
     layout: Layout
     optimizer: Optimizer
-    def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ...) -> None: ...
-
-class ConfigureReply(_message.Message):
-    __slots__ = ("epoch", "version")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
     epoch: int
-    version: int
-    def __init__(self, epoch: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    load_version: int
+    def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., epoch: _Optional[int] = ..., load_version: _Optional[int] = ...) -> None: ...
 
 class AdvanceRequest(_message.Message):
     __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint")
