@@ -296,11 +296,10 @@ class _Answers(Iterator[Incoming]):
         self, what: str, call: grpc.CallIterator[bytes], sending: _Sending | None, limits: Limits
     ) -> None:
         self._process = os.getpid()
-        self._what = what
         self._call = call
         self._sending = sending
-        self._messages: Iterator[bytes] = iter(call)
-        self._receiver = Receiver(self._next_message, limits)
+        # Nothing below refers to this object, so that it is freed as soon as it is dropped.
+        self._receiver = Receiver(_Responses(what, call).next, limits)
 
     def __next__(self) -> ReceivedFrame:
         try:
@@ -315,16 +314,25 @@ class _Answers(Iterator[Incoming]):
 
     def close(self) -> None:
         """Cancel the call if it has not ended; the body of its frame is not read after that."""
-        self._call.cancel()
+        self._call.cancel()  # type: ignore[no-untyped-call]
         if self._sending is not None:
             self._sending.end()
 
     def __del__(self) -> None:
         # A forked child must not touch its copy: gRPC's locks may be held by threads that it does not have.
         if os.getpid() == self._process:
-            self._call.cancel()
+            self._call.cancel()  # type: ignore[no-untyped-call]
 
-    def _next_message(self) -> bytes | None:
+
+class _Responses:
+    """The messages of one call as its client receives them."""
+
+    def __init__(self, what: str, call: grpc.CallIterator[bytes]) -> None:
+        self._what = what
+        self._call = call
+        self._messages = iter(call)
+
+    def next(self) -> bytes | None:
         try:
             return next(self._messages, None)
         except grpc.RpcError as error:

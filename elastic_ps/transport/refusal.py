@@ -63,7 +63,7 @@ def answers(
         yield from handler(method, incoming)
     except (Refused, Malformed) as error:
         yield Refusal.of(error)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client has to learn of it
         _LOG.log(
             logging.ERROR if alive() else logging.DEBUG, "The handler of %s failed", method, exc_info=True
         )
