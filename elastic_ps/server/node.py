@@ -88,6 +88,12 @@ class Node:
         self._writer.start()
 
     @property
+    def configured(self) -> bool:
+        """Whether the shard knows the model."""
+        with self._lock:
+            return self._shard is not None
+
+    @property
     def shard(self) -> Shard:
         """Raises Refused (NOT_READY) before the shard knows the model."""
         with self._lock:
