@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,13 @@ def draw(outcome: Outcome, path: Path) -> None:
         axis.set_axisbelow(True)
         for version, _ in steps[1:-1]:
             axis.axvline(version, color="#9ca3af", linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
+    for (_, before), (version, after) in pairwise(steps[:-1]):
+        text = f"{after - before:+d}".replace("-", "\N{MINUS SIGN}")
+        top = axes[0].get_xaxis_transform()
+        axes[0].text(
+            version, 1.0, f" {text}", transform=top, va="top", fontsize=8.5, color=WORKERS, fontweight="bold"
+        )
+    figure.align_ylabels(axes)
     axes[2].set_xlabel("version (optimizer steps)", color=INK, fontsize=9)
     axes[2].set_xlim(steps[0][0] if steps else 0, max(1, progress.version))
     temporary = path.with_name(f".{path.name}.tmp")
@@ -139,6 +147,8 @@ def _label(axis: Any, text: str, color: str) -> None:
 
 
 def _draw_loss(axis: Any, curve: list[tuple[int, float]]) -> None:
+    from matplotlib.ticker import NullFormatter
+
     _label(axis, "loss", LOSS)
     if not curve:
         return
@@ -150,6 +160,8 @@ def _draw_loss(axis: Any, curve: list[tuple[int, float]]) -> None:
     axis.plot(versions, smooth, color=LOSS, linewidth=1.8)
     if min(values) > 0 and max(smooth) / min(smooth) > 20:
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
     else:
         axis.set_ylim(bottom=min(0.0, *values))
 

@@ -100,6 +100,11 @@ class JobDirectory:
             pass
         return None
 
+    def refuse_if_running(self) -> None:
+        """Raise UserError if the job runs now."""
+        if self.launcher() is not None:
+            raise self._runs_already()
+
     def claim(self) -> IO[str]:
         """Take the lock, and clear away what an earlier launcher left. Closing the file gives it back.
 
@@ -115,12 +120,8 @@ class JobDirectory:
                 "Set XDG_STATE_HOME to a directory that can be written"
             ) from error
         if not _take(lock):
-            pid = self.launcher()
             lock.close()
-            raise UserError(
-                f"job {self.job!r} already runs on this machine (pid {pid}): "
-                f"stop it with `elastic-ps stop {self.job}`, or give this one another metadata.name"
-            )
+            raise self._runs_already()
         self._end_leftovers()
         self._remove_old()
         self.sign(lock)
@@ -190,6 +191,12 @@ class JobDirectory:
 
     def write_status(self, status: LocalStatus) -> None:
         write_atomically(self._status_file, status.model_dump_json(by_alias=True, indent=1) + "\n")
+
+    def _runs_already(self) -> UserError:
+        return UserError(
+            f"job {self.job!r} already runs on this machine (pid {self.launcher()}): "
+            f"stop it with `elastic-ps stop {self.job}`, or give this one another metadata.name"
+        )
 
     @contextlib.contextmanager
     def _editing(self) -> Iterator[None]:

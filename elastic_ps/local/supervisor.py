@@ -8,6 +8,7 @@ which is slow to draw, or a terminal that is held, never delays it.
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -131,6 +132,11 @@ class Launcher:
         if self._stop is None or at_once:
             self._stop = StopRequest(why, at_once=at_once)
         self._wake.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` has been called."""
+        return self._stop is not None
 
     def status(self) -> LocalStatus:
         """The state of the job, as it was a moment ago."""
@@ -397,6 +403,7 @@ class Launcher:
         if traces is not None and self.options.trace is not None:
             try:
                 merge_traces(traces, self.options.trace)
+                shutil.rmtree(traces)
             except OSError as error:
                 self._event("warning", f"the trace cannot be written: {error}")
         with self._lock:

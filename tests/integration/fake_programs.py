@@ -157,9 +157,7 @@ def call(address: str, path: str, **body: int) -> dict[str, Any]:
 def run_worker(environment: env.ProcessEnvironment) -> int:
     arguments: dict[str, Any] = environment.spec.arguments
     leaving = threading.Event()
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN if arguments.get("stubborn") else lambda *_: leaving.set()
-    )
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if arguments.get("stubborn") else lambda *_: leaving.set())
     watch(environment.lifeline)
     if arguments.get("child"):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
