@@ -16,7 +16,6 @@ from types import FrameType
 from rich.console import Console
 
 from elastic_ps.cli.view import Display, LiveDisplay, PlainDisplay, print_outcome
-from elastic_ps.errors import UserError
 from elastic_ps.job import TrainingJob, load_job
 from elastic_ps.local import JobDirectory, Launcher, Options, Outcome, Programs, ScaleAt, preflight
 
@@ -69,7 +68,7 @@ def _run(launcher: Launcher, report: Path | None) -> int:
     console = Console(highlight=False)
     signals: list[int] = []
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def stop(number: int, _frame: FrameType | None) -> None:
         signals.append(number)
         launcher.stop(f"stopped by {signal.Signals(number).name}", at_once=len(signals) > 1)
 
@@ -87,7 +86,7 @@ def _run(launcher: Launcher, report: Path | None) -> int:
         try:
             print_outcome(console, outcome)
             for path in written:
-                console.print(f"  {'report':<14}{path}", style="dim", soft_wrap=True)
+                console.print(f"  {'report':<16}{path}", style="dim", soft_wrap=True)
             _tell_failure(outcome)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -138,19 +137,23 @@ def _tell_failure(outcome: Outcome) -> None:
 @contextlib.contextmanager
 def _handled(handler: signal._HANDLER) -> Iterator[None]:
     """Handle the signals that end a process, and give them back afterwards."""
-    before = [signal.signal(number, handler) for number in SIGNALS]
+    # A signal that is ignored stays so: nohup does that to SIGHUP.
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    wanted = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
+    for number in wanted:
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, old in zip(SIGNALS, before, strict=True):
-            signal.signal(number, old)
+        for number in wanted:
+            signal.signal(number, before[number])
 
 
 @contextlib.contextmanager
 def _signals_end_the_process() -> Iterator[None]:
     """While nothing runs yet: end by an exception, so that a check's process ends too."""
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def end(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     with _handled(end):
@@ -170,7 +173,7 @@ def _wait_until_it_runs(pid: int, directory: JobDirectory) -> int:
     """In the foreground process: returns when the job runs, or has failed to."""
     name = directory.job
 
-    def stop(number: int, frame: FrameType | None) -> None:
+    def stop(number: int, _frame: FrameType | None) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         os.waitpid(pid, 0)

@@ -23,6 +23,7 @@ STATE_STYLES = {
 }  # fmt: skip
 PHASE_STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Running": "bold green"}
 EVENT_STYLES = {"joined": "green", "left": "cyan", "lost": "red", "warning": "yellow", "scale": "bold"}
+COLUMNS = {"process": 9, "pid": 7, "state": 9, "step": 8, "samples": 10, "joined at": 9}
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -104,8 +105,9 @@ def _headline(status: LocalStatus) -> Text:
 
 def _table(status: LocalStatus, *, rows: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("process", "pid", "state", "step", "samples", "joined at"):
-        table.add_column(column, justify="left" if column in ("process", "state") else "right", no_wrap=True)
+    for column, width in COLUMNS.items():
+        left = column in ("process", "state")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
     shown = [process for process in status.processes if process.role == "ps" or _present(process)]
     for process in shown[:rows]:
         member = member_of(process.index, process.pid, status.server) if process.role == "worker" else None

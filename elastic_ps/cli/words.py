@@ -78,7 +78,7 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         seconds = duration(outcome.record.training_seconds)
         yield "speed", f"{outcome.record.samples_per_second:,.0f} samples/s over {seconds} of training"
     name = "workers"
-    for member in server.members:
+    for member in sorted(server.members, key=lambda each: (each.worker, each.joined_version)):
         yield name, stay(member)
         name = ""
     for at in outcome.unreached:
@@ -86,10 +86,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
 
 
 def stay(member: Member) -> str:
-    """One worker's stay in a job: `worker 2: version 150 to 412, 260 steps, 8,320 records`."""
-    if member.left_version is None:
-        span = f"from version {member.joined_version:>5} to the end "
-    else:
-        verb = "lost" if member.state == "lost" else "left"
-        span = f"from version {member.joined_version:>5}, {verb} at {member.left_version:>5}"
-    return f"{member.worker:>2}  {span}  {member.steps:>6,} steps  {member.records:>8,} records"
+    """One worker's stay in a job: ` 2  version    150 to    412     260 steps    8,320 records`."""
+    end = "end" if member.left_version is None else str(member.left_version)
+    lost = "  lost" if member.state == "lost" else ""
+    span = f"version {member.joined_version:>6} to {end:>6}"
+    return f"{member.worker:>2}  {span} {member.steps:>7,} steps {member.records:>9,} records{lost}"

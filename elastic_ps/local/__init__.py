@@ -11,11 +11,12 @@
 programs that it starts.
 """
 
+from elastic_ps.local.options import Options, Outcome, WorkerGone
 from elastic_ps.local.plan import ScaleAt, Verdict
 from elastic_ps.local.processes import Programs
 from elastic_ps.local.record import Event, Record
 from elastic_ps.local.state import JobDirectory, LocalStatus, ProcessStatus, known_jobs
-from elastic_ps.local.supervisor import Launcher, Options, Outcome, WorkerGone
+from elastic_ps.local.supervisor import Launcher
 
 __all__ = [
     "Event",

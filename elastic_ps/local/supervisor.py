@@ -11,9 +11,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -23,9 +22,10 @@ from elastic_ps.env import ProcessEnvironment, inherited
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
 from elastic_ps.job import TrainingJob
 from elastic_ps.local import plan as planning
-from elastic_ps.local.plan import Observed, Process, ScaleAt, StopRequest, Verdict
+from elastic_ps.local.options import Options, Outcome
+from elastic_ps.local.plan import Observed, Process, StopRequest, Verdict
 from elastic_ps.local.poller import Poller, fetch_loss
-from elastic_ps.local.processes import Child, Lifeline, Programs, free_addresses, with_threads
+from elastic_ps.local.processes import Child, Lifeline, free_addresses, with_threads
 from elastic_ps.local.record import Record
 from elastic_ps.local.snapshot import phase_of, process_statuses
 from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
@@ -33,47 +33,6 @@ from elastic_ps.local.trace import merge_traces
 
 TICK = timedelta(milliseconds=50)
 STATUS_INTERVAL = timedelta(milliseconds=500)
-
-WorkerGone = Callable[[tuple[str, ...], int, int], None]
-"""Called with (addresses of the parameter servers, worker index, pid) when a worker process has died."""
-
-
-def ignore_worker_gone(addresses: tuple[str, ...], worker: int, pid: int) -> None:
-    """The parameter server finds out by itself, when the worker's lease ends."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a job is run.
-
-    Attributes:
-        schedule: numbers of workers to scale to, at given versions.
-        trace: the file for a Chrome trace of all processes; None records none.
-        resume: a directory of checkpoints to go on from; None starts afresh.
-        history: directory for the histories that tests check.
-        root: where jobs keep their state; None is `env.state_directory()`.
-        programs: the command lines of the processes.
-        on_worker_gone: told about worker processes that died; may block, is called on its own thread.
-    """
-
-    schedule: tuple[ScaleAt, ...] = ()
-    trace: Path | None = None
-    resume: Path | None = None
-    history: Path | None = None
-    root: Path | None = None
-    programs: Programs = field(default_factory=Programs)
-    on_worker_gone: WorkerGone = ignore_worker_gone
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a job ended. `unreached`: changes of the schedule whose version never came."""
-
-    verdict: Verdict
-    record: Record
-    elapsed: timedelta
-    status: LocalStatus
-    unreached: tuple[ScaleAt, ...] = ()
 
 
 class Launcher:
@@ -110,17 +69,21 @@ class Launcher:
         self._wake = threading.Event()
         self._error: BaseException | None = None
         self._status = self._build_status(ended=False)
-        self._thread = threading.Thread(target=self._run, name="supervisor")
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the supervisor; returns at once. Call it in the process that shall be the launcher."""
         self.directory.sign(self._lock_file)
         self._status = self._build_status(ended=False)
         self.directory.write_status(self._status)
+        # Not before: a thread object that is made before a fork counts as ended after it.
+        self._thread = threading.Thread(target=self._run, name="supervisor")
         self._thread.start()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the job is over and no process of it is left; False if `timeout` came first."""
+        if self._thread is None:
+            return True
         self._thread.join(None if timeout is None else timeout.total_seconds())
         return not self._thread.is_alive()
 
@@ -163,9 +126,9 @@ class Launcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread.is_alive():
+        if not self.wait(timedelta(0)):
             self.stop("the launcher ends", at_once=True)
-            self._thread.join()
+            self.wait()
         self._lock_file.close()
 
     def _choose_checkpoints(self) -> Path:
@@ -238,7 +201,10 @@ class Launcher:
         before = self.job.spec.worker.replicas
         if wanted != before:
             self.job.spec.worker.replicas = wanted
-            self._event("scale", f"scaled from {before} to {wanted} workers")
+            self._event(
+                "scale",
+                f"scaled from {before} to {wanted} workers at version {self._observed.progress.version}",
+            )
         return wanted != before
 
     def _reap(self, now: float) -> bool:

@@ -46,14 +46,15 @@ class Server:
     def __init__(self, environment: env.ProcessEnvironment) -> None:
         self.environment = environment
         self.lock = threading.Lock()
-        self.expected = environment.spec.arguments.get("records")
+        records: Any = environment.spec.arguments.get("records")
+        self.expected: int | None = records
         self.status = ServerStatus(
             job=environment.job,
             shard=environment.index,
             shards=environment.spec.parameter_server.replicas,
             epoch=1,
             ready=False,
-            progress=Progress(records_expected=self.expected, epochs=1),  # type: ignore[arg-type]
+            progress=Progress(records_expected=self.expected, epochs=1),
         )
         self.loss: list[tuple[int, float]] = []
         self.began = time.monotonic()
@@ -83,7 +84,7 @@ class Server:
 
     def step(self, member: Member) -> None:
         progress = self.status.progress
-        count = min(BATCH, self.expected - progress.records_applied) if self.expected else BATCH  # type: ignore[operator]
+        count = min(BATCH, self.expected - progress.records_applied) if self.expected else BATCH
         progress.version += 1
         progress.records_applied += count
         progress.loss = 2.3 / (1 + 0.02 * progress.version)
@@ -92,8 +93,8 @@ class Server:
         member.steps += 1
         member.records += count
         if self.expected:
-            progress.percent = int(100 * progress.records_applied / self.expected)  # type: ignore[operator]
-            progress.finished = progress.records_applied >= self.expected  # type: ignore[operator]
+            progress.percent = int(100 * progress.records_applied / self.expected)
+            progress.finished = progress.records_applied >= self.expected
             if progress.finished:
                 progress.epoch, progress.metrics = 1, {"test_accuracy": 0.975}
 
@@ -188,7 +189,7 @@ def check(entrypoint: str) -> int:
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception:
+    except (Exception, SystemExit):  # noqa: BLE001 - whatever a script does on import
         traceback.print_exc()
         return env.EXIT_INVALID
     return 0 if callable(found) else env.EXIT_INVALID
