@@ -30,7 +30,7 @@ A version is the number of optimizer steps that the model has taken.
 exit codes:
   0    done; for run: the job succeeded
   1    the job failed
-  2    bad input: nothing was started, nothing was overwritten
+  2    bad input: the message says what to change; trying again as it is would be no use
   130  stopped by Ctrl-C (129 SIGHUP, 143 SIGTERM)"""
 
 RUN = """\

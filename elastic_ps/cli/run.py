@@ -121,6 +121,8 @@ def _write_report(outcome: Outcome, report: Path | None) -> list[Path]:
 def _exit_code(outcome: Outcome, signals: list[int]) -> int:
     if outcome.verdict.phase == "Succeeded":
         return 0
+    if outcome.verdict.reason == "InvalidJob":
+        return 2
     return 128 + signals[0] if signals and outcome.verdict.reason == "Stopped" else 1
 
 
