@@ -174,7 +174,15 @@ class Launcher:
             self._status = self._build_status(ended=False)
         if changed or now - self._written >= STATUS_INTERVAL.total_seconds():
             self._written = now
+            self._write_status()
+
+    def _write_status(self) -> None:
+        """A disk that is full shall not end the training."""
+        try:
             self.directory.write_status(self._status)
+        except OSError as error:
+            if not any(event.kind == "warning" and "status" in event.text for event in self.record.events):
+                self._event("warning", f"the job's status cannot be written: {error}")
 
     def _desired(self) -> planning.Desired:
         spec = self.job.spec
@@ -374,4 +382,4 @@ class Launcher:
                 self._event("warning", f"the trace cannot be written: {error}")
         with self._lock:
             self._status = self._build_status(ended=True)
-        self.directory.write_status(self._status)
+        self._write_status()
