@@ -206,6 +206,7 @@ def test_a_name_is_taken_while_the_job_runs_and_free_afterwards(tmp_path: Path) 
     with launched(make_job(records=FOREVER), tmp_path) as first:
         with pytest.raises(UserError, match="already runs"):
             Launcher(make_job(records=8), Options(root=tmp_path, programs=PROGRAMS))
+        training(first, 2)
         first.stop("enough")
         end_of(first)
     with launched(make_job(records=8), tmp_path) as second:
