@@ -48,7 +48,8 @@ CALLS = 512
 """How many calls a server answers at the same time; the next ones wait. Each has a thread."""
 
 WINDOW = 1024 * 1024
-"""Bytes that a sender may send in one call before the receiver has asked for them."""
+"""Bytes that a sender may send in one call before the receiver has asked for them. A server of n calls with
+bodies that no handler reads holds about 1.2 n MiB; a larger window is no faster within a machine."""
 
 JOIN = timedelta(seconds=10)
 """How long `close` waits for threads that nothing should hold up."""

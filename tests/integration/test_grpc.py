@@ -216,14 +216,14 @@ def test_calls_that_do_not_follow_the_schema_are_malformed_for_their_sender(
         (answer,) = call(iter([]), timeout=60)
         assert "no frame" in frame_pb2.Message.FromString(answer).refusal.message
         with pytest.raises(grpc.RpcError) as caught:
-            list(call(iter([bytes(MIB)]), timeout=60))
+            list(call(iter([bytes(2 * MIB)]), timeout=60))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert unary(connection, "echo", b"alive", timeout=LONG) == b"alive"
 
 
 def test_a_method_name_that_does_not_fit_is_malformed(connection: GrpcConnection) -> None:
     with pytest.raises(Malformed):
-        unary(connection, "x" * MIB, b"", timeout=LONG)
+        unary(connection, "x" * (2 * MIB), b"", timeout=LONG)
 
 
 def test_a_stranger_at_the_address_is_a_transport_error() -> None:
