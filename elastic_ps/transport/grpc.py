@@ -242,6 +242,8 @@ class GrpcConnection(Connection):
     def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
         """Send `frame` and iterate over the answers; see `Connection.call`."""
         what, seconds = f"{method} at {self._address}", timeout.total_seconds()
+        if seconds <= 0:
+            raise DeadlineExceeded(f"{what}: no time is left to call")
         outgoing, sending = messages(frame, method), None
         try:
             if fits(frame):

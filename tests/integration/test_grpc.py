@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -295,6 +296,26 @@ def test_more_calls_than_threads_wait_for_their_turn() -> None:
     assert [[answer.header for answer in call] for call in calls] == [[bytes([n])] for n in range(20)]
     connection.close()
     server.close()
+
+
+def test_calls_leave_nothing_to_the_garbage_collector(connection: GrpcConnection) -> None:
+    # It may run in a forked child, where freeing gRPC's objects can wait for threads of the parent.
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        unary(connection, "echo", b"", timeout=LONG)
+        for frame in (Frame(b""), Frame(b"", memoryview(bytes(5 * MIB)))):
+            assert len(list(connection.call("echo", frame, timeout=LONG))) == 1
+        with pytest.raises(Malformed):
+            unary(connection, "x" * (2 * MIB), b"", timeout=LONG)
+        gc.collect()
+        left = {type(item).__module__ for item in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not [module for module in left if module.startswith(("grpc", "elastic_ps"))]
 
 
 def test_a_process_with_open_calls_may_fork() -> None:
