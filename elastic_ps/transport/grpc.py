@@ -339,10 +339,9 @@ class _Responses:
         try:
             return next(self._messages, None)
         except grpc.RpcError as error:
-            lost = self._lost()
-            # The error is the call itself: chained, it would keep the call in a cycle with its frames.
+            # The error is the call itself: chained, or with a traceback, it would be part of a cycle.
             error.__traceback__ = None
-        raise lost
+        raise self._lost()
 
     def _lost(self) -> TransportError:
         code, details = self._call.code(), self._call.details()

@@ -30,13 +30,13 @@ LONG = timedelta(seconds=60)
 MIB = 1024 * 1024
 
 SERVER = """
-import sys, threading
+import os, sys, threading
 from elastic_ps.transport.base import Frame
 from elastic_ps.transport.grpc import GrpcServer
 
 def handler(method, incoming):
     if method == "block":
-        print("entered", flush=True)
+        os.write(1, b"entered\\n")
         threading.Event().wait()
     yield Frame(incoming.header)
 
