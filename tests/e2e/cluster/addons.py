@@ -1,7 +1,8 @@
 """What every real cluster has and Debian has no package of: names for Services, and volumes for claims.
 
 One small process watches the API server and
- - writes a hosts file per Service (its cluster address, or its endpoints' when it is headless) into the directory
+ - writes a hosts file per Service (its cluster address, or its endpoints' when it is headless) into the
+ directory
    that dnsmasq reads, which is this cluster's CoreDNS;
  - gives each claim of the storage class `standard` a directory, and removes it with the claim, which is this
    cluster's provisioner. Directories are writable by every user, as pods do not run as root.
@@ -62,7 +63,7 @@ class Api:
 
 
 class Watch(threading.Thread):
-    """Keeps `objects` equal to a collection of the API server, for ever; puts a token into `changed` each time."""
+    """Keeps `objects` equal to a collection of the API server, and tells `changed` of every change."""
 
     def __init__(self, api: Api, path: str, changed: queue.Queue[None]) -> None:
         super().__init__(name=f"watch-{path.rsplit('/', 1)[1]}", daemon=True)

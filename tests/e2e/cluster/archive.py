@@ -1,7 +1,7 @@
 """Writes container images as files in Docker's archive format, which containerd and buildah both read.
 
-Two images start from nothing here (the base and the pause image); a tar of one layer, its digest and two small
-JSON files are all that takes.
+Two images start from nothing here (the base and the pause image); a tar of one layer, its digest and two
+small JSON files are all that takes.
 """
 
 from __future__ import annotations

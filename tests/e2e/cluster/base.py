@@ -1,7 +1,7 @@
 """The part of a cluster that a test uses whichever cluster it is, and the cluster that was given to us.
 
-A test asks for what only our own cluster can do (stop the API server, cut a pod's network) through the same object;
-on a cluster that is not ours that raises NotSupported, which a test turns into a skip.
+A test asks for what only our own cluster can do (stop the API server, cut a pod's network) through the same
+object; on a cluster that is not ours that raises NotSupported, which a test turns into a skip.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class Binaries:
 def obtain() -> Binaries:
     """Find or build every program that a cluster needs, installing Debian packages that are missing.
 
-    Blocks for minutes the first time and for less than a second afterwards. Raises ClusterUnavailable where it
-    cannot work at all, ClusterError (with the log's tail) where a step failed.
+    Blocks for minutes the first time and for less than a second afterwards. Raises ClusterUnavailable where
+    it cannot work at all, ClusterError (with the log's tail) where a step failed.
     """
     apt.require_debian()
     apt.install(RUNTIME_PACKAGES, log=cache_dir() / "apt.log")
@@ -116,7 +116,8 @@ def build() -> Path:
         free = shutil.disk_usage(cache).free
         if free < NEEDED_DISK:
             raise ClusterUnavailable(
-                f"building Kubernetes needs {NEEDED_DISK >> 30} GiB in {cache}, and {free / 1024**3:.1f} are free"
+                f"building Kubernetes needs {NEEDED_DISK >> 30} GiB in {cache}, "
+                f"and {free / 1024**3:.1f} are free"
             )
         for stale in cache.glob("building-*"):
             shutil.rmtree(stale, ignore_errors=True)

@@ -1,8 +1,8 @@
 """One real Kubernetes on this machine: up, down, and the damage that a test does to it.
 
-`up` is the only way in. It finds what a previous process left (a cluster that serves is used again, the rest of a
-killed one is removed first), and what it starts can be taken down by any later process: all that `down` needs is in
-the state directory and in the environment of the processes.
+`up` is the only way in. It finds what a previous process left (a cluster that serves is used again, the rest
+of a killed one is removed first), and what it starts can be taken down by any later process: all that `down`
+needs is in the state directory and in the environment of the processes.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Cluster(GivenCluster):
     def up(cls, state_dir: Path | None = None) -> Cluster:
         """Bring a cluster up, or find the one that is up. Blocks until pods can run.
 
-        Takes about fifteen seconds, and minutes the first time (see build.py). Raises ClusterUnavailable with the
-        reason where a cluster cannot run, ClusterError with a log's tail where something failed; in both cases
-        nothing is left running.
+        Takes about fifteen seconds, and minutes the first time (see build.py). Raises ClusterUnavailable with
+        the reason where a cluster cannot run, ClusterError with a log's tail where something failed; in both
+        cases nothing is left running.
         """
         directory = (state_dir or default_state_dir()).absolute()
         find_kubectl()
@@ -100,7 +100,7 @@ class Cluster(GivenCluster):
         down(self.layout.state_dir)
 
     def load_image(self, tag: str) -> None:
-        """Put an image that `images.build_image` built into the cluster, if it is not the one that is there."""
+        """Put an image that `images.build_image` built into the cluster, unless it is there."""
         self._import(images.find_image(tag))
 
     def stop(self, component: str, *, kill: bool = False) -> None:
@@ -308,7 +308,7 @@ def down(state_dir: Path | None = None) -> bool:
 
 
 def status(state_dir: Path | None = None) -> dict[str, Any] | None:
-    """Process ids (None where it is not running) and paths of the cluster of a state directory; None without one."""
+    """Process ids (None where one has ended) and paths of a cluster; None where there is no cluster."""
     directory = (state_dir or default_state_dir()).absolute()
     layout = Layout.load(directory)
     if layout is None:
@@ -354,8 +354,8 @@ def _refuse_a_second(directory: Path) -> None:
     others = {value for value in processes.marked().values() if value != str(directory)}
     if others:
         raise ClusterUnavailable(
-            f"another cluster is up on this machine, in {', '.join(sorted(others))}: a machine carries one. Set "
-            "ELASTIC_PS_CLUSTER_DIR to that directory to use it or take it down"
+            f"another cluster is up on this machine, in {', '.join(sorted(others))}: a machine carries one. "
+            "Set ELASTIC_PS_CLUSTER_DIR to that directory to use it or take it down"
         )
 
 

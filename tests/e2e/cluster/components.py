@@ -1,8 +1,8 @@
 """The command line and the configuration of each program of the cluster: text made from a Layout, no actions.
 
 Flags that exist only in some versions are chosen by the API server's version, so that newer binaries
-(`ELASTIC_PS_KUBERNETES_BIN`) work too. The configurations are written as JSON, which all of these programs read
-as YAML.
+(`ELASTIC_PS_KUBERNETES_BIN`) work too. The configurations are written as JSON, which all of these programs
+read as YAML.
 """
 
 from __future__ import annotations
@@ -276,8 +276,8 @@ def _proxy_config(layout: Layout) -> dict[str, object]:
             "tcpEstablishedTimeout": "0s",
             "tcpCloseWaitTimeout": "0s",
         },
-        # Pods share a bridge, and an answer from a Service must come back through the host that translated its
-        # address, also on kernels that do not show bridged packets to iptables (no br_netfilter).
+        # Pods share a bridge, and an answer from a Service must come back through the host that translated
+        # its address, also on kernels that do not show bridged packets to iptables (no br_netfilter).
         "iptables": {"masqueradeAll": True, "minSyncPeriod": "0s", "syncPeriod": "30s"},
         "oomScoreAdj": 0,
     }
@@ -304,8 +304,8 @@ def _cni_config(layout: Layout) -> dict[str, object]:
 def containerd_config(layout: Layout, *, runc: Path, restrict_oom_score: bool, snapshotter: str) -> str:
     """containerd's TOML: every directory and socket is under the state directory.
 
-    `restrict_oom_score`: needed where we lack CAP_SYS_RESOURCE (in a sandbox, say); every pod dies with "can't
-    get final child's PID from pipe" otherwise.
+    `restrict_oom_score`: needed where we lack CAP_SYS_RESOURCE (in a sandbox, say); every pod dies with
+    "can't get final child's PID from pipe" otherwise.
     """
     cri = 'plugins."io.containerd.grpc.v1.cri"'
     value = json.dumps  # a JSON string is a TOML string
@@ -314,7 +314,8 @@ version = 2
 root = {value(str(layout.state_dir / "containerd" / "root"))}
 state = {value(str(layout.containerd_state))}
 disabled_plugins = ["io.containerd.internal.v1.opt", "io.containerd.snapshotter.v1.btrfs",
-  "io.containerd.snapshotter.v1.zfs", "io.containerd.snapshotter.v1.devmapper", "io.containerd.snapshotter.v1.aufs"]
+  "io.containerd.snapshotter.v1.zfs", "io.containerd.snapshotter.v1.devmapper",
+  "io.containerd.snapshotter.v1.aufs"]
 [grpc]
 address = {value(str(layout.containerd_socket))}
 [{cri}]

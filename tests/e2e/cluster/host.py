@@ -67,7 +67,8 @@ def inventory() -> dict[str, list[str]]:
     for tool in _tools():
         for table in TABLES:
             lines = run([f"{tool}-save", "-t", table], check=False).stdout.splitlines()
-            # A built-in chain that came to life by being listed is no rule, and counters change by themselves.
+            # A built-in chain that came to life by being listed is no rule, and counters change by
+            # themselves.
             rules += [f"{tool} {table} {line}" for line in lines if re.match(r"-A|:\S+ -", line)]
     return {
         "links": sorted(_links()),
@@ -113,7 +114,7 @@ def lacks_sys_resource() -> bool:
 
 
 def snapshotter_for(directory: Path) -> str:
-    """`overlayfs` where a mount of it works on `directory`'s file system, `native` (slow copies) otherwise."""
+    """`overlayfs` where a mount of it works in `directory`, `native` (slow copies) otherwise."""
     probe = directory / "overlay-probe"
     parts = {name: probe / name for name in ("lower", "upper", "work", "merged")}
     for path in parts.values():

@@ -1,9 +1,9 @@
 """Container images without a registry and without Docker.
 
-The base image is Debian with Python, made by debootstrap from the machine's own Debian mirror; it stands in for
-`python:3.11-slim-bookworm`, so a Dockerfile says `ARG BASE_IMAGE=python:3.11-slim-bookworm` and builds here as it
-does elsewhere. buildah builds with a storage of its own under the cache directory. What is built is kept as an
-archive next to a digest of all that went in; while that stays the same, nothing is built.
+The base image is Debian with Python, made by debootstrap from the machine's own Debian mirror; it stands in
+for `python:3.11-slim-bookworm`, so a Dockerfile says `ARG BASE_IMAGE=python:3.11-slim-bookworm` and builds
+here as it does elsewhere. buildah builds with a storage of its own under the cache directory. What is built
+is kept as an archive next to a digest of all that went in; while that stays the same, nothing is built.
 """
 
 from __future__ import annotations
@@ -126,13 +126,15 @@ def build_image(
     tag: str,
     build_args: Mapping[str, str] | None = None,
 ) -> Image:
-    """Build a Dockerfile with buildah and keep the result as an archive; do nothing while its inputs are the same.
+    """Build a Dockerfile with buildah and keep the result as an archive; do nothing while its inputs are the
+    same.
 
-    `BASE_IMAGE` is set to this machine's base image unless `build_args` has it. Layers are cached, so put what
-    changes rarely (dependencies) first. pip inside finds what pip on this machine finds. `tag` should begin with
-    `localhost/`, and pods should not have `imagePullPolicy: Always`.
+    `BASE_IMAGE` is set to this machine's base image unless `build_args` has it. Layers are cached, so put
+    what changes rarely (dependencies) first. pip inside finds what pip on this machine finds. `tag` should
+    begin with `localhost/`, and pods should not have `imagePullPolicy: Always`.
 
-    Blocks: seconds, or minutes when large packages are installed. Raises ClusterError with the build's last lines.
+    Blocks: seconds, or minutes when large packages are installed. Raises ClusterError with the build's last
+    lines.
     """
     apt.require_debian()
     base = base_image()

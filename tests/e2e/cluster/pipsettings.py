@@ -1,8 +1,8 @@
 """Makes pip inside an image build find what pip on this machine finds.
 
 A machine may reach packages only through an index, a certificate bundle or a directory of wheels that its pip
-configuration names. The same settings go into the build as one file, and every path that they name is mounted at
-the same place, for the time of the build only.
+configuration names. The same settings go into the build as one file, and every path that they name is mounted
+at the same place, for the time of the build only.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def read(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def volumes(settings: Mapping[str, str], directory: Path) -> list[str]:
     """The `--volume` values for buildah; writes the configuration file into `directory`."""
-    lines = [f"{name} =\n    " + "\n    ".join(value.split()) for name, value in sorted(settings.items())]
+    # Lists of addresses may go on in indented lines, single values may not.
+    lines = [f"{name} = " + "\n    ".join(value.split()) for name, value in sorted(settings.items())]
     configuration = directory / "pip.conf"
     configuration.write_text("[global]\n" + "\n".join(lines) + "\n")
     mounts = [f"{configuration}:/etc/pip.conf:ro"]

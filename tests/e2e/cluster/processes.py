@@ -1,8 +1,8 @@
 """Starting programs that outlive us, and ending exactly those.
 
-Each program is recorded by process id and start time (an id alone may belong to somebody else by the time it is
-read again) and carries the variable MARKER with its cluster's directory, which finds what a killed `up` did not
-come to record. Nothing is ever ended by name.
+Each program is recorded by process id and start time (an id alone may belong to somebody else by the time it
+is read again) and carries the variable MARKER with its cluster's directory, which finds what a killed `up`
+did not come to record. Nothing is ever ended by name.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def require_alive(names: Iterable[str], layout: Layout) -> None:
 
 
 def end(pids: Iterable[int], *, force: bool = False, grace: timedelta = GRACE) -> None:
-    """End processes: SIGTERM and after `grace` SIGKILL, or SIGKILL at once with `force`. Blocks until gone."""
+    """End processes: SIGTERM and after `grace` SIGKILL, or that at once with `force`. Blocks until gone."""
     remaining = {pid: start_time(pid) for pid in pids}
 
     def gone() -> bool:

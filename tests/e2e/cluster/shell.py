@@ -21,7 +21,7 @@ TAIL_LINES = 40
 
 
 def say(message: str) -> None:
-    """Print one line of progress to stderr at once (stdout belongs to results such as `export KUBECONFIG`)."""
+    """Print one line of progress to stderr (stdout belongs to results such as `export KUBECONFIG`)."""
     print(f"[cluster {time.strftime('%H:%M:%S')}] {message}", file=sys.stderr, flush=True)
 
 
