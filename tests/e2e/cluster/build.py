@@ -10,20 +10,17 @@ and `KUBEBUILDER_ASSETS` (the convention of envtest) is looked at next.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 from . import apt
 from .errors import ClusterError, ClusterUnavailable
-from .shell import cache_dir, run, run_logged, say
+from .shell import cache_dir, locked, run, run_logged, say
 
 KUBERNETES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
 # Two rounds, so that a failure of the second does not lose sight of which part failed.
@@ -109,7 +106,7 @@ def build() -> Path:
     """
     cache = cache_dir()
     cache.mkdir(parents=True, exist_ok=True)
-    with _lock(cache / "build.lock"):
+    with locked(cache / "build.lock", "building Kubernetes"):
         found = cached()
         if found:
             return found
@@ -197,7 +194,13 @@ def _make(tree: Path, names: tuple[str, ...], *, version: str, work: Path, log: 
         "GOFLAGS": "-trimpath",
         "GOLDFLAGS": "-s -w",
     }
-    environment = {"GOCACHE": str(work / "gocache"), "GOPATH": str(work / "gopath"), "GOPROXY": "off"}
+    (work / "tmp").mkdir(exist_ok=True)
+    environment = {
+        "GOCACHE": str(work / "gocache"),
+        "GOPATH": str(work / "gopath"),
+        "GOPROXY": "off",
+        "TMPDIR": str(work / "tmp"),
+    }
     run_logged(
         ["nice", "-n", "5", "make", *(f"{key}={value}" for key, value in settings.items())],
         log=log, timeout=BUILD_TIMEOUT, cwd=tree, env=environment,
@@ -231,14 +234,3 @@ def _which(name: str) -> Path:
     if found is None:
         raise ClusterError(f"`{name}` is not on the PATH although its Debian package is installed")
     return Path(found)
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another process is building; waiting for it")
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

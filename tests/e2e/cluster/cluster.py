@@ -7,7 +7,6 @@ needs is in the state directory and in the environment of the processes.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -16,8 +15,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +28,7 @@ from .build import Binaries
 from .components import CNI_NETWORK, COMPONENTS
 from .errors import ClusterError, ClusterUnavailable
 from .layout import NODE, PAUSE_IMAGE, Layout, default_state_dir
-from .shell import run, say, wait_for
+from .shell import locked, run, say, wait_for
 
 READY_TIMEOUT = timedelta(seconds=90)
 IMPORT_TIMEOUT = timedelta(minutes=10)
@@ -57,7 +55,7 @@ class Cluster(GivenCluster):
         directory = (state_dir or default_state_dir()).absolute()
         find_kubectl()
         binaries = build.obtain()
-        with _locked(directory):
+        with locked(directory / "lock", "bringing the cluster up or down"):
             found = cls._find(directory, binaries)
             if found:
                 say(f"the cluster in {directory} is up already")
@@ -303,7 +301,7 @@ def down(state_dir: Path | None = None) -> bool:
     directory = (state_dir or default_state_dir()).absolute()
     if not directory.is_dir() and not processes.marked(directory):
         return False
-    with _locked(directory):
+    with locked(directory / "lock", "bringing the cluster up or down"):
         return _remove(directory)
 
 
@@ -357,16 +355,3 @@ def _refuse_a_second(directory: Path) -> None:
             f"another cluster is up on this machine, in {', '.join(sorted(others))}: a machine carries one. "
             "Set ELASTIC_PS_CLUSTER_DIR to that directory to use it or take it down"
         )
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Only one process at a time brings a cluster up or down."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another process is bringing the cluster up or down; waiting for it")
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield

@@ -21,7 +21,7 @@ from . import apt, host, pipsettings
 from .archive import write_image
 from .errors import ClusterError
 from .layout import PAUSE_IMAGE
-from .shell import cache_dir, run, run_logged, say
+from .shell import cache_dir, locked, run, run_logged, say
 
 BASE_IMAGE = "localhost/elastic-ps-base:bookworm"
 # Raise it when `_bootstrap` changes, so that cached base images are made anew.
@@ -144,6 +144,25 @@ def build_image(
     if archive.is_file():
         return Image(tag, digest, archive)
     apt.install(PACKAGES, log=cache_dir() / "apt.log")
+    with locked(cache_dir() / "images.lock", "building an image"):
+        try:
+            _build(dockerfile, context, tag, arguments, base)
+            _export(tag, archive)
+        finally:
+            # buildah leaves its storage mounted on itself, and more when it is killed.
+            host.unmount_below(cache_dir() / "buildah")
+    return Image(tag, digest, archive)
+
+
+def find_image(tag: str) -> Image:
+    """The newest build of `tag` in the cache; raises ClusterError when there is none."""
+    found = sorted(_directory().glob(f"{_file_name(tag)}@*.tar"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ClusterError(f"no image {tag} has been built; call build_image first")
+    return Image(tag, found[-1].stem.rsplit("@", 1)[1], found[-1])
+
+
+def _build(dockerfile: Path, context: Path, tag: str, arguments: Mapping[str, str], base: Image) -> None:
     if run([*_buildah(), "images", "-q", BASE_IMAGE], check=False).returncode != 0:
         run([*_buildah(), "pull", *_policy(), f"docker-archive:{base.archive}"], timeout=BUILD_TIMEOUT)
     say(f"building image {tag}")
@@ -161,16 +180,6 @@ def build_image(
             log=log,
             timeout=BUILD_TIMEOUT,
         )
-    _export(tag, archive)
-    return Image(tag, digest, archive)
-
-
-def find_image(tag: str) -> Image:
-    """The newest build of `tag` in the cache; raises ClusterError when there is none."""
-    found = sorted(_directory().glob(f"{_file_name(tag)}@*.tar"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise ClusterError(f"no image {tag} has been built; call build_image first")
-    return Image(tag, found[-1].stem.rsplit("@", 1)[1], found[-1])
 
 
 def _export(tag: str, archive: Path) -> None:
@@ -184,6 +193,8 @@ def _export(tag: str, archive: Path) -> None:
     for old in _directory().glob(f"{_file_name(tag)}@*.tar"):
         old.unlink()
     temporary.rename(archive)
+    # What no tagged image stands on; the layers that the next build starts from stay.
+    run([*_buildah(), "rmi", "--prune"], check=False)
 
 
 def _bootstrap(root: Path) -> None:

@@ -6,12 +6,14 @@ person who reads "returned 1" in a CI log has no other way to learn more.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -143,3 +145,16 @@ def cache_dir() -> Path:
     """Where built things are kept between runs: `${XDG_CACHE_HOME:-~/.cache}/elastic-ps`."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "elastic-ps"
+
+
+@contextmanager
+def locked(path: Path, action: str) -> Iterator[None]:
+    """Let one process at a time do something; the others wait, and say so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"another process is {action}; waiting for it")
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
