@@ -1,6 +1,6 @@
 """Train LeNet on handwritten digits: an ordinary PyTorch loop, with the lines of elastic-ps marked.
 
-    elastic-ps run examples/digits/job.yaml
+elastic-ps run examples/digits/job.yaml
 """
 
 import torch

@@ -111,7 +111,7 @@ def test_a_killed_worker_is_replaced_and_told_about(tmp_path: Path) -> None:
     options = Options(
         root=tmp_path,
         programs=PROGRAMS,
-        on_worker_gone=lambda addresses, worker, pid: told.append((worker, pid)),
+        on_worker_gone=lambda job, addresses, worker, pid: told.append((worker, pid)),
     )
     with launched(make_job(records=FOREVER, workers=2, spec=_limit(0)), tmp_path, options) as launcher:
         before = training(launcher, 2)
