@@ -217,7 +217,7 @@ class Exchange:
                         break
                     deadline = time.monotonic() + 20
                 except (ConnectionLost, DeadlineExceeded) as error:
-                    if time.monotonic() > deadline or self._error is not None:
+                    if time.monotonic() > deadline or self._error is not None or self._client.closed:
                         self._fail(error)
                         break
                     time.sleep(0.1)
