@@ -316,7 +316,7 @@ class Coordinator:
                 held = ledger.held(incarnation) or ledger.take(
                     incarnation, batch=batch, workers=len(self._members.live)
                 )
-                if held:
+                if held and not self._rounds.knows(worker):  # else two that wait would wake each other
                     self._rounds.admit(worker)
                     self._stale = True
                 elif ledger.finished:
