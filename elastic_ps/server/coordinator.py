@@ -325,7 +325,7 @@ class Coordinator:
         held = state.ledger.held(incarnation)
         if not held:
             held = state.ledger.take(incarnation, batch=batch, workers=len(state.members.live))
-        if held and worker not in state.rounds.waiting and not state.rounds.takes_part(worker):
+        if held and not state.rounds.knows(worker):  # else two that wait would wake each other
             state.rounds.admit(worker)
             self._told()
         return held

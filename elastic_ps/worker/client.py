@@ -127,8 +127,13 @@ class Client:
         """The number of this stay in the job."""
         return self._caller.incarnation
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is to be tried again."""
+        return self._closed.is_set()
+
     def close(self) -> None:
-        """Cancel what is under way and free the connections."""
+        """Cancel what is under way, also what waits to be repeated, and free the connections."""
         self._closed.set()
         for connection in self._connections:
             connection.close()
@@ -307,15 +312,16 @@ class Client:
             try:
                 return attempt()
             except (ConnectionLost, DeadlineExceeded) as error:
+                if self.closed:
+                    raise
                 if time.monotonic() > deadline:
                     seconds = self._patience.total_seconds()
                     text = f"the parameter server has not answered for {seconds:.0f} s: {error}"
                     raise ConnectionLost(text) from error
             except Refused as refusal:
-                if refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline:
+                if refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline or self.closed:
                     raise
-            if self._closed.wait(pause * (0.5 + random.random())):
-                raise ConnectionLost("the session was closed")
+            self._closed.wait(pause * (0.5 + random.random()))
             pause = min(1.0, pause * 2)
 
 
