@@ -127,7 +127,8 @@ class Shard:
         Blocks while the values are received, and in deterministic mode until it is the worker's turn.
 
         Raises:
-            Refused: see `PushLog.decide`; MALFORMED; NOT_FINITE. The sums are as before.
+            Refused: see `PushLog.decide`; MALFORMED; NOT_FINITE; NOT_READY: push it again. The sums are as
+                before.
         """
         bucket = self.bucket(key.bucket)
         if incoming.size != bucket.nbytes or (present and len(present) != len(bucket.pieces)):
@@ -142,9 +143,15 @@ class Shard:
             )
         slot = (key.bucket, key.worker)
         with self._changed:
-            self._await(lambda: slot not in self._receiving and self._may_add(key))
+            may_go_on = self._await(lambda: slot not in self._receiving and self._may_add(key))
             if self._log.decide(key) is Verdict.DUPLICATE:
                 return False
+            if not may_go_on:
+                raise Refused(
+                    RefusalCode.NOT_READY,
+                    f"it is not the turn of worker {key.worker} in bucket {key.bucket}, or its push is still "
+                    "being received; push again",
+                )
             self._receiving.add(slot)
         buffer: torch.Tensor | None = None
         try:
@@ -152,7 +159,8 @@ class Shard:
             contribution = _typed(buffer, bucket)
             require_finite(contribution, f"worker {key.worker}, step {key.step}, bucket {key.bucket}")
             with self._changed:
-                self._log.decide(key)  # the round may have been started again meanwhile
+                if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
+                    return False
                 first = not self._log.added.get(key.bucket)
                 self._buckets[key.bucket].add(contribution, samples, present, first=first)
                 self._log.add(key)
