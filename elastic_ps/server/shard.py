@@ -82,6 +82,7 @@ class Shard:
         self.layout = layout
         self.index = index
         self._changed = threading.Condition()
+        self._advancing = threading.Lock()
         self._log = PushLog(epoch=epoch)
         self._deterministic = deterministic
         self._trace = trace
@@ -229,16 +230,19 @@ class Shard:
     ) -> None:
         """Open a round (or change who takes part in it), after making a version from the last one.
 
-        Idempotent: what has been applied is not applied again. Blocks for the optimizer's step.
+        Idempotent: what has been applied is not applied again, and an order that was overtaken by a later
+        one changes nothing. Blocks for the optimizer's step.
 
         Raises:
             Refused: INVALID; the sums are not made of exactly these contributions. Nothing was applied.
         """
-        if apply is not None and self.version < version:
-            self._apply(version, apply, attempt, expected)
-        with self._changed:
-            self._log.open(version=version, attempt=attempt, expected=expected)
-            self._changed.notify_all()
+        with self._advancing:
+            if apply is not None and self.version < version:
+                self._apply(version, apply, attempt, expected)
+            with self._changed:
+                if (version, attempt) >= (self._log.version, self._log.attempt):
+                    self._log.open(version=version, attempt=attempt, expected=expected)
+                    self._changed.notify_all()
 
     def _apply(self, version: int, apply: Application, attempt: int, expected: frozenset[int]) -> None:
         ordered = [
