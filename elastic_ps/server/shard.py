@@ -259,6 +259,10 @@ class Shard:
                 raise Refused(
                     RefusalCode.INVALID, f"shard {self.index} lacks contributions to version {version}"
                 )
+        with self._changed:
+            for values in self._buckets.values():
+                if values.bucket.rule is Rule.CONSTANT:
+                    values.version = version
         started = time.monotonic_ns()
         for bucket in ordered:
             values = self._buckets[bucket.index]
