@@ -113,12 +113,21 @@ class Shard:
             raise Refused(RefusalCode.MALFORMED, f"bucket {index} is not on shard {self.index}") from None
 
     def initialise(self, index: int, incoming: Incoming) -> None:
-        """Take a bucket's first values from a worker. Blocks while they are received."""
+        """Take a bucket's first values from a worker. Blocks while they are received.
+
+        Raises:
+            Refused: MALFORMED; NOT_FINITE; STALE_INCARNATION: the model is being trained. Nothing changes.
+        """
         bucket = self.bucket(index)
         buffer = self._receive(bucket, incoming)
         try:
+            values = _typed(buffer, bucket)
+            if bucket.rule is Rule.GRADIENT:
+                require_finite(values, f"first values of bucket {index}")
             with self._changed:
-                self._buckets[index].values.copy_(_typed(buffer, bucket))
+                if self._log.version or self._log.added:
+                    raise Refused(RefusalCode.STALE_INCARNATION, "the model is being trained already")
+                self._buckets[index].values.copy_(values)
         finally:
             self._buffers.put(buffer)
 
@@ -178,6 +187,11 @@ class Shard:
         return not self._deterministic or self._log.turn(key.worker, key.bucket)
 
     def _receive(self, bucket: Bucket, incoming: Incoming) -> torch.Tensor:
+        if incoming.size != bucket.nbytes:
+            raise Refused(
+                RefusalCode.MALFORMED,
+                f"{incoming.size} bytes for bucket {bucket.index}, which has {bucket.nbytes}",
+            )
         try:
             buffer = self._buffers.get(timeout=WAIT.total_seconds())
         except queue.Empty:
