@@ -167,7 +167,9 @@ class Shard:
         try:
             buffer = self._receive(bucket, incoming)
             contribution = _typed(buffer, bucket)
-            require_finite(contribution, f"worker {key.worker}, step {key.step}, bucket {key.bucket}")
+            usual = self._buckets[key.bucket].values if bucket.rule is Rule.MEAN else None
+            who = f"worker {key.worker}, step {key.step}, bucket {key.bucket}"
+            require_finite(contribution, who, usual=usual)
             with self._changed:
                 if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
                     return False
