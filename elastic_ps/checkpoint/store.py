@@ -124,7 +124,7 @@ class Store:
         partial, final = self._partial(manifest.version), self.path(manifest.version)
         try:
             path = partial / MANIFEST
-            path.write_text(json.dumps(asdict(manifest), indent=1))
+            path.write_text(_sealed(asdict(manifest)))
             _flush(path)
             _flush(partial)
             if final.exists():
@@ -152,15 +152,25 @@ class Store:
         """
         directory = self.path(version)
         try:
-            data = json.loads((directory / MANIFEST).read_text())
+            text = (directory / MANIFEST).read_text()
+            data = json.loads(text)
+            del data["sha256"]
+            if _sealed(data) != text:
+                raise CheckpointCorrupt(f"{directory / MANIFEST} is not what was written (SHA-256 differs)")
             if data["format"] != FORMAT:
                 raise CheckpointCorrupt(f"{directory}: format {data['format']}, this program reads {FORMAT}")
             manifest = Manifest(**{**data, "files": [ShardFile(**f) for f in data["files"]]})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointCorrupt(f"{directory / MANIFEST} cannot be read: {error}") from error
+            raise CheckpointCorrupt(f"{directory / MANIFEST} cannot be read: {error!r}") from error
+        if manifest.version != version:
+            raise CheckpointCorrupt(f"{directory} holds version {manifest.version}")
         for file in manifest.files:
             path = directory / file.file
-            if not path.is_file() or path.stat().st_size != file.size or _digest(path) != file.sha256:
+            try:
+                same = path.stat().st_size == file.size and _digest(path) == file.sha256
+            except OSError as error:
+                raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+            if not same:
                 raise CheckpointCorrupt(f"{path} is not the file that was written (size or SHA-256 differ)")
         return manifest
 
@@ -234,6 +244,12 @@ class Assembled:
         pieces.pop("value", None)
         scalars = {k: v.reshape(()).clone() for (t, k), v in self._scalars.items() if t == tensor}
         return pieces | scalars
+
+
+def _sealed(manifest: Mapping[str, Any]) -> str:
+    """A manifest as text, with the digest of everything else in it; no character of it can change."""
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": digest}, indent=1)
 
 
 def _digest(path: Path) -> str:
