@@ -7,6 +7,7 @@ process at a time commits and prunes. Nothing here is pickled.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -180,6 +181,7 @@ class Store:
         A broken checkpoint is renamed to `corrupt-...`, so that it is kept but not looked at again.
 
         Raises:
+            CheckpointError: a broken one cannot be renamed.
             NoCheckpoint: there is none; the message says which broken ones there were.
         """
         problems: list[str] = []
@@ -188,10 +190,16 @@ class Store:
                 return self.manifest(version), problems
             except CheckpointCorrupt as error:
                 problems.append(str(error))
-                aside = self.directory / f"corrupt-{version:010d}-{os.getpid()}"
-                self.path(version).rename(aside)
+                self._set_aside(version)
         detail = f" ({'; '.join(problems)})" if problems else ""
         raise NoCheckpoint(f"no whole checkpoint in {self.directory}{detail}")
+
+    def _set_aside(self, version: int) -> None:
+        names = (self.directory / f"corrupt-{version:010d}-{number}" for number in itertools.count(1))
+        try:
+            self.path(version).rename(next(name for name in names if not name.exists()))
+        except OSError as error:
+            raise CheckpointError(f"cannot set {self.path(version)} aside: {error}") from error
 
     def read(self, manifest: Manifest) -> Iterator[Stored]:
         """All tensors of a checkpoint, from the files of all shards."""
