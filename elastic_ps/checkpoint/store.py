@@ -108,6 +108,8 @@ class Store:
         name = f"shard-{shard}-of-{shards}.safetensors"
         try:
             directory = self._partial(version)
+            for left in self.directory.glob(f"partial-*/{name}"):
+                left.unlink()  # of a checkpoint that was given up: one is written at a time
             directory.mkdir(parents=True, exist_ok=True)
             path = directory / name
             safetensors.torch.save_file({t.name: t.value for t in tensors}, path)
@@ -117,7 +119,7 @@ class Store:
             raise CheckpointError(f"cannot write {name} of version {version}: {error}") from error
 
     def commit(self, manifest: Manifest, *, keep: int) -> Path:
-        """Make a checkpoint of the files written; then delete all but the newest `keep`.
+        """Make a checkpoint of the files written; then delete all but the newest `keep`, as far as possible.
 
         Raises:
             CheckpointError: the disk is full, read-only, or failing; the older checkpoints are untouched.
@@ -132,12 +134,13 @@ class Store:
                 shutil.rmtree(final)
             partial.rename(final)
             _flush(self.directory)
-            for version in self.versions()[:-keep]:
-                shutil.rmtree(self.path(version))
         except OSError as error:
             raise CheckpointError(
                 f"cannot finish the checkpoint of version {manifest.version}: {error}"
             ) from error
+        for version in self.versions()[:-keep]:
+            shutil.rmtree(self.path(version), ignore_errors=True)
+        self.discard_partial()
         return final
 
     def discard_partial(self) -> None:
