@@ -214,16 +214,28 @@ class Store:
                     yield Stored(int(tensor), int(start), key, opened.get_tensor(name), kind == "scalar")
 
     def next_epoch(self) -> int:
-        """Count a start of the parameter server, durably: 1 the first time, then one more each time."""
+        """Count a start of the parameter server, durably: 1 the first time, then one more each time.
+
+        Raises:
+            CheckpointError: the count cannot be read or written.
+        """
         path = self.directory / "epoch.json"
-        self.directory.mkdir(parents=True, exist_ok=True)
-        epoch = 1 + (json.loads(path.read_text())["epoch"] if path.exists() else 0)
-        temporary = path.with_suffix(".partial")
-        temporary.write_text(json.dumps({"epoch": epoch}))
-        _flush(temporary)
-        temporary.rename(path)
-        _flush(self.directory)
-        return int(epoch)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            last = json.loads(path.read_text())["epoch"] if path.exists() else 0
+            if not isinstance(last, int):
+                raise TypeError(f"epoch is {last!r}")
+            temporary = path.with_suffix(".partial")
+            temporary.write_text(json.dumps({"epoch": last + 1}))
+            _flush(temporary)
+            temporary.rename(path)
+            _flush(self.directory)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path}, which counts the starts of the parameter server, cannot be read or written: "
+                f"{error!r}. If its content is broken, write a larger number than any epoch in the logs into it"
+            ) from error
+        return last + 1
 
 
 class Assembled:
