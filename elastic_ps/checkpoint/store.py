@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -239,12 +240,17 @@ class Store:
 
 
 class Assembled:
-    """A checkpoint's tensors put together again, whatever cut they were stored in."""
+    """A checkpoint's tensors put together again, whatever cut they were stored in.
+
+    Raises:
+        CheckpointCorrupt: elements of a tensor are missing.
+    """
 
     def __init__(self, elements: Mapping[int, int], stored: Iterator[Stored]) -> None:
         self._elements = elements
         self._full: dict[tuple[int, str], torch.Tensor] = {}
         self._scalars: dict[tuple[int, str], torch.Tensor] = {}
+        self._found: Counter[tuple[int, str]] = Counter()
         for item in stored:
             place = (item.tensor, item.key)
             if item.scalar:
@@ -253,6 +259,12 @@ class Assembled:
             if place not in self._full:
                 self._full[place] = torch.empty(elements[item.tensor], dtype=item.value.dtype)
             self._full[place][item.start : item.start + item.value.numel()] = item.value
+            self._found[place] += item.value.numel()
+        for (tensor, key), count in self._found.items():
+            if count != elements[tensor]:
+                raise CheckpointCorrupt(
+                    f"the checkpoint holds {count} of {elements[tensor]} elements of tensor {tensor}, {key}"
+                )
 
     def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
         """Raises CheckpointCorrupt if the checkpoint does not hold the tensor."""
