@@ -234,7 +234,7 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path}, which counts the starts of the parameter server, cannot be read or written: "
-                f"{error!r}. If its content is broken, write a larger number than any epoch in the logs into it"
+                f"{error!r}. If its content is broken, put a larger number there than any epoch in the logs"
             ) from error
         return last + 1
 
