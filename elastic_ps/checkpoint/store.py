@@ -6,6 +6,7 @@ process at a time commits and prunes. Nothing here is pickled.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import itertools
 import json
@@ -14,6 +15,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,12 @@ import safetensors
 import safetensors.torch
 import torch
 
-from elastic_ps.errors import CheckpointCorrupt, CheckpointError, NoCheckpoint
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"version-(\d{10})")
+_PARTIAL = re.compile(r"partial-(\d+)-(\d{10})")
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,12 @@ class Store:
         """The directory of a whole checkpoint."""
         return self.directory / f"version-{version:010d}"
 
-    def _partial(self, version: int) -> Path:
-        return self.directory / f"partial-{version:010d}"
+    def _partial(self, epoch: int, version: int) -> Path:
+        return self.directory / f"partial-{epoch}-{version:010d}"
 
-    def write_shard(self, version: int, shard: int, shards: int, tensors: Iterator[Stored]) -> ShardFile:
+    def write_shard(
+        self, epoch: int, version: int, shard: int, shards: int, tensors: Iterator[Stored]
+    ) -> ShardFile:
         """Write and flush a shard's file. Blocks for the disk.
 
         Raises:
@@ -108,9 +113,9 @@ class Store:
         """
         name = f"shard-{shard}-of-{shards}.safetensors"
         try:
-            directory = self._partial(version)
-            for left in self.directory.glob(f"partial-*/{name}"):
-                left.unlink()  # of a checkpoint that was given up: one is written at a time
+            directory = self._partial(epoch, version)
+            for left in self._partials_before(epoch, version + 1):
+                (left / name).unlink(missing_ok=True)  # of a checkpoint that was given up
             directory.mkdir(parents=True, exist_ok=True)
             path = directory / name
             safetensors.torch.save_file({t.name: t.value for t in tensors}, path)
@@ -124,25 +129,40 @@ class Store:
 
         Raises:
             CheckpointError: the disk is full, read-only, or failing; the older checkpoints are untouched.
+            Fenced: another parameter server has taken over.
         """
-        partial, final = self._partial(manifest.version), self.path(manifest.version)
         try:
-            path = partial / MANIFEST
-            path.write_text(_sealed(asdict(manifest)))
-            _flush(path)
-            _flush(partial)
-            if final.exists():
-                shutil.rmtree(final)
-            partial.rename(final)
-            _flush(self.directory)
+            with self._locked():
+                self.require_epoch(manifest.epoch)
+                self._finish(manifest)
+                self._prune(manifest, keep)
         except OSError as error:
-            raise CheckpointError(
-                f"cannot finish the checkpoint of version {manifest.version}: {error}"
-            ) from error
+            text = f"cannot finish the checkpoint of version {manifest.version}: {error}"
+            raise CheckpointError(text) from error
+        return self.path(manifest.version)
+
+    def _finish(self, manifest: Manifest) -> None:
+        partial, final = self._partial(manifest.epoch, manifest.version), self.path(manifest.version)
+        path = partial / MANIFEST
+        path.write_text(_sealed(asdict(manifest)))
+        _flush(path)
+        _flush(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _flush(self.directory)
+
+    def _prune(self, manifest: Manifest, keep: int) -> None:
+        """Delete what is not needed besides a new checkpoint; what cannot be deleted is left."""
         for version in self.versions()[:-keep]:
             shutil.rmtree(self.path(version), ignore_errors=True)
-        self.discard_partial()
-        return final
+        for path in self._partials_before(manifest.epoch, manifest.version):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _partials_before(self, epoch: int, version: int) -> list[Path]:
+        """What was left by writes of earlier versions or epochs; one checkpoint is written at a time."""
+        found = ((_PARTIAL.fullmatch(path.name), path) for path in self.directory.glob("partial-*"))
+        return [p for match, p in found if match and (int(match[1]), int(match[2])) < (epoch, version)]
 
     def discard_partial(self) -> None:
         """Delete what an interrupted write left behind."""
@@ -214,29 +234,65 @@ class Store:
                     tensor, start, key, kind = name.split("/")
                     yield Stored(int(tensor), int(start), key, opened.get_tensor(name), kind == "scalar")
 
+    # --- epochs
+
+    @property
+    def _epoch_file(self) -> Path:
+        return self.directory / "epoch.json"
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Nobody else changes the epoch or finishes a checkpoint meanwhile."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def epoch(self) -> int:
+        """The number of the last start of the parameter server; 0 if there was none.
+
+        Raises:
+            CheckpointError: it cannot be read. It is not taken for 0: an earlier parameter server could then
+                pass for the present one.
+        """
+        try:
+            epoch = json.loads(self._epoch_file.read_text())["epoch"]
+            if not isinstance(epoch, int):
+                raise TypeError(f"the epoch is {epoch!r}")
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{self._epoch_file}, which counts the starts of the parameter server, cannot be read: "
+                f"{error!r}. If its content is broken, put a larger number there than any epoch in the logs"
+            ) from error
+        return epoch
+
     def next_epoch(self) -> int:
-        """Count a start of the parameter server, durably: 1 the first time, then one more each time.
+        """Count a start of the parameter server, durably. Who had the number before is fenced from now on.
 
         Raises:
             CheckpointError: the count cannot be read or written.
         """
-        path = self.directory / "epoch.json"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            last = json.loads(path.read_text())["epoch"] if path.exists() else 0
-            if not isinstance(last, int):
-                raise TypeError(f"epoch is {last!r}")
-            temporary = path.with_suffix(".partial")
-            temporary.write_text(json.dumps({"epoch": last + 1}))
-            _flush(temporary)
-            temporary.rename(path)
-            _flush(self.directory)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{path}, which counts the starts of the parameter server, cannot be read or written: "
-                f"{error!r}. If its content is broken, put a larger number there than any epoch in the logs"
-            ) from error
-        return last + 1
+            with self._locked():
+                epoch = self.epoch() + 1
+                temporary = self._epoch_file.with_suffix(".partial")
+                temporary.write_text(json.dumps({"epoch": epoch}))
+                _flush(temporary)
+                temporary.rename(self._epoch_file)
+                _flush(self.directory)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self._epoch_file}: {error}") from error
+        return epoch
+
+    def require_epoch(self, epoch: int) -> None:
+        """Raise Fenced if the parameter server was started again since `epoch`. Else as `epoch()`."""
+        current = self.epoch()
+        if current != epoch:
+            raise Fenced(
+                f"epoch {current} has taken over from epoch {epoch}, which may write nothing any more"
+            )
 
 
 class Assembled:

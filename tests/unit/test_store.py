@@ -17,13 +17,14 @@ from elastic_ps.checkpoint import store as store_module
 from elastic_ps.checkpoint.store import Assembled, Manifest, Store, Stored
 from elastic_ps.core.partition import Layout, Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import CheckpointCorrupt, CheckpointError, NoCheckpoint
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint
 from elastic_ps.server.values import BucketValues
 
 SHARDS = 2
+EPOCH = 1
 
 
-def manifest(version: int, *, epoch: int = 1) -> Manifest:
+def manifest(version: int, *, epoch: int = EPOCH) -> Manifest:
     return Manifest(
         job="job",
         version=version,
@@ -44,7 +45,7 @@ def content(version: int, shard: int) -> list[Stored]:
 def write(store: Store, version: int, *, keep: int = 3) -> Path:
     found = manifest(version)
     for shard in range(SHARDS):
-        found.files.append(store.write_shard(version, shard, SHARDS, iter(content(version, shard))))
+        found.files.append(store.write_shard(EPOCH, version, shard, SHARDS, iter(content(version, shard))))
     return store.commit(found, keep=keep)
 
 
@@ -56,11 +57,14 @@ def same(stored: Iterator[Stored], version: int) -> bool:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "checkpoints")
+    store = Store(tmp_path / "checkpoints")
+    assert store.next_epoch() == EPOCH
+    return store
 
 
 def names(store: Store) -> list[str]:
-    return sorted(path.name for path in store.directory.iterdir())
+    """Of all directories."""
+    return sorted(path.name for path in store.directory.iterdir() if path.is_dir())
 
 
 def test_what_is_written_is_read_again(store: Store) -> None:
@@ -92,9 +96,8 @@ def test_a_version_that_is_written_again_replaces_the_first(store: Store) -> Non
 def test_without_a_checkpoint_the_message_says_where_was_looked(store: Store) -> None:
     with pytest.raises(NoCheckpoint, match=f"no whole checkpoint in {store.directory}"):
         store.newest()
-    store.directory.mkdir()
     with pytest.raises(NoCheckpoint):
-        store.newest()
+        Store(store.directory / "missing").newest()
 
 
 def files(store: Store, version: int) -> list[Path]:
@@ -203,7 +206,7 @@ def test_a_version_that_breaks_again_is_set_aside_again(store: Store) -> None:
 
 def test_an_interrupted_write_is_not_seen_and_can_be_discarded(store: Store) -> None:
     write(store, 1)
-    store.write_shard(2, 0, SHARDS, iter(content(2, 0)))
+    store.write_shard(EPOCH, 2, 0, SHARDS, iter(content(2, 0)))
     assert store.newest()[0].version == 1
     assert len(names(store)) == 2
     store.discard_partial()
@@ -214,13 +217,13 @@ def test_what_unfinished_writes_left_does_not_pile_up(store: Store, monkeypatch:
     """When the disk is full, the next try needs the place that the last one took."""
     write(store, 1)
     for version in range(2, 6):
-        store.write_shard(version, 0, SHARDS, iter(content(version, 0)))
+        store.write_shard(EPOCH, version, 0, SHARDS, iter(content(version, 0)))
         with monkeypatch.context() as patch:
             patch.setattr(safetensors.torch, "save_file", _half_then_full)
             with pytest.raises(CheckpointError, match="No space left"):
-                store.write_shard(version, 1, SHARDS, iter(content(version, 1)))
+                store.write_shard(EPOCH, version, 1, SHARDS, iter(content(version, 1)))
     left = {p.parent.name for p in store.directory.glob("partial-*/*")}
-    assert left == {"partial-0000000005"}
+    assert left == {"partial-1-0000000005"}
     write(store, 6)
     assert names(store) == ["version-0000000001", "version-0000000006"]
 
@@ -233,7 +236,7 @@ def _half_then_full(tensors: object, path: Path) -> None:
 def test_a_full_disk_leaves_the_older_ones_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     write(store, 1)
     found = manifest(2)
-    found.files.extend(store.write_shard(2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS))
+    found.files.extend(store.write_shard(EPOCH, 2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS))
 
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -252,8 +255,12 @@ def test_an_old_one_that_cannot_be_deleted_does_not_spoil_the_new_one(
 ) -> None:
     write(store, 1)
 
-    def failing(*arguments: object, **options: object) -> None:
-        raise OSError(errno.EACCES, "Permission denied")
+    unlink = os.unlink
+
+    def failing(path: Path, *, dir_fd: int | None = None) -> None:
+        if dir_fd is not None:  # as in deleting a whole directory
+            raise OSError(errno.EACCES, "Permission denied")
+        unlink(path)
 
     monkeypatch.setattr("os.unlink", failing)
     write(store, 2, keep=1)
@@ -265,7 +272,7 @@ def test_a_directory_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
     blocked.write_text("not a directory")
     store = Store(blocked / "checkpoints")
     with pytest.raises(CheckpointError, match="cannot write shard-0-of-1"):
-        store.write_shard(1, 0, 1, iter(content(1, 0)))
+        store.write_shard(EPOCH, 1, 0, 1, iter(content(1, 0)))
     with pytest.raises(CheckpointError, match="cannot finish"):
         store.commit(manifest(1), keep=1)
     with pytest.raises(CheckpointError, match=r"epoch\.json"):
@@ -273,7 +280,7 @@ def test_a_directory_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
 
 
 def test_epochs_grow(store: Store) -> None:
-    assert [store.next_epoch() for _ in range(3)] == [1, 2, 3]
+    assert [store.next_epoch() for _ in range(2)] == [2, 3]
     assert Store(store.directory).next_epoch() == 4
 
 
@@ -284,6 +291,24 @@ def test_a_broken_epoch_is_said_so_and_not_begun_anew(store: Store, text: str) -
     (store.directory / "epoch.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"epoch\.json"):
         store.next_epoch()
+
+
+def test_who_was_replaced_neither_commits_nor_deletes(store: Store) -> None:
+    """Two parameter servers at once: the older one may still be writing."""
+    write(store, 1)
+    store.write_shard(EPOCH, 2, 0, SHARDS, iter(content(2, 0)))
+    epoch = Store(store.directory).next_epoch()
+    store.write_shard(epoch, 2, 0, SHARDS, iter(content(2, 0)))
+    files = [store.write_shard(EPOCH, 9, s, SHARDS, iter(content(9, s))) for s in range(SHARDS)]
+    late = manifest(9)
+    late.files.extend(files)
+    with pytest.raises(Fenced, match="epoch 2 has taken over from epoch 1"):
+        store.commit(late, keep=1)
+    assert store.versions() == [1]
+    new = manifest(2, epoch=epoch)
+    new.files.extend(store.write_shard(epoch, 2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS))
+    store.commit(new, keep=3)
+    assert names(store) == ["version-0000000001", "version-0000000002"]
 
 
 def test_nothing_is_pickled(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,7 +395,7 @@ def test_a_checkpoint_can_be_cut_otherwise(
     found = manifest(2)
     for shard in range(first.shards):
         own = [values for values in buckets if values.bucket.shard == shard]
-        found.files.append(store.write_shard(2, shard, first.shards, stored(own)))
+        found.files.append(store.write_shard(EPOCH, 2, shard, first.shards, stored(own)))
     store.commit(found, keep=1)
 
     sizes = {i: spec.elements for i, spec in enumerate(specs)}
