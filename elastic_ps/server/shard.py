@@ -263,9 +263,16 @@ class Shard:
         one changes nothing. Blocks for the optimizer's step.
 
         Raises:
-            Refused: INVALID; the sums are not made of exactly these contributions. Nothing was applied.
+            Refused: INVALID; the sums are not made of exactly these contributions. NOT_READY; the shard has
+                not got the version to go on from. Nothing was applied.
         """
         with self._advancing:
+            base = version if apply is None else version - 1
+            if self.version < base:
+                raise Refused(
+                    RefusalCode.NOT_READY,
+                    f"shard {self.index} is at version {self.version}, told to go on from {base}",
+                )
             if apply is not None and self.version < version:
                 self._apply(version, apply, attempt, expected)
             with self._changed:
