@@ -82,8 +82,8 @@ class Keeper:
             logger.error("%s", error)
             with self._lock:
                 self.fenced = True
-        except OSError as error:
-            logger.warning("the epoch cannot be read: %s", error)
+        except CheckpointError as error:
+            logger.warning("%s", error)
         return self.fenced
 
     def roll_back(self) -> Manifest:

@@ -111,17 +111,16 @@ class JobState:
             return None
         for void in self.rounds.lose(worker):
             self.give_back(void.incarnation)
-        kept = self.rounds.done.get(worker)
-        if self.ledger is not None:
-            self.ledger.give_back(stay.incarnation, keep=kept.records if kept else ())
+        self.give_back(stay.incarnation)
         if self.initialiser == worker:
             self.initialiser, self.model = None, None
         return stay
 
     def give_back(self, incarnation: int) -> None:
-        """Records that a worker holds go to others."""
+        """Records that a worker holds go to others, except those of a step that it has finished."""
+        finished = (c.records for c in self.rounds.done.values() if c.incarnation == incarnation)
         if self.ledger is not None:
-            self.ledger.give_back(incarnation)
+            self.ledger.give_back(incarnation, keep=next(finished, ()))
 
     def restart_round(self) -> None:
         """The shards' sums are void: the open round starts again."""
