@@ -40,13 +40,37 @@ def test_workers_that_wait_for_a_round_do_not_keep_the_server_busy(
     with running_job(tmp_path) as job:
         try:
             job.start(0, script)
-            wait_until(lambda: computing(job) == {0}, "worker 0 computes")
+            job.until(lambda: computing(job) == {0}, "worker 0 computes")
             for worker in (1, 2, 3):
                 job.start(worker, script)
-            wait_until(lambda: computing(job) == {0, 1, 2, 3}, "all wait for worker 0")
+            job.until(lambda: computing(job) == {0, 1, 2, 3}, "all wait for worker 0")
             before = len(told)
             threading.Event().wait(0.5)
             assert len(told) - before < 10
         finally:
             hold.set()
         job.join()
+
+
+def test_a_newcomer_gets_what_is_not_trained_as_well(tmp_path: Path) -> None:
+    """Parameters that the optimizer does not have keep the first worker's values; they have no versions."""
+    models: dict[int, torch.nn.Module] = {}
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = make_mlp(seed=session.worker)
+        sgd = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        optimizer = session.optimizer(sgd, model)
+        for x, y in session.loader(Numbers(64), 4):
+            if session.worker == 0 and session.version == 3:
+                job.start(1, script)
+                job.until(lambda: 1 in computing(job), "worker 1 waits")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert any(len(commit["contributions"]) == 2 for commit in job.commits())
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
