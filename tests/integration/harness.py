@@ -62,6 +62,7 @@ class Job:
             self.spec,
             worker,
             self.open_connections(),
+            trace=Trace(self.traces, f"worker-{worker}"),
             history=History(self.history, f"worker-{worker}"),
         )
         self.sessions.append(session)
