@@ -74,6 +74,9 @@ class Session:
         self._optimizer: ElasticOptimizer | None = None
         self._heart: _Heart | None = None
         self._batches: list[Range] = []
+        self._computed = 0  # how many of `_batches` a backward() has run for
+        self._stopping = False
+        self._ended_early: ElasticLoader | None = None
         self._steps = 0
         self._metrics: dict[str, Any] = {}
         self._computing = False
@@ -97,8 +100,12 @@ class Session:
     def is_chief(self) -> bool:
         """Whether this worker is the one to evaluate and save, when the loader has come to its end.
 
-        True on exactly one worker, and only after all records are in the model.
+        True on exactly one worker, and only after all records are in the model. Blocks until they are when
+        the loader ended before, because the script had batches to make a last step with.
         """
+        loader, self._ended_early = self._ended_early, None
+        if loader is not None and not self._closed and not self._batches:
+            loader._await_end()
         return self._chief
 
     def optimizer(
@@ -240,9 +247,11 @@ class Session:
         with self._phases.waiting(step.number):
             self._exchange.finish(Ending(ranges=tuple(self._batches), settings=settings, metrics=metrics))
         self._steps += 1
-        self._batches, self._metrics = [], {}
+        self._batches, self._metrics, self._computed = [], {}, 0
         if self._exchange.settings and self._exchange.settings != settings:
             self._optimizer.adopt(Settings.from_json(self._exchange.settings))
+        if self._stopping:
+            self._stop_computing()
 
     def _optimizer_state(self) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:
         for shard in range(self._client.shards):
@@ -267,7 +276,7 @@ class Session:
             if not granted.pending:
                 break
         if granted.ranges and wait:
-            self._computing = True
+            self._computing, self._stopping = True, False
             if granted.version != self._exchange.version:
                 self._exchange.fetch(granted.version, contributor=True)
                 self._optimizer.adopt(Settings.from_json(self._exchange.settings), catch_up=True)
@@ -288,9 +297,18 @@ class Session:
             self.close()
             raise Drained
 
+    def _computed_on_batches(self) -> None:
+        """A backward() has run: the batches so far belong to the next step."""
+        self._computed = len(self._batches)
+
+    def _drop_batches(self) -> None:
+        """The script stopped iterating: forget the batches that it has not computed on."""
+        del self._batches[self._computed :]
+
     def _stop_computing(self) -> None:
-        """The script has stopped iterating: give back what it has not computed on."""
-        if self._computing and not self._closed and not self._batches:
+        """Give back what was not computed on, after the step of what was; no round waits for this worker."""
+        self._stopping = bool(self._batches)
+        if self._computing and not self._closed and not self._stopping:
             self._computing = False
             self._client.release()
 
