@@ -42,7 +42,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 
 def optimizer_of(name: str, **options: Any) -> MakeOptimizer:
     cls = getattr(torch.optim, name)
-    return lambda model: cls(model.parameters(), **(options or CLASSES[name]))  # type: ignore[no-any-return]
+    return lambda model: cls(model.parameters(), **(options or CLASSES[name]))
 
 
 def trainer(
@@ -80,7 +80,9 @@ def check(job: Job, data: Numbers, models: Models, make: MakeOptimizer, *, epoch
     assert finished
     dtype = next(finished[0].parameters()).dtype
     for model in finished[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), finished[0].parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), finished[0].parameters(), strict=True)
+        )
     assert_equal_up_to_round_off(
         finished[0], make_mlp().to(dtype), lambda model: replay(commits, data, model, make, job.spec)
     )
@@ -219,11 +221,11 @@ def test_workers_join_leave_and_vanish(tmp_path: Path, name: str, shards: int) -
 
         job.start(0, trainer(make, data, models, before_step=late))
         job.start(1, trainer(make, data, gone, before_step=leave))
-        wait_until(lambda: job.version > 5, "some steps")
+        job.until(lambda: job.version > 5, "some steps")
         job.start(2, trainer(make, data, models))
         vanishing = job.start(3, swallow(Halt, trainer(make, data, gone, before_step=vanish)))
         hold.set()
-        wait_until(lambda: not vanishing.is_alive(), "worker 3 vanishes")
+        job.until(lambda: not vanishing.is_alive(), "worker 3 vanishes")
         check(job, data, models, make)
         outcomes = {member.worker: member.state for member in job.status().members}
         assert outcomes[1] == "left"
@@ -301,7 +303,9 @@ def _fixed_schedule(tmp_path: Path, delay: int) -> tuple[list[Any], dict[str, to
     ) as job:
         job.start(0, script)
         job.join()
-        schedule = [[(c["worker"], c["records"]) for c in commit["contributions"]] for commit in job.commits()]
+        schedule = [
+            [(c["worker"], c["records"]) for c in commit["contributions"]] for commit in job.commits()
+        ]
     return schedule, {n: v.clone() for n, v in models[0].state_dict().items()}
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from elastic_ps.server.node import Node
+from elastic_ps.server.node import Advance, Node, Written
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job, wait_until
+from tests.integration.harness import Job, Numbers, make_mlp, running_job
 from tests.integration.oracle import mse
 
 
@@ -23,9 +22,14 @@ def computing(job: Job) -> set[int]:
 def test_workers_that_wait_for_a_round_do_not_keep_the_server_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
-    advance = Node.advance
-    monkeypatch.setattr(Node, "advance", lambda self, order: told.append(order) or advance(self, order))
+    told: list[Advance] = []
+    original = Node.advance
+
+    def advance(node: Node, order: Advance) -> list[Written]:
+        told.append(order)
+        return original(node, order)
+
+    monkeypatch.setattr(Node, "advance", advance)
     hold = threading.Event()
 
     def script(session: Session) -> None:
