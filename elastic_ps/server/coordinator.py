@@ -440,7 +440,9 @@ class Coordinator:
     def _commit(self, contributions: Sequence[Contribution]) -> Advance:
         """The order to apply a round, with the lock held."""
         state, rounds = self._state, self._state.rounds
-        eldest = min(contributions, key=lambda c: c.incarnation)
+        # Who has made most steps: one that joined first may have been overtaken before its first step.
+        steps = {stay.incarnation: stay.steps for stay in state.members.stays()}
+        eldest = min(contributions, key=lambda c: (-steps[c.incarnation], c.incarnation))
         if eldest.settings:
             state.settings = Settings.from_json(eldest.settings)
         application = Application(

@@ -234,13 +234,14 @@ class Shard:
         for index in buckets:
             self.bucket(index)
             values = self._buckets[index]
+            constant = values.bucket.rule is Rule.CONSTANT  # the same at every version
             with self._changed:
 
-                def ready(values: BucketValues = values) -> bool:
-                    return values.version >= version or self._restarted(version, attempt)
+                def ready(values: BucketValues = values, constant: bool = constant) -> bool:
+                    return constant or values.version >= version or self._restarted(version, attempt)
 
                 arrived = self._await(ready)
-                reached = values.version >= version
+                reached = constant or values.version >= version
                 data = values.values if contributor or not reached else values.values.clone()
                 reached_version, now = values.version, self._log.attempt
             if not arrived:

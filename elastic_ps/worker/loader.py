@@ -5,6 +5,7 @@ Fetching, collating and worker processes are torch's own `DataLoader`; only its 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
@@ -18,6 +19,8 @@ from elastic_ps.errors import InvalidModel, UsageError
 
 if TYPE_CHECKING:
     from elastic_ps.worker.session import Session
+
+logger = logging.getLogger(__name__)
 
 _CARRIED = (
     "num_workers",
@@ -93,13 +96,16 @@ class ElasticLoader:
 
     def epochs(self) -> Iterator[int]:
         """Yield the number of each epoch that still has records to train; iterate over the loader inside."""
-        while not self._over:
-            if not self._in_hand() and not self._wait():
-                return
-            self._only = self._kept[0].epoch
-            self.epoch = self._only
-            yield self._only
-        self._only = None
+        try:
+            while not self._over:
+                if not self._in_hand() and not self._wait():
+                    return
+                self._only = self._kept[0].epoch
+                self.epoch = self._only
+                yield self._only
+        finally:
+            self._only = None
+            self._give_up()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield collated batches. Blocks while other workers hold the last records.
@@ -121,14 +127,37 @@ class ElasticLoader:
                     yield batch
                     self._session._between_batches()
                 if self._session._has_unfinished_batch:
+                    self._session._ended_early = self
                     return
+        except GeneratorExit:  # the script broke out of the loop; what it has not computed on is not its own
+            self._session._drop_batches()
+            raise
         finally:
-            if not self._over and self._only is None:
-                self._kept.clear()
-                self._session._stop_computing()
+            if self._only is None:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Nobody iterates any more."""
+        if not self._over:
+            self._kept.clear()
+            self._session._stop_computing()
+
+    def _await_end(self) -> None:
+        """Block until all records are in the model; what others give back meanwhile is left to others."""
+        if self._wait():
+            logger.warning(
+                "records were given back after the loop over the loader had ended. A script that accumulates "
+                "gradients trains them too if it iterates over loader.epochs(), and over the loader inside"
+            )
+            self._give_up()
 
     def _wait(self) -> bool:
         """Block until there are records, which are kept; False when all records are in the model."""
+        if self._session._has_unfinished_batch:
+            raise UsageError(
+                "the loop over the loader has ended with batches that no optimizer.step() was called for. "
+                "When accumulating gradients, call optimizer.step() for the last batches after the loop"
+            )
         self._over = not self._take(wait=True)
         return not self._over
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Bucket, Rule
@@ -76,6 +76,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def _hook(self, index: int) -> Any:
         def taken(parameter: torch.Tensor) -> None:
+            self._session._computed_on_batches()
             if self._overlap and self._synchronise:
                 self._take(index, parameter)
 
@@ -233,7 +234,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
         Args:
             catch_up: the settings are those of the last step, and the script's schedulers are stepped after
-                every step: make up for that.
+                every step: make up for that. (Not for ReduceLROnPlateau: what it would be stepped with is
+                not known here.)
         """
         for group, values in zip(self.param_groups, settings.groups, strict=True):
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
@@ -243,7 +245,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             return
         for scheduler, state in zip(self._schedulers, settings.schedulers, strict=False):
             scheduler.load_state_dict(dict(state))
-            if catch_up:
+            if catch_up and not isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step()
 
     def add_scheduler(self, scheduler: LRScheduler) -> None:

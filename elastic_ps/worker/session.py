@@ -74,6 +74,9 @@ class Session:
         self._optimizer: ElasticOptimizer | None = None
         self._heart: _Heart | None = None
         self._batches: list[Range] = []
+        self._computed = 0  # how many of `_batches` a backward() has run for
+        self._stopping = False
+        self._ended_early: ElasticLoader | None = None
         self._steps = 0
         self._settings = Settings(groups=())
         self._adopted = (self._settings, False)
@@ -101,8 +104,12 @@ class Session:
     def is_chief(self) -> bool:
         """Whether this worker is the one to evaluate and save, when the loader has come to its end.
 
-        True on exactly one worker, and only after all records are in the model.
+        True on exactly one worker, and only after all records are in the model. Blocks until they are when
+        the loader ended before, because the script had batches to make a last step with.
         """
+        loader, self._ended_early = self._ended_early, None
+        if loader is not None and not self._closed and not self._batches:
+            loader._await_end()
         return self._chief
 
     def optimizer(
@@ -259,9 +266,11 @@ class Session:
             self._adopt(self._settings, stepped)
             return
         self._steps += 1
-        self._batches, self._metrics = [], {}
+        self._batches, self._metrics, self._computed = [], {}, 0
         if self._exchange.settings and self._exchange.settings != settings:
             self._optimizer.adopt(Settings.from_json(self._exchange.settings))
+        if self._stopping:
+            self._stop_computing()
 
     def _adopt(self, settings: Settings, stepped: bool) -> None:
         """Take over the settings of the last step, one scheduler step later if `stepped`.
@@ -339,7 +348,7 @@ class Session:
         assert self._exchange is not None
         assert self._optimizer is not None
         if granted.ranges and wait:
-            self._computing = True
+            self._computing, self._stopping = True, False
             if granted.version != self._exchange.version:
                 self._exchange.fetch(granted.version, contributor=True)
                 settings = Settings.from_json(self._exchange.settings)
@@ -365,9 +374,18 @@ class Session:
             self.close()
             raise Drained
 
+    def _computed_on_batches(self) -> None:
+        """A backward() has run: the batches so far belong to the next step."""
+        self._computed = len(self._batches)
+
+    def _drop_batches(self) -> None:
+        """The script stopped iterating: forget the batches that it has not computed on."""
+        del self._batches[self._computed :]
+
     def _stop_computing(self) -> None:
-        """The script has stopped iterating: give back what it has not computed on."""
-        if self._computing and not self._closed and not self._batches:
+        """Give back what was not computed on, after the step of what was; no round waits for this worker."""
+        self._stopping = bool(self._batches)
+        if self._computing and not self._closed and not self._stopping:
             self._computing = False
             try:
                 self._client.release()

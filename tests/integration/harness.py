@@ -17,13 +17,13 @@ import torch
 from elastic_ps.env import ProcessEnvironment, Resume
 from elastic_ps.job import TrainingJobSpec, parse_spec
 from elastic_ps.server.process import ParameterServer
-from elastic_ps.telemetry import History
+from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import Connection
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocServer, connect
 from elastic_ps.worker.session import Session
 
-DEADLINE = 60.0
+DEADLINE = 30.0
 """Seconds that anything in a test may take."""
 
 _SEEDING = threading.Lock()
@@ -63,6 +63,7 @@ class Job:
             self.spec,
             worker,
             self.open_connections(),
+            trace=Trace(self.traces, f"worker-{worker}"),
             history=History(self.history, f"worker-{worker}"),
         )
         self.sessions.append(session)
@@ -96,6 +97,16 @@ class Job:
         if self.errors:
             raise self.errors[0]
 
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Poll until `condition`; fails at once when a worker does."""
+
+        def met() -> bool:
+            if self.errors:
+                raise self.errors[0]
+            return condition()
+
+        wait_until(met, what)
+
     def status(self) -> Any:
         return self.servers[0].status()
 
@@ -108,9 +119,9 @@ class Job:
         return [e for e in events(self.history, "ps-0") if e["event"] == "commit"]
 
 
-def events(directory: Path, process: str) -> list[dict[str, Any]]:
-    """What a process has recorded."""
-    files = sorted(directory.glob(f"{process}-*.jsonl"))
+def events(directory: Path, process: str, pid: int | None = None) -> list[dict[str, Any]]:
+    """What a process has recorded, or the one with this pid among those with its name."""
+    files = sorted(directory.glob(f"{process}-{pid or '*'}.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
