@@ -31,14 +31,18 @@ def fixed_part(spec: TrainingJobSpec) -> Manifest:
     """The fields that describe what is trained; a running job keeps those it was started with."""
     document = spec.model_dump(mode="json", by_alias=True)
     fixed = {name: document[name] for name in FIXED_FIELDS}
-    fixed["parameterServer"] = {name: document["parameterServer"][name] for name in FIXED_PS_FIELDS}
+    server = document["parameterServer"]
+    fixed["parameterServer"] = {name: server[name] for name in FIXED_PS_FIELDS}
+    fixed["parameterServer"]["checkpoint"] = {"volumeClaim": server["checkpoint"]["volumeClaim"]}
     return fixed
 
 
 def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest:
     """`spec` as a document, with the fields of `fixed` in the place of its own."""
     merged = {**spec, **{name: value for name, value in fixed.items() if name != "parameterServer"}}
-    merged["parameterServer"] = {**(spec.get("parameterServer") or {}), **fixed["parameterServer"]}
+    server = dict(spec.get("parameterServer") or {})
+    checkpoint = {**(server.get("checkpoint") or {}), **fixed["parameterServer"]["checkpoint"]}
+    merged["parameterServer"] = {**server, **fixed["parameterServer"], "checkpoint": checkpoint}
     return merged
 
 
