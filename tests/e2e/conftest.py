@@ -1,0 +1,87 @@
+"""One cluster for the whole session of end-to-end tests, brought up at its first use.
+
+Where none can run, the tests are skipped with the reason; `ELASTIC_PS_E2E_REQUIRED=1` makes that a failure,
+so that a CI that should have run them cannot pass without.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cluster import (
+    Cluster,
+    ClusterUnavailable,
+    GivenCluster,
+    base_image,
+    given_cluster,
+    host,
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "own_cluster: brings its own cluster up, so it runs first")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # A machine carries one cluster, and the session's lives from its first use to the session's end.
+    items.sort(key=lambda item: item.get_closest_marker("own_cluster") is None)
+
+
+def unavailable(error: ClusterUnavailable) -> None:
+    """Skip with the reason, or fail where skipping is not allowed."""
+    if os.environ.get("ELASTIC_PS_E2E_REQUIRED") == "1":
+        pytest.fail(f"ELASTIC_PS_E2E_REQUIRED=1, but {error}", pytrace=False)
+    pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[GivenCluster]:
+    """The cluster of E2E_KUBECONFIG, one that is up already, or a new one for this session.
+
+    A new one is taken down at the end, and what it left on the machine is an error.
+    """
+    given = given_cluster()
+    if given is not None:
+        yield given
+        return
+    before = host.inventory() if os.geteuid() == 0 else {}
+    try:
+        ours = Cluster.up()
+    except ClusterUnavailable as error:
+        unavailable(error)
+        raise  # not reached: the line above raises
+    with ours:
+        yield ours
+    if not ours.reused:
+        assert host.inventory() == before, "the cluster left something on the machine"
+
+
+@pytest.fixture(scope="session")
+def local_cluster(cluster: GivenCluster) -> Cluster:
+    """The same cluster for tests that need what only ours can do; skips on a given one."""
+    if not isinstance(cluster, Cluster):
+        pytest.skip("this test breaks the cluster, and E2E_KUBECONFIG's is not ours to break")
+    return cluster
+
+
+@pytest.fixture(scope="session")
+def python_image(cluster: GivenCluster) -> str:
+    """An image with Python that the cluster's nodes have or can pull."""
+    if not isinstance(cluster, Cluster):
+        return os.environ.get("E2E_PYTHON_IMAGE", "python:3.11-slim-bookworm")
+    image = base_image()
+    cluster.load_image(image.tag)
+    return image.tag
+
+
+@pytest.fixture
+def namespace(cluster: GivenCluster) -> Iterator[str]:
+    """A namespace for one test, deleted at its end."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    cluster.kubectl("create", "namespace", name)
+    yield name
+    cluster.kubectl("delete", "namespace", name, "--wait=false")
