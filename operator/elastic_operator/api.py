@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import urllib3
@@ -25,6 +25,10 @@ EXIT_TEST = 86
 
 _METHODS = {"get": "GET", "list": "GET", "create": "POST", "patch": "PATCH", "delete": "DELETE"}
 
+# The package has types, but not for these.
+_load_file: Callable[..., None] = config.load_kube_config
+_load_service_account: Callable[..., None] = config.load_incluster_config
+
 
 class ApiError(ElasticPSError):
     """The API server said no: `status` is the HTTP status, `reason` Kubernetes' word for it."""
@@ -41,9 +45,9 @@ class Api:
         configuration = client.Configuration()
         try:
             if settings.kubeconfig is not None:
-                config.load_kube_config(str(settings.kubeconfig), client_configuration=configuration)
+                _load_file(str(settings.kubeconfig), client_configuration=configuration)
             else:
-                config.load_incluster_config(client_configuration=configuration)
+                _load_service_account(client_configuration=configuration)
         except ConfigException as error:
             raise UsageError(f"no way to reach a cluster: {error}; give --kubeconfig") from error
         configuration.retries = False
@@ -84,7 +88,7 @@ class Api:
         )
         try:
             response = self._client.call_api(*call, _request_timeout=self._timeout)
-            data = response.read()
+            data: bytes = response.read()  # type: ignore[no-untyped-call]
         except ApiException as error:
             raise self._error(verb, resource, error.status, error.body) from error
         except (urllib3.exceptions.HTTPError, OSError) as error:

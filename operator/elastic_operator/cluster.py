@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from elastic_operator import builders, names, pods
 from elastic_operator.api import Api, ApiError
+from elastic_operator.builders import Manifest
 from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, stamp
 from elastic_operator.pods import Pod, Problem
 from elastic_operator.status import dump_status
@@ -47,7 +48,7 @@ class Cluster:
         paths = [f"/api/v1/namespaces/{ns}/pods" for ns in namespaces]
         return self._list_all("pods", paths or ["/api/v1/pods"], {"labelSelector": names.JOB_LABEL})
 
-    def _list_all(self, resource: str, paths: Iterable[str], query: Mapping[str, str]) -> list[dict[str, Any]]:
+    def _list_all(self, resource: str, paths: Iterable[str], query: Mapping[str, str]) -> list[Manifest]:
         return [
             item
             for path in paths
@@ -96,14 +97,15 @@ class Cluster:
             else:
                 refused.append(problem)
         metadata = job["metadata"]
+        identity = f"{metadata['namespace']}/{metadata['name']}"
         for note in _summaries(done):
             self.post(job, note)
         for action in done:
             what = type(action).__name__
             name = getattr(action, "name", metadata["name"])
-            logger.info("%s/%s: %s %s: %s", metadata["namespace"], metadata["name"], what, name, action.reason)
+            logger.info("%s: %s %s: %s", identity, what, name, action.reason)
         for problem in refused:
-            logger.warning("%s/%s: refused: %s", metadata["namespace"], metadata["name"], problem.message)
+            logger.warning("%s: refused: %s", identity, problem.message)
         return refused
 
     def _create(self, job: Mapping[str, Any], action: Create) -> Problem | None:
@@ -136,8 +138,12 @@ class Cluster:
 
     def _delete(self, job: Mapping[str, Any], action: DeletePod | DeleteJob) -> Problem | None:
         metadata = job["metadata"]
-        body: dict[str, Any] = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
-        body["preconditions"] = {"uid": action.uid}
+        body: dict[str, Any] = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Background",
+            "preconditions": {"uid": action.uid},
+        }
         if isinstance(action, DeletePod):
             resource, path = "pods", f"/api/v1/namespaces/{metadata['namespace']}/pods/{action.name}"
             if action.force:
@@ -189,8 +195,9 @@ class Cluster:
             return None
         host = f"[{first.address}]" if ":" in first.address else first.address
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        url = f"http://{host}:{DEFAULT_HTTP_PORT}/status"
         try:
-            with opener.open(f"http://{host}:{DEFAULT_HTTP_PORT}/status", timeout=self._status_timeout) as answer:
+            with opener.open(url, timeout=self._status_timeout) as answer:
                 status = ServerStatus.model_validate(json.loads(answer.read(_STATUS_LIMIT)))
         except (OSError, ValueError, ValidationError, urllib.error.URLError) as error:
             logger.debug("%s does not tell its status: %s", first.name, error)

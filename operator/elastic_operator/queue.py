@@ -75,7 +75,7 @@ class Queue:
         try:
             again = await asyncio.to_thread(self._run, key)
             self._failures.pop(key, None)
-        except Exception as error:  # noqa: BLE001  a pass must never end the queue
+        except Exception as error:  # whatever it is, it must not end the queue
             count = self._failures[key] = self._failures.get(key, 0) + 1
             again = timedelta(seconds=min(_LAST_RETRY, _FIRST_RETRY * 2 ** min(count - 1, 10)))
             logger.warning(

@@ -168,8 +168,10 @@ def _suspended(
         status = with_condition(status, "Suspended", False, why, now=now)
     else:
         kept = desired.spec.parameter_server.checkpoint.volume_claim is not None
-        words = "training goes on from the last checkpoint" if kept else (
-            "parameterServer.checkpoint.volumeClaim is not set, so training will start over"
+        words = (
+            "training goes on from the last checkpoint"
+            if kept
+            else ("parameterServer.checkpoint.volumeClaim is not set, so training will start over")
         )
         status = with_condition(status, "Suspended", True, Problem("Suspended", words), now=now)
         status = status.model_copy(update={"phase": "Suspended", "start_time": None})
