@@ -59,7 +59,7 @@ def build_registry(controller: Controller, queue: Queue, settings: Settings) -> 
     generations: dict[str, tuple[int | None, bool]] = {}
     background: list[asyncio.Task[None]] = []
 
-    @kopf.on.login(registry=registry)  # type: ignore[arg-type]
+    @kopf.on.login(registry=registry)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
         if settings.kubeconfig is not None:
             return kopf.login_with_kubeconfig(**kwargs)

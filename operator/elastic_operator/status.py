@@ -7,6 +7,7 @@ forgets a failure nor counts one twice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Literal, TypeAlias
@@ -45,8 +46,16 @@ def _drop(document: Any, location: Sequence[int | str]) -> None:
 
 
 def dump_status(status: TrainingJobStatus) -> dict[str, Any]:
-    """The status as the API server stores it: without what is unset."""
-    return status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    """The status as the API server stores it: without what is unset or, as JSON has no NaN, not finite."""
+    finite: dict[str, Any] = _finite(status.model_dump(mode="json", by_alias=True, exclude_none=True))
+    return finite
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        pairs = ((key, _finite(item)) for key, item in value.items())
+        return {key: item for key, item in pairs if not (isinstance(item, float) and not math.isfinite(item))}
+    return value
 
 
 def condition(status: TrainingJobStatus, kind: ConditionType) -> Condition | None:
