@@ -47,11 +47,11 @@ def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
         ) from None
     document = dict(job.get("spec") or {})
     ignored: list[str] = []
+    if observed.services:
+        document = _clamp(document, ignored)
     recorded = observed.services.get(names.service(name, 0))
     if recorded:
         document = _keep_fixed(document, json.loads(recorded), ignored)
-    if observed.services:
-        document = _clamp(document, ignored)
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec)
     return Desired(name=name, spec=spec, replicas=spec.worker.replicas, ignored=tuple(ignored))
@@ -62,7 +62,8 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     kept = builders.overlay_fixed(document, fixed)
     try:
         asked = builders.fixed_part(parse_spec(document, source="spec"))
-    except InvalidJob:
+    except InvalidJob as error:
+        ignored.append(f"the spec cannot be followed: {error}")
         return kept
     changed = [field for field in (*builders.FIXED_FIELDS, "parameterServer") if asked[field] != fixed[field]]
     if changed:
