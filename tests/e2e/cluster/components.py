@@ -98,6 +98,9 @@ def _controller_manager(layout: Layout, binaries: Binaries) -> list[str]:
         f"--service-account-private-key-file={layout.pki / 'service-account.key'}",
         f"--root-ca-file={layout.pki / 'ca.crt'}",
         "--use-service-account-credentials=true",
+        # Dozens of controllers start at once, and by default wait for each other's requests.
+        "--kube-api-qps=200",
+        "--kube-api-burst=400",
         "--allocate-node-cidrs=true",
         f"--cluster-cidr={POD_CIDR}",
         f"--service-cluster-ip-range={SERVICE_CIDR}",
@@ -242,6 +245,8 @@ def _kubelet_config(layout: Layout, binaries: Binaries) -> dict[str, object]:
         "resolvConf": str(layout.config / "resolv.conf"),
         "volumePluginDir": str(layout.state_dir / "volume-plugins"),
         "maxPods": 250,
+        # The node is ready one update after the network is; ten seconds otherwise.
+        "nodeStatusUpdateFrequency": "1s",
         "oomScoreAdj": 0,
         # A developer's disk is often nearly full: neither evict pods nor collect images because of that.
         "evictionHard": {"memory.available": "100Mi"},

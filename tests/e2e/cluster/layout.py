@@ -102,6 +102,8 @@ class Layout:
         state_dir.chmod(0o755)
         for path in (layout.logs, layout.pids, layout.pki, layout.config):
             path.mkdir(exist_ok=True)
+        for old in layout.logs.iterdir():  # kept until now for whoever looks into what went wrong
+            old.unlink()
         layout.pki.chmod(0o700)
         return layout
 
