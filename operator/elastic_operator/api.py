@@ -78,16 +78,16 @@ class Api:
         self._metrics.requests.labels(verb, resource).inc()
         content = "application/merge-patch+json" if verb == "patch" else "application/json"
         headers = {"Accept": "application/json", "Content-Type": content}
-        call = self._client.param_serialize(
+        # The body stays out of this: it would turn empty strings into nulls.
+        method, url, headers, _, _ = self._client.param_serialize(
             _METHODS[verb],
             path,
             header_params=headers,
             query_params=list((query or {}).items()),
-            body=body,
             auth_settings=["BearerToken"],
         )
         try:
-            response = self._client.call_api(*call, _request_timeout=self._timeout)
+            response = self._client.call_api(method, url, headers, body, _request_timeout=self._timeout)
             data: bytes = response.read()  # type: ignore[no-untyped-call]
         except ApiException as error:
             raise self._error(verb, resource, error.status, error.body) from error

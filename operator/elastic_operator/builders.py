@@ -1,7 +1,8 @@
 """Plain dicts for the objects that make up a job: pods, Services, volume claims, Events. Pure.
 
 Pods satisfy Pod Security "restricted" by default. A user's template is merged over the default pod:
-mappings key by key, lists of named things (containers, env, volumes, ports) by name, `null` removes.
+mappings key by key, lists of named things (containers, env, volumes, ports) by name, `null` removes. As
+an API server drops nulls before we see them, a probe is also removed by an empty mapping, `{}`.
 What the operator relies on (owner, labels, restart policy, the process contract) is set after the merge.
 """
 
@@ -23,6 +24,7 @@ USER_ID = 65532
 WORKER_GRACE_SECONDS = 60
 PS_GRACE_SECONDS = 120
 _MERGE_KEYS = ("name", "mountPath", "containerPort", "key", "ip", "topologyKey")
+_PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 FIXED_FIELDS = ("entrypoint", "arguments", "consistency", "compression", "data")
 FIXED_PS_FIELDS = ("replicas", "bucketBytes")
 
@@ -154,7 +156,9 @@ def merge(base: Any, over: Any) -> Any:
     if isinstance(base, Mapping) and isinstance(over, Mapping):
         merged = {key: copy.deepcopy(value) for key, value in base.items() if over.get(key, key) is not None}
         for key, value in over.items():
-            if value is not None:
+            if key in _PROBES and value == {}:
+                merged.pop(key, None)
+            elif value is not None:
                 merged[key] = merge(base.get(key), value)
         return merged
     if isinstance(base, list) and isinstance(over, list):

@@ -101,9 +101,10 @@ class Cluster:
         for note in _summaries(done):
             self.post(job, note)
         for action in done:
-            what = type(action).__name__
+            what = "created" if isinstance(action, Create) else "deleted"
+            kind = action.kind if isinstance(action, Create) else type(action).__name__[len("Delete") :]
             name = getattr(action, "name", metadata["name"])
-            logger.info("%s: %s %s: %s", identity, what, name, action.reason)
+            logger.info("%s: %s %s %s: %s", identity, what, kind, name, action.reason)
         for problem in refused:
             logger.warning("%s: refused: %s", identity, problem.message)
         return refused
@@ -134,7 +135,11 @@ class Cluster:
             raise
         if _is_owned(there, job["metadata"]["uid"]):
             return None
-        return Problem("NameTaken", f"{resource} {name} exists already and does not belong to this job")
+        if there["metadata"].get("deletionTimestamp"):
+            return Problem(
+                "NameTaken", f"{name} of {resource} is still being deleted, with what had the name"
+            )
+        return Problem("NameTaken", f"{name} of {resource} exists already and does not belong to this job")
 
     def _delete(self, job: Mapping[str, Any], action: DeletePod | DeleteJob) -> Problem | None:
         metadata = job["metadata"]

@@ -189,7 +189,7 @@ def _suspended(
 
 def _resumed(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
     if condition(status, "Suspended") is not None:
-        status = with_condition(status, "Suspended", False, Problem("Resumed", ""), now=now)
+        status = with_condition(status, "Suspended", False, Problem("Resumed", "the job goes on"), now=now)
     if status.start_time is None:
         status = status.model_copy(update={"start_time": stamp(now)})
     return status
@@ -212,7 +212,7 @@ def _servers(job: Mapping[str, Any], desired: Desired, observed: Observed) -> It
     for shard in shards:
         pod = there.get(shard)
         if pod is None:
-            yield _create(job, desired, "ps", shard, "the parameter server is brought back")
+            yield _create(job, desired, "ps", shard, "every shard needs its parameter server")
         elif pod.ending is not None and pod.deleting is None:
             yield DeletePod(pod.name, pod.uid, "it has ended and is brought back")
 

@@ -46,16 +46,24 @@ def _drop(document: Any, location: Sequence[int | str]) -> None:
 
 
 def dump_status(status: TrainingJobStatus) -> dict[str, Any]:
-    """The status as the API server stores it: without what is unset or, as JSON has no NaN, not finite."""
-    finite: dict[str, Any] = _finite(status.model_dump(mode="json", by_alias=True, exclude_none=True))
-    return finite
+    """The status as the API server stores it: without what is unset, empty text, and what is not finite.
+
+    JSON has no NaN, and an API server of 1.20 takes an empty text in a merge patch for a null.
+    """
+    return dict(_stored(status.model_dump(mode="json", by_alias=True, exclude_none=True)))
 
 
-def _finite(value: Any) -> Any:
+def _stored(value: Any) -> Any:
     if isinstance(value, dict):
-        pairs = ((key, _finite(item)) for key, item in value.items())
-        return {key: item for key, item in pairs if not (isinstance(item, float) and not math.isfinite(item))}
+        pairs = ((key, _stored(item)) for key, item in value.items())
+        return {key: item for key, item in pairs if item != "" and not _is_odd(item)}
+    if isinstance(value, list):
+        return [_stored(item) for item in value]
     return value
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def condition(status: TrainingJobStatus, kind: ConditionType) -> Condition | None:

@@ -121,7 +121,8 @@ class Simulation:
             if self.job is None:
                 return
             started = self.start_pods()
-            waiting = any(pod.over for pod in self.observed().pods)
+            over = self.status.get("phase") in ("Succeeded", "Failed")
+            waiting = not over and any(pod.over for pod in self.observed().pods)
             if before == self.writes and not started and not plan.actions and not waiting:
                 return
             self.now += max(timedelta(seconds=61), plan.requeue or timedelta(0))
