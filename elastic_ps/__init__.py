@@ -1,0 +1,75 @@
+"""Elastic PyTorch training through a fault-tolerant parameter server.
+
+A training script needs three lines::
+
+    session = elastic_ps.connect()
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for x, y in session.loader(dataset, batch_size=64, epochs=10):
+        ...
+
+Importing this package loads neither torch nor grpc; the names below load what they need when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from elastic_ps.errors import (
+        ConnectionLost,
+        ElasticPSError,
+        InvalidJob,
+        InvalidModel,
+        ModelMismatch,
+        Refused,
+        UsageError,
+        UserError,
+    )
+    from elastic_ps.job import TrainingJob, load_job
+    from elastic_ps.worker.optimizer import ElasticOptimizer
+    from elastic_ps.worker.session import Drained, Session, connect
+
+_PLACES = {
+    "connect": "elastic_ps.worker.session",
+    "Session": "elastic_ps.worker.session",
+    "Drained": "elastic_ps.worker.session",
+    "ElasticOptimizer": "elastic_ps.worker.optimizer",
+    "TrainingJob": "elastic_ps.job",
+    "load_job": "elastic_ps.job",
+    "ElasticPSError": "elastic_ps.errors",
+    "UserError": "elastic_ps.errors",
+    "InvalidJob": "elastic_ps.errors",
+    "InvalidModel": "elastic_ps.errors",
+    "ModelMismatch": "elastic_ps.errors",
+    "UsageError": "elastic_ps.errors",
+    "ConnectionLost": "elastic_ps.errors",
+    "Refused": "elastic_ps.errors",
+}
+
+__all__ = [
+    "ConnectionLost",
+    "Drained",
+    "ElasticOptimizer",
+    "ElasticPSError",
+    "InvalidJob",
+    "InvalidModel",
+    "ModelMismatch",
+    "Refused",
+    "Session",
+    "TrainingJob",
+    "UsageError",
+    "UserError",
+    "connect",
+    "load_job",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name]), name)
+    raise AttributeError(f"module 'elastic_ps' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,7 +7,8 @@
     │   ├── InvalidJob            a TrainingJob (file or resource) that cannot be run
     │   ├── InvalidModel          a model, optimizer or data set that cannot be trained as asked
     │   ├── ModelMismatch         a worker's model differs from the one that the parameter server holds
-    │   └── UsageError            the session was used in an order that it does not allow
+    │   ├── UsageError            the session was used in an order that it does not allow
+    │   └── CannotListen          the address to listen on is taken or is not this machine's
     ├── TransportError
     │   ├── ConnectionLost        the other side went away or cannot be reached. May be retried
     │   ├── DeadlineExceeded      no answer within the time given. May be retried
@@ -48,6 +49,10 @@ class ModelMismatch(UserError):
 
 class UsageError(UserError):
     """The session was used in an order that it does not allow."""
+
+
+class CannotListen(UserError):
+    """The address to listen on is taken or is not this machine's."""
 
 
 class TransportError(ElasticPSError):

@@ -1,0 +1,162 @@
+"""How fast bodies travel between two processes of this machine: each transport beside a raw TCP socket.
+
+`python benchmarks/transport.py` prints, for each size and direction, MB/s (median of the rounds) and the
+ratio to `sendall` and `recv_into` on a socket, measured in turns in the same run. `inproc` runs in one
+process. Both sides write into memory that they have already, as a worker and a parameter server do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
+from elastic_ps.transport.inproc import InprocServer, connect
+
+MIB = 1024 * 1024
+LARGEST = 64 * MIB
+TIMEOUT = timedelta(seconds=60)
+REQUEST = struct.Struct("!?Q")
+"""To the raw socket's server: whether the body goes up, and its size."""
+
+Transfer = Callable[[bool, memoryview], None]
+"""Moves a body: up from the view, or down into it."""
+
+
+def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+    """Take a body, or send one of as many bytes as the header says; for one call at a time."""
+    if method == "up":
+        incoming.read_into(_MEMORY[: incoming.size])
+        yield Frame(b"")
+    else:
+        yield Frame(b"", _MEMORY[: int(incoming.header)])
+
+
+_MEMORY = memoryview(bytearray(LARGEST))
+
+
+def serve_raw(listener: socket.socket) -> None:
+    """What `handler` does, over a bare socket, until the client goes."""
+    client, _ = listener.accept()
+    with client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while request := client.recv(REQUEST.size, socket.MSG_WAITALL):
+            up, size = REQUEST.unpack(request)
+            if up:
+                receive(client, _MEMORY[:size])
+                client.sendall(b"k")
+            else:
+                client.sendall(_MEMORY[:size])
+
+
+def receive(client: socket.socket, target: memoryview) -> None:
+    """Fill `target`."""
+    while target:
+        target = target[client.recv_into(target) :]
+
+
+def over_socket(client: socket.socket) -> Transfer:
+    """Moves bodies with `sendall` and `recv_into`."""
+
+    def transfer(up: bool, body: memoryview) -> None:
+        client.sendall(REQUEST.pack(up, len(body)))
+        if up:
+            client.sendall(body)
+            client.recv(1)
+        else:
+            receive(client, body)
+
+    return transfer
+
+
+def over(connection: Connection) -> Transfer:
+    """Moves bodies with calls."""
+
+    def transfer(up: bool, body: memoryview) -> None:
+        if up:
+            for _ in connection.call("up", Frame(b"", body), timeout=TIMEOUT):
+                pass
+        else:
+            for answer in connection.call("down", Frame(str(len(body)).encode()), timeout=TIMEOUT):
+                answer.read_into(body)
+
+    return transfer
+
+
+def serve() -> None:
+    """The other process: print where it listens, serve until its input ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = GrpcServer("127.0.0.1:0")
+        server.serve(handler)
+        threading.Thread(target=serve_raw, args=(listener,), name="raw", daemon=True).start()
+        print(listener.getsockname()[1], server.address, flush=True)
+        sys.stdin.read()
+        server.close()
+
+
+@contextlib.contextmanager
+def transfers() -> Iterator[dict[str, Transfer]]:
+    """A way to move bodies for each name; the raw socket first."""
+    command = [sys.executable, __file__, "--serve"]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer,
+        contextlib.ExitStack() as stack,
+    ):
+        assert peer.stdout is not None
+        port, address = peer.stdout.readline().split()
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", int(port))))
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        grpc, local = GrpcConnection(address), InprocServer()
+        local.serve(handler)
+        inproc = connect(local)
+        for closes in (grpc, local, inproc):
+            stack.callback(closes.close)
+        yield {"socket": over_socket(client), "grpc": over(grpc), "inproc": over(inproc)}
+
+
+def measure(sizes: list[int], rounds: int) -> None:
+    """Print the table."""
+    print(f"{'MiB':>4} {'direction':9} {'transport':9} {'MB/s':>7} {'ratio':>6}")
+    body = memoryview(bytearray(b"\1" * LARGEST))
+    with transfers() as ways:
+        for size, up in [(size, up) for size in sizes for up in (True, False)]:
+            seconds: dict[str, list[float]] = {name: [] for name in ways}
+            repeats = max(1, LARGEST // size)
+            for number in range(rounds + 1):
+                for name, transfer in ways.items():
+                    began = time.perf_counter()
+                    for _ in range(repeats):
+                        transfer(up, body[:size])
+                    if number:  # the first round warms up
+                        seconds[name].append((time.perf_counter() - began) / repeats)
+            rates = {name: size / statistics.median(taken) / 1e6 for name, taken in seconds.items()}
+            for name, rate in rates.items():
+                ratio = rate / rates["socket"]
+                print(f"{size / MIB:4.0f} {'up' if up else 'down':9} {name:9} {rate:7.0f} {ratio:6.2f}")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[4, 64], help="MiB of the bodies")
+    parser.add_argument("--rounds", type=int, default=15, help="measurements of each")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve()
+    else:
+        measure([size * MIB for size in arguments.sizes], arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Writing, finding, verifying and pruning the checkpoints of a directory.
+
+Shards write their files with `write_shard`, from their own processes; then shard 0 calls `commit`. One
+process at a time commits and prunes. Nothing here is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, NoCheckpoint
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"version-(\d{10})")
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A shard's part of a checkpoint: file name, SHA-256 in hexadecimal, size in bytes."""
+
+    file: str
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint is, besides the tensors.
+
+    Attributes:
+        job: the job's name.
+        version: optimizer steps taken.
+        epoch: of the parameter server that wrote it.
+        tensors: the model's tensors, as plain data, in order of registration.
+        optimizer: name of the optimizer's class.
+        state: the coordinator's state at this version: ledger, members, seen steps, settings, metrics.
+        files: one for each shard.
+    """
+
+    job: str
+    version: int
+    epoch: int
+    tensors: list[dict[str, Any]]
+    optimizer: str
+    state: dict[str, Any]
+    files: list[ShardFile] = field(default_factory=list)
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a checkpoint: elements from `start` on of the model's tensor number `tensor`.
+
+    `key` is "value" or the name of an entry of the optimizer's state; a `scalar` counts for all elements.
+    """
+
+    tensor: int
+    start: int
+    key: str
+    value: torch.Tensor
+    scalar: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.tensor}/{self.start}/{self.key}/{'scalar' if self.scalar else 'elements'}"
+
+
+class Store:
+    """The checkpoints of a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def versions(self) -> list[int]:
+        """The versions that have a directory with a manifest, oldest first. They are not verified."""
+        if not self.directory.is_dir():
+            return []
+        matches = (_NAME.fullmatch(p.name) for p in self.directory.iterdir() if (p / MANIFEST).is_file())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def path(self, version: int) -> Path:
+        """The directory of a whole checkpoint."""
+        return self.directory / f"version-{version:010d}"
+
+    def _partial(self, version: int) -> Path:
+        return self.directory / f"partial-{version:010d}"
+
+    def write_shard(self, version: int, shard: int, shards: int, tensors: Iterator[Stored]) -> ShardFile:
+        """Write and flush a shard's file. Blocks for the disk.
+
+        Raises:
+            CheckpointError: the disk is full, read-only, or failing.
+        """
+        name = f"shard-{shard}-of-{shards}.safetensors"
+        try:
+            directory = self._partial(version)
+            directory.mkdir(parents=True, exist_ok=True)
+            path = directory / name
+            safetensors.torch.save_file({t.name: t.value for t in tensors}, path)
+            _flush(path)
+            return ShardFile(name, _digest(path), path.stat().st_size)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(f"cannot write {name} of version {version}: {error}") from error
+
+    def commit(self, manifest: Manifest, *, keep: int) -> Path:
+        """Make a checkpoint of the files written; then delete all but the newest `keep`.
+
+        Raises:
+            CheckpointError: the disk is full, read-only, or failing; the older checkpoints are untouched.
+        """
+        partial, final = self._partial(manifest.version), self.path(manifest.version)
+        try:
+            path = partial / MANIFEST
+            path.write_text(json.dumps(asdict(manifest), indent=1))
+            _flush(path)
+            _flush(partial)
+            if final.exists():
+                shutil.rmtree(final)
+            partial.rename(final)
+            _flush(self.directory)
+            for version in self.versions()[:-keep]:
+                shutil.rmtree(self.path(version))
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot finish the checkpoint of version {manifest.version}: {error}"
+            ) from error
+        return final
+
+    def discard_partial(self) -> None:
+        """Delete what an interrupted write left behind."""
+        for path in self.directory.glob("partial-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def manifest(self, version: int) -> Manifest:
+        """Read a checkpoint's manifest and verify all its files. Blocks for reading them.
+
+        Raises:
+            CheckpointCorrupt: a file is missing or is not what the manifest says.
+        """
+        directory = self.path(version)
+        try:
+            data = json.loads((directory / MANIFEST).read_text())
+            if data["format"] != FORMAT:
+                raise CheckpointCorrupt(f"{directory}: format {data['format']}, this program reads {FORMAT}")
+            manifest = Manifest(**{**data, "files": [ShardFile(**f) for f in data["files"]]})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointCorrupt(f"{directory / MANIFEST} cannot be read: {error}") from error
+        for file in manifest.files:
+            path = directory / file.file
+            if not path.is_file() or path.stat().st_size != file.size or _digest(path) != file.sha256:
+                raise CheckpointCorrupt(f"{path} is not the file that was written (size or SHA-256 differ)")
+        return manifest
+
+    def newest(self) -> tuple[Manifest, list[str]]:
+        """The newest whole checkpoint, and a message for each broken one that was set aside.
+
+        A broken checkpoint is renamed to `corrupt-...`, so that it is kept but not looked at again.
+
+        Raises:
+            NoCheckpoint: there is none; the message says which broken ones there were.
+        """
+        problems: list[str] = []
+        for version in reversed(self.versions()):
+            try:
+                return self.manifest(version), problems
+            except CheckpointCorrupt as error:
+                problems.append(str(error))
+                aside = self.directory / f"corrupt-{version:010d}-{os.getpid()}"
+                self.path(version).rename(aside)
+        detail = f" ({'; '.join(problems)})" if problems else ""
+        raise NoCheckpoint(f"no whole checkpoint in {self.directory}{detail}")
+
+    def read(self, manifest: Manifest) -> Iterator[Stored]:
+        """All tensors of a checkpoint, from the files of all shards."""
+        for file in manifest.files:
+            path = self.path(manifest.version) / file.file
+            with safetensors.safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                    tensor, start, key, kind = name.split("/")
+                    yield Stored(int(tensor), int(start), key, opened.get_tensor(name), kind == "scalar")
+
+    def next_epoch(self) -> int:
+        """Count a start of the parameter server, durably: 1 the first time, then one more each time."""
+        path = self.directory / "epoch.json"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        epoch = 1 + (json.loads(path.read_text())["epoch"] if path.exists() else 0)
+        temporary = path.with_suffix(".partial")
+        temporary.write_text(json.dumps({"epoch": epoch}))
+        _flush(temporary)
+        temporary.rename(path)
+        _flush(self.directory)
+        return int(epoch)
+
+
+class Assembled:
+    """A checkpoint's tensors put together again, whatever cut they were stored in."""
+
+    def __init__(self, elements: Mapping[int, int], stored: Iterator[Stored]) -> None:
+        self._elements = elements
+        self._full: dict[tuple[int, str], torch.Tensor] = {}
+        self._scalars: dict[tuple[int, str], torch.Tensor] = {}
+        for item in stored:
+            place = (item.tensor, item.key)
+            if item.scalar:
+                self._scalars[place] = item.value
+                continue
+            if place not in self._full:
+                self._full[place] = torch.empty(elements[item.tensor], dtype=item.value.dtype)
+            self._full[place][item.start : item.start + item.value.numel()] = item.value
+
+    def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
+        """Raises CheckpointCorrupt if the checkpoint does not hold the tensor."""
+        try:
+            return self._full[tensor, "value"][start : start + length]
+        except KeyError:
+            raise CheckpointCorrupt(f"the checkpoint holds no values for tensor {tensor}") from None
+
+    def state(self, tensor: int, start: int, length: int) -> dict[str, torch.Tensor]:
+        """The optimizer's state of a piece, by key; {} if there was none."""
+        pieces = {k: v[start : start + length].clone() for (t, k), v in self._full.items() if t == tensor}
+        pieces.pop("value", None)
+        scalars = {k: v.reshape(()).clone() for (t, k), v in self._scalars.items() if t == tensor}
+        return pieces | scalars
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

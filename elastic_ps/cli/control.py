@@ -1,0 +1,166 @@
+"""The commands that look at a job or change it from another terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from elastic_ps.errors import ElasticPSError, UserError
+from elastic_ps.job import load_job
+from elastic_ps.local.state import JobDirectory, LocalStatus, known_jobs
+
+STOP_LIMIT = timedelta(seconds=60)
+
+
+def status(parsed: argparse.Namespace) -> int:
+    """Show one job, or list all."""
+    if parsed.job is not None:
+        found = _status_of(_directory(parsed.job))
+        if parsed.json:
+            print(found.model_dump_json(by_alias=True, indent=2))
+        else:
+            _show(found)
+        return 0
+    states = [state for state in (directory.read_status() for directory in known_jobs()) if state]
+    if parsed.json:
+        print(json.dumps([state.model_dump(mode="json", by_alias=True) for state in states], indent=2))
+    elif states:
+        _list(states)
+    else:
+        print("no job has run on this machine yet; start one with `elastic-ps run JOB`")
+    return 0
+
+
+def scale(parsed: argparse.Namespace) -> int:
+    """Change the number of workers that a running job shall have."""
+    directory = _directory(parsed.job)
+    _status_of(directory)
+    if directory.launcher() is None:
+        raise UserError(f"job {directory.job!r} does not run; `elastic-ps run` starts it")
+    before = directory.scale(parsed.workers)
+    if before == parsed.workers:
+        print(f"{directory.job} has {before} workers already")
+    else:
+        print(f"{directory.job}: from {before} to {parsed.workers} workers")
+    return 0
+
+
+def stop(parsed: argparse.Namespace) -> int:
+    """Stop a job and wait until nothing of it runs."""
+    directory = _directory(parsed.job)
+    _status_of(directory)
+    launcher = directory.launcher()
+    if launcher is None:
+        print(f"{directory.job} does not run")
+        return 0
+    os.kill(launcher, signal.SIGTERM)
+    deadline = time.monotonic() + STOP_LIMIT.total_seconds()
+    while directory.launcher() == launcher:
+        if time.monotonic() > deadline:
+            limit = f"{STOP_LIMIT.total_seconds():g} s"
+            raise ElasticPSError(f"{directory.job} (launcher pid {launcher}) still runs after {limit}")
+        time.sleep(0.1)
+    found = _status_of(directory)
+    print(f"{directory.job} is stopped")
+    if any(Path(found.checkpoints).glob("version-*/manifest.json")):
+        print(f"go on from its last checkpoint with: elastic-ps run FILE --resume {found.checkpoints}")
+    return 0
+
+
+def logs(parsed: argparse.Namespace) -> int:
+    """Print the logs, and with --follow what is added to them until the job ends."""
+    directory = _directory(parsed.job)
+    _status_of(directory)
+    pattern = "*.log"
+    if parsed.worker is not None or parsed.ps is not None:
+        role, index = ("worker", parsed.worker) if parsed.worker is not None else ("ps", parsed.ps)
+        pattern = f"{role}-{index}.log"
+        if not (directory.logs / pattern).exists():
+            raise UserError(f"job {directory.job!r} has had no {role} {index}")
+    tail = _Tail(directory.logs, pattern)
+    while True:
+        running = parsed.follow and directory.launcher() is not None
+        tail.print_new()
+        if not running:
+            return 0
+        time.sleep(0.2)
+
+
+class _Tail:
+    """Prints whole lines as they are added to the files of a directory."""
+
+    def __init__(self, directory: Path, pattern: str) -> None:
+        self._directory, self._pattern = directory, pattern
+        self._offsets: dict[Path, int] = {}
+
+    def print_new(self) -> None:
+        paths = sorted(self._directory.glob(self._pattern), key=_natural)
+        for path in paths:
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self._offsets[path] = self._offsets.get(path, 0) + len(line)
+                    prefix = "" if self._pattern == path.name else f"{path.stem:<10}| "
+                    print(prefix + line.decode(errors="replace").rstrip("\n"))
+        sys.stdout.flush()
+
+
+def _natural(path: Path) -> tuple[str, int]:
+    name, _, number = path.stem.rpartition("-")
+    return name, int(number) if re.fullmatch(r"\d+", number) else 0
+
+
+def _directory(job: str) -> JobDirectory:
+    """The directory of a job that is given by its name or its YAML file."""
+    if job.endswith((".yaml", ".yml")) or Path(job).is_file():
+        return JobDirectory(load_job(Path(job)).name)
+    return JobDirectory(job)
+
+
+def _status_of(directory: JobDirectory) -> LocalStatus:
+    found = directory.read_status()
+    if found is None:
+        names = ", ".join(known.job for known in known_jobs()) or "none has run yet"
+        raise UserError(f"no job {directory.job!r} on this machine; known are: {names}")
+    return found
+
+
+def _show(found: LocalStatus) -> None:
+    from rich.console import Console
+
+    from elastic_ps.cli.view import frame
+
+    console = Console(highlight=False)
+    console.print(frame(found))
+    if found.message:
+        console.print(found.message, markup=False, soft_wrap=True)
+
+
+def _list(states: list[LocalStatus]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from elastic_ps.cli import words
+
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for column in ("job", "phase", "workers", "version", "progress", "loss", "time"):
+        table.add_column(column)
+    for state in states:
+        progress = state.server.progress if state.server else None
+        loss = "" if progress is None or progress.loss is None else f"{progress.loss:.4f}"
+        percent, version = (f"{progress.percent} %", str(progress.version)) if progress else ("", "")
+        live = sum(process.role == "worker" and process.exit is None for process in state.processes)
+        running = state.phase in ("Pending", "Running")
+        workers = f"{live} of {state.workers}" if running else ""
+        took = words.duration(state.elapsed)
+        table.add_row(state.job, state.phase, workers, version, percent, loss, took)
+    Console(highlight=False).print(table)

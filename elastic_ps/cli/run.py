@@ -1,0 +1,200 @@
+"""`elastic-ps run`: check, start, show, report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from elastic_ps.cli.view import Display, LiveDisplay, PlainDisplay, print_outcome
+from elastic_ps.job import TrainingJob, load_job
+from elastic_ps.local import JobDirectory, Launcher, Options, Outcome, Programs, ScaleAt, preflight
+
+REFRESH = timedelta(milliseconds=200)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run(parsed: argparse.Namespace, programs: Programs | None) -> int:
+    """Run a job; returns the exit code."""
+    job = load_job(parsed.job)
+    if parsed.workers is not None:
+        job.spec.worker.replicas = parsed.workers
+    options = Options(
+        schedule=tuple(sorted(ScaleAt(version, workers) for version, workers in parsed.scale)),
+        trace=parsed.trace.resolve() if parsed.trace else None,
+        resume=parsed.resume,
+        programs=programs or Programs(),
+    )
+    with _signals_end_the_process():
+        _check(job, options, parsed.report)
+        launcher = Launcher(job, options)
+    with launcher:
+        if parsed.detach:
+            pid = os.fork()
+            if pid:
+                return _wait_until_it_runs(pid, launcher.directory)
+            _leave_the_terminal(launcher.directory)
+        code = _run(launcher, parsed.report)
+    if parsed.detach:
+        sys.stdout.flush()
+        os._exit(code)  # the copy of the caller that the fork made must not return into it
+    return code
+
+
+def _check(job: TrainingJob, options: Options, report: Path | None) -> None:
+    """Everything that can be wrong is found here, before anything is started."""
+    JobDirectory(job.name, root=options.root).refuse_if_running()
+    preflight.check_workers(job, options.schedule)
+    preflight.check_checkpoints(job, options.resume)
+    preflight.check_report(report)
+    preflight.check_entrypoint(job.spec.entrypoint, options.programs)
+    if report is not None:
+        preflight.prepare_directory(report, option="--report")
+    if options.trace is not None:
+        preflight.prepare_file(options.trace, option="--trace")
+
+
+def _run(launcher: Launcher, report: Path | None) -> int:
+    """Run the job to its end with a display."""
+    console = Console(highlight=False)
+    signals: list[int] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
+        launcher.stop(f"stopped by {signal.Signals(number).name}", at_once=len(signals) > 1)
+
+    with _handled(stop):
+        launcher.start()
+        display: Display = LiveDisplay(console) if console.is_terminal else PlainDisplay()
+        with contextlib.suppress(OSError):
+            _show(launcher, display, console)
+        if not launcher.wait(timedelta(0)):
+            launcher.stop("stopped because its output was closed")
+            launcher.wait()
+        outcome = launcher.outcome()
+        written = _write_report(outcome, report)
+        code = _exit_code(outcome, signals)
+        try:
+            print_outcome(console, outcome)
+            for path in written:
+                console.print(f"  {'report':<16}{path}", style="dim", soft_wrap=True)
+            _tell_failure(outcome)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _show(launcher: Launcher, display: Display, console: Console) -> None:
+    told_to_wait = False
+    try:
+        while not launcher.wait(REFRESH):
+            display.update(launcher.status(), launcher.record)
+            if launcher.stopping and not told_to_wait:
+                told_to_wait = True
+                console.print("Stopping: workers leave, a checkpoint is written. Ctrl-C again kills them.")
+        display.update(launcher.status(), launcher.record)
+    finally:
+        display.close()
+
+
+def _write_report(outcome: Outcome, report: Path | None) -> list[Path]:
+    if report is None:
+        return []
+    from elastic_ps.local.report import write_report
+
+    try:
+        return write_report(outcome, report)
+    except OSError as error:
+        print(f"warning: the report cannot be written: {error}", file=sys.stderr)
+        return []
+
+
+def _exit_code(outcome: Outcome, signals: list[int]) -> int:
+    if outcome.verdict.phase == "Succeeded":
+        return 0
+    if outcome.verdict.reason == "InvalidJob":
+        return 2
+    return 128 + signals[0] if signals and outcome.verdict.reason == "Stopped" else 1
+
+
+def _tell_failure(outcome: Outcome) -> None:
+    """What went wrong and what to do, on stderr."""
+    name, verdict, status = outcome.status.job, outcome.verdict, outcome.status
+    if verdict.phase == "Failed":
+        print(f"error: job {name!r} failed ({verdict.reason}): {verdict.message}", file=sys.stderr)
+        print(f"All output: elastic-ps logs {name}", file=sys.stderr)
+    if verdict.phase != "Succeeded" and any(Path(status.checkpoints).glob("version-*/manifest.json")):
+        print(f"Go on from its last checkpoint with --resume {status.checkpoints}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _handled(handler: signal._HANDLER) -> Iterator[None]:
+    """Handle the signals that end a process, and give them back afterwards."""
+    # A signal that is ignored stays so: nohup does that to SIGHUP.
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    wanted = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
+    for number in wanted:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in wanted:
+            signal.signal(number, before[number])
+
+
+@contextlib.contextmanager
+def _signals_end_the_process() -> Iterator[None]:
+    """While nothing runs yet: end by an exception, so that a check's process ends too."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with _handled(end):
+        yield
+
+
+def _leave_the_terminal(directory: JobDirectory) -> None:
+    """In the background process: a session of its own, and its output in a file."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(directory.logs / "launcher.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for target, source in ((0, null), (1, log), (2, log)):
+        os.dup2(source, target)
+
+
+def _wait_until_it_runs(pid: int, directory: JobDirectory) -> int:
+    """In the foreground process: returns when the job runs, or has failed to."""
+    name = directory.job
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        os.waitpid(pid, 0)
+        raise SystemExit(128 + number)
+
+    with _handled(stop):
+        while True:
+            status = directory.read_status()
+            ours = status is not None and status.launcher_pid == pid
+            if status is not None and ours and status.phase == "Running":
+                break
+            ended, code = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                sys.stderr.write((directory.logs / "launcher.log").read_text())
+                return os.waitstatus_to_exitcode(code)
+            time.sleep(0.1)
+    print(f"{name} runs in the background (launcher pid {pid})")
+    print(f"  elastic-ps status {name}               how it is doing")
+    print(f"  elastic-ps logs {name} -f              what it prints")
+    print(f"  elastic-ps scale {name} --workers N    more or fewer workers")
+    print(f"  elastic-ps stop {name}                 stop it")
+    return 0

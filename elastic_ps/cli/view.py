@@ -1,0 +1,177 @@
+"""What a running job looks like in a terminal: the live view, plain lines, and a job's status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from elastic_ps.cli import words
+from elastic_ps.local import Event, LocalStatus, Outcome, ProcessStatus, Record
+from elastic_ps.local.snapshot import member_of
+
+PLAIN_SECONDS = 2.0
+STATE_STYLES = {
+    "training": "green", "serving": "green", "idle": "yellow", "joining": "yellow", "starting": "yellow",
+    "leaving": "cyan", "ended": "dim",
+}  # fmt: skip
+PHASE_STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Running": "bold green"}
+EVENT_STYLES = {"joined": "green", "left": "cyan", "lost": "red", "warning": "yellow", "scale": "bold"}
+COLUMNS = {"process": 9, "pid": 7, "state": 9, "step": 8, "samples": 10, "joined at": 9}
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Display(Protocol):
+    """Shows a run while it goes on."""
+
+    def update(self, status: LocalStatus, record: Record) -> None:
+        """Show the state of now and the events that are new."""
+
+    def close(self) -> None:
+        """The run is over; the display leaves the terminal as it was."""
+
+
+class LiveDisplay:
+    """Redraws a few lines at the bottom of the terminal; events scroll by above them."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._told = 0
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._live.start()
+
+    def update(self, status: LocalStatus, record: Record) -> None:
+        events = record.events[self._told :]
+        self._told += len(events)
+        for event in events:
+            self._console.print(event_line(event), soft_wrap=True)
+        self._live.update(frame(status, record, height=self._console.height), refresh=True)
+
+    def close(self) -> None:
+        self._live.update(Text(""), refresh=True)
+        self._live.stop()
+
+
+class PlainDisplay:
+    """A line about every two seconds, and one for each event."""
+
+    def __init__(self) -> None:
+        self._told = 0
+        self._next = PLAIN_SECONDS
+
+    def update(self, status: LocalStatus, record: Record) -> None:
+        events = record.events[self._told :]
+        self._told += len(events)
+        for event in events:
+            print(event_line(event).plain)
+        if status.elapsed >= self._next:
+            self._next = status.elapsed + PLAIN_SECONDS
+            print(f"{status.elapsed:7.1f} s  {words.progress_line(status)}")
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        sys.stdout.flush()
+
+
+def event_line(event: Event) -> Text:
+    line = Text(f"{event.elapsed:7.1f} s  ", style="dim")
+    return line.append(event.text, style=EVENT_STYLES.get(event.kind, "not dim"))
+
+
+def frame(status: LocalStatus, record: Record | None = None, *, height: int = 100) -> RenderableType:
+    """A job's state, at most `height` lines high and good to read from 60 columns on."""
+    parts: list[RenderableType] = [_headline(status), _table(status, rows=max(3, height - 8))]
+    if status.server is not None and status.server.ready:
+        parts += [_bar(status), _numbers(status, record)]
+    return Group(*parts)
+
+
+def _headline(status: LocalStatus) -> Text:
+    line = Text(status.job, style="bold")
+    line.append(f"  {status.phase}", style=PHASE_STYLES.get(status.phase, "bold yellow"))
+    if status.server is not None and status.server.ready:
+        progress = status.server.progress
+        line.append(f"  {words.epoch(progress)}  version {progress.version:,}", style="not bold")
+    if status.reason:
+        line.append(f"  {status.reason}", style="not bold yellow")
+    return line.append(f"  {words.duration(status.elapsed)}", style="not bold dim")
+
+
+def _table(status: LocalStatus, *, rows: int) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column, width in COLUMNS.items():
+        left = column in ("process", "state")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
+    shown = [process for process in status.processes if process.role == "ps" or _present(process)]
+    for process in shown[:rows]:
+        member = member_of(process.index, process.pid, status.server) if process.role == "worker" else None
+        numbers = [f"{member.steps:,}", f"{member.records:,}", str(member.joined_version)] if member else []
+        style = STATE_STYLES.get(process.state, "red")
+        state = Text(process.state, style=style)
+        if process.restarts:
+            state.append(f" (started {process.restarts + 1} times)", style="dim")
+        kind = "server" if process.role == "ps" else "worker"
+        table.add_row(f"{kind} {process.index}", str(process.pid), state, *numbers)
+    if len(shown) > rows:
+        table.add_row(Text(f"and {len(shown) - rows} more", style="dim"))
+    return table
+
+
+def _present(process: ProcessStatus) -> bool:
+    return process.state != "ended" or process.exit != 0
+
+
+def _bar(status: LocalStatus) -> RenderableType:
+    assert status.server is not None
+    progress = status.server.progress
+    row = Table.grid(padding=(0, 2, 0, 0), expand=False)
+    percent = Text(f"{progress.percent:3d} %")
+    remaining = words.eta(progress)
+    after = Text(f"{remaining} left" if remaining else "", style="dim")
+    row.add_row(ProgressBar(total=100, completed=progress.percent, width=48), percent, after)
+    return row
+
+
+def _numbers(status: LocalStatus, record: Record | None) -> Text:
+    assert status.server is not None
+    progress = status.server.progress
+    line = Text()
+    if progress.samples_per_second is not None:
+        line.append(f"{progress.samples_per_second:,.0f}", style="bold").append(" samples/s   ")
+    if progress.loss is not None:
+        line.append("loss ").append(f"{progress.loss:.4f}", style="bold").append("  ")
+        if record is not None:
+            line.append(sparkline([loss for _, loss in record.loss_curve()], 24), style="magenta")
+    for name, value in sorted(progress.metrics.items())[:1]:
+        line.append(f"   {name.replace('_', ' ')} ").append(words.metric(name, value), style="bold")
+    return line
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The values as a row of small bars, at most `width` of them."""
+    if not values:
+        return ""
+    step = max(1, -(-len(values) // width))
+    groups = [values[start : start + step] for start in range(0, len(values), step)]
+    means = [sum(group) / len(group) for group in groups]
+    low, high = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def print_outcome(console: Console, outcome: Outcome) -> None:
+    """The summary at the end of a run."""
+    phase = outcome.verdict.phase
+    style = PHASE_STYLES.get(phase, "bold yellow")
+    verb = {"Succeeded": "succeeded", "Failed": "failed"}.get(phase, "was stopped")
+    took = words.duration(outcome.elapsed.total_seconds())
+    console.print(Text(outcome.status.job, style="bold").append(f" {verb}", style).append(f" after {took}"))
+    for name, value in words.summary(outcome):
+        line = Text(f"  {name:<14}", style="yellow" if name == "warning" else "dim")
+        console.print(line.append(value, style="not dim"), soft_wrap=True)

@@ -1,0 +1,93 @@
+"""Numbers in words, and the summary at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from elastic_ps.job import Member, Progress
+from elastic_ps.local import LocalStatus, Outcome
+
+
+def duration(seconds: float) -> str:
+    """`4.2 s`, `3 min 05 s`, `2 h 07 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def eta(progress: Progress) -> str | None:
+    """The remaining time in words, without tenths of a second."""
+    seconds = progress.eta_seconds
+    if seconds is None or progress.finished:
+        return None
+    return f"{seconds} s" if seconds < 60 else duration(seconds)
+
+
+def epoch(progress: Progress) -> str:
+    """`epoch 3 of 20`, counting the one that is being trained from 1."""
+    if progress.epochs is None:
+        return f"epoch {progress.epoch + 1}"
+    return f"epoch {min(progress.epoch + 1, progress.epochs)} of {progress.epochs}"
+
+
+def metric(name: str, value: float) -> str:
+    """A metric's value; accuracies between 0 and 1 as per cent."""
+    return f"{100 * value:.2f} %" if "accuracy" in name and 0 <= value <= 1 else f"{value:.4g}"
+
+
+def workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
+
+
+def progress_line(status: LocalStatus) -> str:
+    """One line about a running job."""
+    server = status.server
+    if server is None or not server.ready:
+        return "starting: " + ", ".join(
+            f"{process.role} {process.index} {process.state}" for process in status.processes
+        )
+    progress = server.progress
+    parts = [f"version {progress.version}", epoch(progress), f"{progress.percent} %"]
+    if progress.samples_per_second is not None:
+        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4f}")
+    parts.append(workers(sum(member.state == "training" for member in server.members)))
+    remaining = eta(progress)
+    return "  ".join([*parts, f"{remaining} left"] if remaining else parts)
+
+
+def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    """(name, value) of what is worth knowing at the end; an empty name goes on with the last one."""
+    server = outcome.record.last
+    if server is None or not server.ready:
+        return
+    progress = server.progress
+    for name, value in sorted(progress.metrics.items()):
+        yield name.replace("_", " "), metric(name, value)
+    curve = outcome.record.loss_curve()
+    if curve:
+        yield "loss", f"{curve[-1][1]:.4f}"
+    expected = "" if progress.records_expected is None else f" of {progress.records_expected:,}"
+    yield "records", f"{progress.records_applied:,}{expected} in the model"
+    yield "version", f"{progress.version:,}"
+    if outcome.record.samples_per_second is not None:
+        seconds = duration(outcome.record.training_seconds)
+        yield "speed", f"{outcome.record.samples_per_second:,.0f} samples/s over {seconds} of training"
+    name = "workers"
+    for member in sorted(server.members, key=lambda each: (each.worker, each.joined_version)):
+        yield name, stay(member)
+        name = ""
+    for at in outcome.unreached:
+        yield "warning", f"--scale {at.version}:{at.workers} had no effect: that version never came"
+
+
+def stay(member: Member) -> str:
+    """One worker's stay in a job: ` 2  version    150 to    412     260 steps    8,320 records`."""
+    end = "end" if member.left_version is None else str(member.left_version)
+    lost = "  lost" if member.state == "lost" else ""
+    span = f"version {member.joined_version:>6} to {end:>6}"
+    return f"{member.worker:>2}  {span} {member.steps:>7,} steps {member.records:>9,} records{lost}"

@@ -1,0 +1,27 @@
+"""What a tensor looks like on the wire. `none`, the only codec so far, is the tensor's own memory."""
+
+from __future__ import annotations
+
+import torch
+
+NONE = "none"
+"""Name of the codec that sends the elements as they are, in little-endian order."""
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, of any dtype, as writable bytes, without a copy."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype with this name; the name is one of `core.partition.ITEM_SIZE`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The inverse of `dtype_of`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,154 @@
+"""When the pushed gradients become a new version of the model.
+
+`SyncRounds` is the synchronous mode. A *round* makes version v+1 out of version v: every worker that
+computes on v contributes one step, and the sample-weighted mean of all contributions is one optimizer
+step. Whoever holds no records (it waits for some, evaluates, is about to leave) is not waited for.
+
+Sums are formed in place on the shards, so a contribution that was begun cannot be taken out again. When a
+contributor vanishes with its step unfinished, the round is started again: a new *attempt*, for which the
+others push the same gradients once more (they keep them until the round is committed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from elastic_ps.core.ledger import Range
+from elastic_ps.errors import RefusalCode, Refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """One worker's finished step.
+
+    Attributes:
+        worker, incarnation, step: who, and the worker's own count.
+        samples: weight in the mean; the number of records unless the script says otherwise.
+        records: what it was computed on.
+        settings: the optimizer's hyperparameters and scheduler states as JSON; "" if unchanged.
+        metrics: what the script reported with this step.
+    """
+
+    worker: int
+    incarnation: int
+    step: int
+    samples: int
+    records: tuple[Range, ...] = ()
+    settings: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class SyncRounds:
+    """The open round, and who takes part in it.
+
+    Attributes:
+        version: the version that the open round's gradients are computed on.
+        attempt: grows when the round is started again, and is 0 at a round's opening.
+        expected: the workers whose step the round waits for.
+        done: the steps that are complete on all shards.
+        waiting: workers that take part from the next round on.
+        gone: workers among `done` that have left since; their step counts if the round is committed.
+        committing: between `begin_commit` and `end_commit`, when nothing else may be called.
+    """
+
+    version: int = 0
+    attempt: int = 0
+    expected: set[int] = field(default_factory=set)
+    done: dict[int, Contribution] = field(default_factory=dict)
+    waiting: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    committing: bool = False
+
+    def admit(self, worker: int) -> None:
+        """`worker` has records to compute on and takes part from the next round; at once if none is open."""
+        if worker not in self.expected or worker in self.gone:
+            self.waiting.add(worker)
+            self._open_if_empty()
+
+    def takes_part(self, worker: int) -> bool:
+        """Whether the open round waits for `worker`, so that `version` is the one for it to compute on."""
+        return worker in self.expected and worker not in self.gone
+
+    def withdraw(self, worker: int) -> None:
+        """`worker`, which is between two steps, computes nothing for now."""
+        self.waiting.discard(worker)
+        if worker not in self.done:
+            self.expected.discard(worker)
+            self._open_if_empty()
+
+    def lose(self, worker: int) -> list[Contribution]:
+        """`worker` is gone. If its step was not finished, the round starts again.
+
+        Returns the steps that are void by that and whose workers are not there to push them again.
+        """
+        self.waiting.discard(worker)
+        if worker not in self.expected:
+            return []
+        if worker in self.done:
+            self.gone.add(worker)
+            return []
+        self.expected.discard(worker)
+        return self.restart()
+
+    def restart(self) -> list[Contribution]:
+        """Start the round again, as a new attempt. Returns the void steps of workers that are gone."""
+        void = [self.done[worker] for worker in sorted(self.gone)]
+        self.expected -= self.gone
+        self.attempt += 1
+        self.done.clear()
+        self.gone.clear()
+        self._open_if_empty()
+        return void
+
+    def _open_if_empty(self) -> None:
+        if not self.expected:
+            self.expected, self.waiting = self.waiting, set()
+
+    def finish(self, contribution: Contribution, *, version: int, attempt: int) -> bool:
+        """A worker's step is complete on all shards. Returns False if that was known already.
+
+        Raises:
+            Refused: the step belongs to another version or attempt, or the worker takes no part.
+        """
+        worker = contribution.worker
+        if version != self.version:
+            raise Refused(
+                RefusalCode.WRONG_VERSION,
+                f"worker {worker} finished a step on version {version}; the open round is on {self.version}",
+            )
+        if self.done.get(worker) == contribution:
+            return False
+        if attempt != self.attempt:
+            raise Refused(
+                RefusalCode.STALE_ATTEMPT,
+                f"attempt {attempt} of version {version} was replaced by {self.attempt}",
+            )
+        if not self.takes_part(worker):
+            reason = f"worker {worker} holds no records, so no step is expected of it"
+            raise Refused(RefusalCode.INVALID, reason)
+        self.done[worker] = contribution
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """Whether the round can be committed."""
+        return bool(self.done) and not self.committing and self.expected <= self.done.keys()
+
+    def begin_commit(self) -> list[Contribution]:
+        """Decide the round: exactly these contributions, in order of worker."""
+        if not self.ready:
+            raise ValueError("the round is not ready")
+        self.committing = True
+        return [self.done[worker] for worker in sorted(self.done)]
+
+    def end_commit(self) -> None:
+        """The shards have applied the round: open the next one."""
+        self.version += 1
+        self.attempt = 0
+        self.expected = (self.expected - self.gone) | self.waiting
+        self.done.clear()
+        self.waiting = set()
+        self.gone.clear()
+        self.committing = False

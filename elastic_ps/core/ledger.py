@@ -1,0 +1,173 @@
+"""Which records are handed out, in the model, or to be handed out again.
+
+Records of an epoch are numbered by position, 0 to `records - 1`; which record stands at a position is the
+loader's business (a seeded permutation). Each position of each epoch is at any time in exactly one place:
+not handed out yet, held by a worker, given back, or in the model. That is the whole guarantee of
+"exactly once"; the ledger refuses whatever would break it.
+
+The idea of a master that hands out ranges and takes them back from dead workers is ElasticDL's dynamic
+data sharding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Range(NamedTuple):
+    """Positions `start` to `stop - 1` of an epoch."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    @property
+    def records(self) -> int:
+        return self.stop - self.start
+
+
+class LedgerError(ValueError):
+    """A holder named records that it does not hold."""
+
+
+@dataclass
+class Ledger:
+    """The records of a job.
+
+    Attributes:
+        records: records in the data set.
+        epochs: how many times each of them is to be trained.
+        shard_records: most records handed out at a time.
+        applied: records whose gradients are in the model.
+
+    A holder of records is named by a number that is used only once: a worker's incarnation.
+    """
+
+    records: int
+    epochs: int
+    shard_records: int
+    applied: int = 0
+    _next_epoch: int = 0
+    _next_position: int = 0
+    _returned: list[Range] = field(default_factory=list)
+    _held: dict[int, list[Range]] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> int:
+        """Records of all epochs together."""
+        return self.records * self.epochs
+
+    @property
+    def finished(self) -> bool:
+        """Whether every record of every epoch is in the model."""
+        return self.applied == self.expected
+
+    @property
+    def complete_epochs(self) -> int:
+        """Epochs of which every record is in the model."""
+        held = [r.epoch for ranges in self._held.values() for r in ranges]
+        return min([*(r.epoch for r in self._returned), *held, self._next_epoch])
+
+    def held(self, holder: int) -> list[Range]:
+        """What `holder` holds."""
+        return list(self._held.get(holder, ()))
+
+    def take(self, holder: int, *, batch: int, workers: int) -> list[Range]:
+        """Hand records to `holder`; an empty list if there are none to hand out at the moment.
+
+        Near the end of the job ranges become smaller (guided self-scheduling, Polychronopoulos and Kuck
+        1987), so that the `workers` workers run out of records together.
+        """
+        held = sum(r.records for ranges in self._held.values() for r in ranges)
+        left = self.expected - self.applied - held
+        fair = -(-left // (2 * max(1, workers) * batch)) * batch
+        taken = self._take_one(max(batch, min(self.shard_records, fair)))
+        if taken is None:
+            return []
+        self._held.setdefault(holder, []).append(taken)
+        return [taken]
+
+    def _take_one(self, limit: int) -> Range | None:
+        if self._returned:
+            first = self._returned.pop(0)
+            if first.records > limit:
+                self._returned.insert(0, first._replace(start=first.start + limit))
+                first = first._replace(stop=first.start + limit)
+            return first
+        if self._next_epoch >= self.epochs:
+            return None
+        stop = min(self.records, self._next_position + limit)
+        taken = Range(self._next_epoch, self._next_position, stop)
+        self._next_position = stop
+        if stop == self.records:
+            self._next_epoch, self._next_position = self._next_epoch + 1, 0
+        return taken
+
+    def apply(self, holder: int, ranges: Iterable[Range]) -> None:
+        """The gradients of `ranges`, held by `holder`, are in the model now.
+
+        Raises:
+            LedgerError: `holder` does not hold all of them; nothing has changed.
+        """
+        wanted = list(ranges)
+        self._set_held(holder, self._without(holder, wanted))
+        self.applied += sum(r.records for r in wanted)
+
+    def check(self, holder: int, ranges: Iterable[Range]) -> None:
+        """Raise LedgerError unless `holder` holds all of `ranges`, each once."""
+        self._without(holder, list(ranges))
+
+    def give_back(self, holder: int, *, keep: Iterable[Range] = ()) -> None:
+        """Take back what `holder` holds, for others to be handed it, except `keep`."""
+        kept = list(keep)
+        returned = self._without(holder, kept)
+        self._set_held(holder, kept)
+        self._returned = sorted([*self._returned, *returned])
+
+    def _set_held(self, holder: int, ranges: list[Range]) -> None:
+        if ranges:
+            self._held[holder] = ranges
+        else:
+            self._held.pop(holder, None)
+
+    def _without(self, holder: int, wanted: list[Range]) -> list[Range]:
+        held = self.held(holder)
+        for r in wanted:
+            held = _subtract(held, r, holder)
+        return held
+
+    def state(self) -> dict[str, Any]:
+        """Plain data for a checkpoint; what workers hold counts as given back, they will be other workers."""
+        ranges = sorted([*self._returned, *itertools.chain(*self._held.values())])
+        return {
+            "records": self.records,
+            "epochs": self.epochs,
+            "applied": self.applied,
+            "next": [self._next_epoch, self._next_position],
+            "returned": [list(r) for r in ranges],
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], *, shard_records: int) -> Ledger:
+        """The ledger that `state()` described."""
+        return cls(
+            records=state["records"],
+            epochs=state["epochs"],
+            shard_records=shard_records,
+            applied=state["applied"],
+            _next_epoch=state["next"][0],
+            _next_position=state["next"][1],
+            _returned=[Range(*r) for r in state["returned"]],
+        )
+
+
+def _subtract(held: list[Range], r: Range, holder: int) -> list[Range]:
+    """`held` without the positions of `r`, which must lie within one of its ranges."""
+    for i, have in enumerate(held):
+        if have.epoch == r.epoch and have.start <= r.start < r.stop <= have.stop:
+            rest = [have._replace(stop=r.start), have._replace(start=r.stop)]
+            return held[:i] + [part for part in rest if part.records] + held[i + 1 :]
+    raise LedgerError(f"holder {holder} lacks some of records {r.start}:{r.stop} of epoch {r.epoch}")

@@ -1,0 +1,105 @@
+"""Who is in the job: leases and incarnations.
+
+Each joining of a worker gets a number of its own, the incarnation, which only grows. Whatever carries
+another incarnation than the worker's current one comes from a process that was declared gone, however
+alive it may feel; it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from elastic_ps.errors import RefusalCode, Refused
+
+
+@dataclass
+class Stay:
+    """One worker's stay in the job, from its joining on.
+
+    Attributes:
+        worker: the worker's index.
+        incarnation: the number of this joining.
+        pid, host: where the process runs.
+        joined_version, left_version: the model's version when it joined, and when it left (None: it is here).
+        outcome: "" while it is here, then `left` (said goodbye) or `lost`.
+        steps, records: what it contributed to the model.
+        last_step: the worker's own number of the last step of it that is in the model; -1 for none.
+        expires: time at which its lease ends.
+    """
+
+    worker: int
+    incarnation: int
+    pid: int
+    host: str
+    joined_version: int
+    expires: float
+    left_version: int | None = None
+    outcome: str = ""
+    steps: int = 0
+    records: int = 0
+    last_step: int = -1
+
+
+@dataclass
+class Membership:
+    """The members of a job and those who were.
+
+    Attributes:
+        lease: how long a member may be silent.
+        keep_departed: how many stays that have ended are remembered, for reports.
+    """
+
+    lease: timedelta
+    keep_departed: int = 1000
+    last_incarnation: int = 0
+    live: dict[int, Stay] = field(default_factory=dict)
+    departed: list[Stay] = field(default_factory=list)
+
+    def join(self, worker: int, *, pid: int, host: str, version: int, now: float) -> Stay:
+        """Admit a process as `worker`. A member with that index must have been removed before."""
+        if worker in self.live:
+            raise ValueError(f"worker {worker} is a member already")
+        self.last_incarnation += 1
+        expires = now + self.lease.total_seconds()
+        stay = Stay(worker, self.last_incarnation, pid, host, version, expires)
+        self.live[worker] = stay
+        return stay
+
+    def check(self, worker: int, incarnation: int, now: float) -> Stay:
+        """The member's stay, its lease renewed.
+
+        Raises:
+            Refused: STALE_INCARNATION; the sender is not a member (any more).
+        """
+        stay = self.live.get(worker)
+        if stay is None or stay.incarnation != incarnation:
+            current = f"its current incarnation is {stay.incarnation}" if stay else "it is not a member"
+            raise Refused(
+                RefusalCode.STALE_INCARNATION,
+                f"worker {worker} with incarnation {incarnation} was declared gone; {current}",
+            )
+        stay.expires = max(stay.expires, now + self.lease.total_seconds())
+        return stay
+
+    def remove(self, worker: int, *, outcome: str, version: int) -> Stay | None:
+        """End a worker's stay as `left` or `lost`; None if it is not a member."""
+        stay = self.live.pop(worker, None)
+        if stay is not None:
+            stay.outcome, stay.left_version = outcome, version
+            self.departed = [*self.departed, stay][-self.keep_departed :]
+        return stay
+
+    def expired(self, now: float) -> list[int]:
+        """The members whose lease has ended."""
+        return [worker for worker, stay in self.live.items() if stay.expires <= now]
+
+    def stays(self) -> list[Stay]:
+        """Everybody who is or was here, in order of joining."""
+        return sorted([*self.departed, *self.live.values()], key=lambda stay: stay.incarnation)
+
+    def eldest(self, workers: Mapping[int, object]) -> int:
+        """Of `workers` (not empty), the one that has been in the job for longest."""
+        known = {stay.worker: stay.incarnation for stay in self.stays()}
+        return min(workers, key=lambda worker: (known.get(worker, self.last_incarnation + 1), worker))

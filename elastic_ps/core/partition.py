@@ -1,0 +1,191 @@
+"""How a model's tensors are cut into buckets, and the buckets shared out over the shards.
+
+A bucket is the unit of push, aggregation, optimizer step and pull. Parameters fill buckets in reverse
+order of registration, because that is about the order in which backward finishes their gradients: the
+first bucket is full while earlier layers are still being differentiated (Li et al., "PyTorch Distributed",
+VLDB 2020, use the same order for all-reduce).
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+SMALLEST_BUCKET_BYTES = 256 * 1024
+"""Below this a bucket costs more in calls than its earlier start saves."""
+
+BUCKETS_WANTED = 8
+"""A model is cut into at least about this many buckets, as far as `SMALLEST_BUCKET_BYTES` allows."""
+
+ITEM_SIZE = {
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "bool": 1,
+}
+"""Bytes of an element, by the name of its dtype in torch."""
+
+
+class Rule(enum.IntEnum):
+    """How workers' contributions to a bucket become its next value; the numbers are on the wire."""
+
+    GRADIENT = 0
+    """The sample-weighted mean is a gradient; the optimizer makes a step with it."""
+    MEAN = 1
+    """Floating-point buffers (BatchNorm's running statistics): the value is the sample-weighted mean."""
+    MAXIMUM = 2
+    """Other buffers (counters): the value is the elementwise maximum."""
+    CONSTANT = 3
+    """Not trained (frozen, or not given to the optimizer): the first worker's value, for everybody."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter or buffer of the model.
+
+    Attributes:
+        name: as in `state_dict`.
+        shape: in elements.
+        dtype: a key of `ITEM_SIZE`.
+        rule: what happens to it in training.
+        group: index of the optimizer's parameter group; -1 where `rule` is not GRADIENT.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    rule: Rule
+    group: int = -1
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`length` elements from `start` on of the flattened tensor with index `tensor`."""
+
+    tensor: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Pieces that travel together: of one dtype, one rule, on one shard, one after the other."""
+
+    index: int
+    shard: int
+    dtype: str
+    rule: Rule
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(piece.length for piece in self.pieces)
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * ITEM_SIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The buckets of a model, in the order in which they are pushed."""
+
+    tensors: tuple[TensorSpec, ...]
+    buckets: tuple[Bucket, ...]
+    shards: int
+
+    def of_shard(self, shard: int) -> list[Bucket]:
+        """The buckets that `shard` owns, in order of push."""
+        return [bucket for bucket in self.buckets if bucket.shard == shard]
+
+    @property
+    def pushed(self) -> list[Bucket]:
+        """The buckets that a worker pushes in each step."""
+        return [bucket for bucket in self.buckets if bucket.rule is not Rule.CONSTANT]
+
+    @property
+    def pull_order(self) -> list[Bucket]:
+        """All buckets, first layers first: the order in which the next forward needs them."""
+        gradients = [bucket for bucket in self.buckets if bucket.rule is Rule.GRADIENT]
+        others = [bucket for bucket in self.buckets if bucket.rule is not Rule.GRADIENT]
+        return gradients[::-1] + others
+
+
+def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int) -> Layout:
+    """Cut `tensors`, given in order of registration, into buckets for `shards` shards.
+
+    Buckets hold whole tensors of up to about `bucket_bytes` bytes (fewer in a small model, so that there is
+    something to overlap and something for each shard); a tensor that is larger is cut. Each bucket goes to
+    the shard that has the fewest bytes so far, so shards differ by less than a bucket. Deterministic.
+    """
+    total = sum(t.elements * ITEM_SIZE[t.dtype] for t in tensors if t.rule is Rule.GRADIENT)
+    wanted = max(SMALLEST_BUCKET_BYTES, math.ceil(total / BUCKETS_WANTED))
+    target = max(1, min(bucket_bytes, wanted, math.ceil(total / shards)))
+    load = [0] * shards
+    buckets: list[Bucket] = []
+    for rule in Rule:
+        numbered = [(i, t) for i, t in enumerate(tensors) if t.rule is rule and t.elements]
+        for dtype, pieces in _fill(reversed(numbered), target):
+            nbytes = sum(piece.length for piece in pieces) * ITEM_SIZE[dtype]
+            shard = min(range(shards), key=lambda s: (load[s], s))
+            load[shard] += nbytes
+            buckets.append(Bucket(len(buckets), shard, dtype, rule, tuple(pieces)))
+    return Layout(tuple(tensors), tuple(buckets), shards)
+
+
+def _fill(tensors: Iterable[tuple[int, TensorSpec]], target: int) -> Iterable[tuple[str, list[Piece]]]:
+    """Gather consecutive tensors of a dtype until `target` bytes are reached; cut those above it."""
+    current: list[Piece] = []
+    current_dtype, used = "", 0
+    for index, tensor in tensors:
+        item = ITEM_SIZE[tensor.dtype]
+        size = tensor.elements * item
+        if current and (tensor.dtype != current_dtype or used + size > target):
+            yield current_dtype, current
+            current, used = [], 0
+        current_dtype = tensor.dtype
+        parts = math.ceil(size / target)
+        bounds = [tensor.elements * part // parts for part in range(parts + 1)]
+        for start, stop in itertools.pairwise(bounds[:-1]):
+            yield current_dtype, [Piece(index, start, stop - start)]
+        current.append(Piece(index, bounds[-2], bounds[-1] - bounds[-2]))
+        used += (bounds[-1] - bounds[-2]) * item
+    if current:
+        yield current_dtype, current
+
+
+def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:
+    """What differs between a worker's tensors (`ours`) and the parameter server's; "" if nothing."""
+    mine, other = {t.name: t for t in ours}, {t.name: t for t in theirs}
+    lines = [f"{t}: only in this worker's model" for name, t in mine.items() if name not in other]
+    lines += [
+        f"{t}: only in the model on the parameter server" for name, t in other.items() if name not in mine
+    ]
+    for name in mine.keys() & other.keys():
+        if mine[name] != other[name]:
+            a, b = mine[name], other[name]
+            same = str(a) == str(b)
+            here, there = (
+                f"{t} ({t.rule.name.lower()}, group {t.group})" if same else f"{t}" for t in (a, b)
+            )
+            lines.append(f"{name}: this worker has {here}, the parameter server has {there}")
+    if not lines and list(mine) != list(other):
+        lines.append("the same tensors in another order")
+    return "; ".join(sorted(lines)[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")

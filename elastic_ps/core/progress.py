@@ -1,0 +1,49 @@
+"""Rates and curves out of counters."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Rate:
+    """A counter's growth per second over the last `window` seconds."""
+
+    window: float = 5.0
+    _points: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def add(self, count: int, now: float) -> None:
+        """The counter stands at `count`. Points closer than a hundredth of the window are merged."""
+        if self._points and now - self._points[-1][0] < self.window / 100:
+            return
+        self._points.append((now, count))
+        while len(self._points) > 2 and self._points[1][0] <= now - self.window:
+            self._points.popleft()
+
+    def per_second(self, count: int, now: float) -> float | None:
+        """The rate; None before there is anything to divide."""
+        if not self._points or now - self._points[0][0] < 1e-3:
+            return None
+        started, first = self._points[0]
+        return (count - first) / (now - started)
+
+
+@dataclass
+class Curve:
+    """Points (version, value) with bounded memory: when full, every second one is dropped."""
+
+    limit: int = 4096
+    points: list[tuple[int, float]] = field(default_factory=list)
+    _stride: int = 1
+    _skipped: int = 0
+
+    def add(self, version: int, value: float) -> None:
+        self._skipped += 1
+        if self._skipped < self._stride:
+            return
+        self._skipped = 0
+        self.points.append((version, value))
+        if len(self.points) > self.limit:
+            self.points = self.points[::2]
+            self._stride *= 2

@@ -1,0 +1,103 @@
+"""Which pushes a shard has seen: duplicates are recognised, outdated ones fenced off.
+
+The table is as large as the number of buckets times the contributors of the open round, and is emptied
+when a round opens or starts again; it does not grow with time.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from elastic_ps.errors import RefusalCode, Refused
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushKey:
+    """What identifies a push. See `docs/protocol.md`."""
+
+    epoch: int
+    worker: int
+    incarnation: int
+    step: int
+    bucket: int
+    version: int
+    attempt: int
+
+
+class Verdict(enum.Enum):
+    """What to do with a push that is not refused."""
+
+    ADD = "add"
+    DUPLICATE = "duplicate"
+
+
+@dataclass
+class PushLog:
+    """The pushes of the open round.
+
+    Attributes:
+        epoch: of this shard.
+        version, attempt: of the open round.
+        expected: the workers that take part, which order the additions in deterministic mode.
+        added: for each bucket, the (worker, incarnation, step) whose values are in its sum.
+    """
+
+    epoch: int
+    version: int = 0
+    attempt: int = 0
+    expected: frozenset[int] = frozenset()
+    added: dict[int, set[tuple[int, int, int]]] = field(default_factory=dict)
+
+    def decide(self, key: PushKey) -> Verdict:
+        """Whether the push is to be added or has been already.
+
+        Raises:
+            Refused: STALE_EPOCH, STALE_INCARNATION, WRONG_VERSION or STALE_ATTEMPT, in words.
+        """
+        if key.epoch != self.epoch:
+            raise Refused(RefusalCode.STALE_EPOCH, f"push of epoch {key.epoch}; this is epoch {self.epoch}")
+        if key.version < self.version or (key.version == self.version and key.attempt < self.attempt):
+            raise Refused(
+                RefusalCode.STALE_ATTEMPT,
+                f"push for version {key.version} attempt {key.attempt}; "
+                f"the open round is version {self.version} attempt {self.attempt}",
+            )
+        if (key.version, key.attempt) != (self.version, self.attempt):
+            raise Refused(
+                RefusalCode.WRONG_VERSION,
+                f"push for version {key.version} attempt {key.attempt}, which this shard has not reached "
+                f"(version {self.version} attempt {self.attempt})",
+            )
+        for worker, incarnation, step in self.added.get(key.bucket, ()):
+            if worker == key.worker:
+                if (incarnation, step) == (key.incarnation, key.step):
+                    return Verdict.DUPLICATE
+                raise Refused(
+                    RefusalCode.STALE_INCARNATION,
+                    f"worker {worker} contributed step {step} of incarnation {incarnation} to this round",
+                )
+        return Verdict.ADD
+
+    def add(self, key: PushKey) -> None:
+        """The push is in its bucket's sum now."""
+        self.added.setdefault(key.bucket, set()).add((key.worker, key.incarnation, key.step))
+
+    def turn(self, worker: int, bucket: int) -> bool:
+        """Whether all expected workers with a lower index are in the sum of `bucket`."""
+        have = {entry[0] for entry in self.added.get(bucket, ())}
+        return all(other in have for other in self.expected if other < worker)
+
+    def complete(self, buckets: Collection[int], contributors: Collection[tuple[int, int, int]]) -> bool:
+        """Whether the sums of all `buckets` are made of exactly these contributions."""
+        wanted = set(contributors)
+        return all(self.added.get(bucket, set()) == wanted for bucket in buckets)
+
+    def open(self, *, version: int, attempt: int, expected: frozenset[int]) -> bool:
+        """Set the open round. Returns whether the sums are void: it is another round or attempt."""
+        void = (version, attempt) != (self.version, self.attempt)
+        self.version, self.attempt, self.expected = version, attempt, expected
+        if void:
+            self.added.clear()
+        return void

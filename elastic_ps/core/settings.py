@@ -1,0 +1,96 @@
+"""What of an optimizer travels: the name of its class and plain hyperparameters. Never code.
+
+The allow-list holds the classes of `torch.optim` whose step treats every element by itself, so that any cut
+of the parameters into buckets and shards gives the same result. A new value of a hyperparameter, by a
+learning-rate scheduler or by hand, travels with the step it is first used in.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ps.errors import InvalidModel
+
+ALLOWED = (
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adagrad",
+    "RMSprop",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "ASGD",
+    "Rprop",
+)
+"""Classes of torch.optim that may run on the parameter server."""
+
+NOT_SENT = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "param_names"})
+"""Keys of a parameter group that say how to compute on the worker's device, not what."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hyperparameters of each parameter group, and the states of learning-rate schedulers.
+
+    Attributes:
+        groups: for each parameter group, names and plain values.
+        schedulers: for each scheduler given to `session.scheduler`, its `state_dict`'s plain values.
+        stepped: whether the schedulers made a step between the last two optimizer steps, so that whoever
+            takes these settings over has one to make up for.
+    """
+
+    groups: tuple[Mapping[str, Any], ...]
+    schedulers: tuple[Mapping[str, Any], ...] = ()
+    stepped: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {"groups": self.groups, "schedulers": self.schedulers, "stepped": self.stepped}, sort_keys=True
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Settings:
+        """Raises ValueError, KeyError or TypeError if `text` was not made by `to_json`."""
+        data = json.loads(text)
+        return cls(tuple(data["groups"]), tuple(data["schedulers"]), bool(data["stepped"]))
+
+
+def check_optimizer(name: str) -> None:
+    """Raise InvalidModel unless the class may run on the parameter server."""
+    if name not in ALLOWED:
+        raise InvalidModel(
+            f"the optimizer {name} cannot run on the parameter server; use one of torch.optim's "
+            f"{', '.join(ALLOWED)} (those that treat every element by itself)"
+        )
+
+
+def plain(value: object, *, where: str) -> Any:
+    """`value` as JSON can carry it: numbers, strings, booleans, None, and lists and tuples of them.
+
+    A tensor of one element becomes its number.
+
+    Raises:
+        InvalidModel: it is something else.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Sequence):
+        return [plain(item, where=where) for item in value]
+    item = getattr(value, "item", None)
+    if item is not None and getattr(value, "numel", lambda: 1)() == 1:
+        return item()
+    raise InvalidModel(f"{where} is a {type(value).__name__}; only plain numbers and strings can be sent")
+
+
+def plain_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The hyperparameters of a parameter group of a torch optimizer."""
+    return {
+        key: plain(value, where=f"param_groups[{index}][{key!r}]")
+        for key, value in group.items()
+        if key not in NOT_SENT
+    }

@@ -1,0 +1,54 @@
+"""What a launcher is given, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from elastic_ps.local.plan import ScaleAt, Verdict
+from elastic_ps.local.processes import Programs
+from elastic_ps.local.record import Record
+from elastic_ps.local.state import LocalStatus
+
+WorkerGone = Callable[[tuple[str, ...], int, int], None]
+"""Called with (addresses of the parameter servers, worker index, pid) when a worker process has died."""
+
+
+def ignore_worker_gone(addresses: tuple[str, ...], worker: int, pid: int) -> None:
+    """The parameter server finds out by itself, when the worker's lease ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a job is run.
+
+    Attributes:
+        schedule: numbers of workers to scale to, at given versions.
+        trace: the file for a Chrome trace of all processes; None records none.
+        resume: a directory of checkpoints to go on from; None starts afresh.
+        history: directory for the histories that tests check.
+        root: where jobs keep their state; None is `env.state_directory()`.
+        programs: the command lines of the processes.
+        on_worker_gone: told about worker processes that died; may block, is called on its own thread.
+    """
+
+    schedule: tuple[ScaleAt, ...] = ()
+    trace: Path | None = None
+    resume: Path | None = None
+    history: Path | None = None
+    root: Path | None = None
+    programs: Programs = field(default_factory=Programs)
+    on_worker_gone: WorkerGone = ignore_worker_gone
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended. `unreached`: changes of the schedule whose version never came."""
+
+    verdict: Verdict
+    record: Record
+    elapsed: timedelta
+    status: LocalStatus
+    unreached: tuple[ScaleAt, ...] = ()

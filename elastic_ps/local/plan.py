@@ -1,0 +1,388 @@
+"""What to do next for a job that runs on this machine: pure decisions, each with its reason.
+
+`plan` looks at what is wanted and at every process so far, and says which processes to start and to stop
+and whether the job is over. It keeps nothing between two calls: counts of failures and delays follow from
+the processes that have ended. Times are seconds of one monotonic clock. Doing it is in `supervisor`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import takewhile
+from typing import Literal, TypeAlias
+
+from elastic_ps.env import EXIT_INVALID, Role
+from elastic_ps.job import Phase, Progress
+
+Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One process of the job, from its start on.
+
+    Attributes:
+        role: `ps` or `worker`.
+        index: the shard's or the worker's index. At most one process with it is alive at a time.
+        pid: its process id.
+        started: when it was started.
+        ready: whether it answers requests (parameter servers only).
+        asked: when it was asked to end, if it was.
+        killed: whether it was killed because it did not end when asked.
+        ended: when it was seen to have ended.
+        exit: its exit status; negative: the signal that killed it. None while it is alive.
+        output: the last lines it wrote, of a process that failed.
+    """
+
+    role: Role
+    index: int
+    pid: int
+    started: float
+    ready: bool = False
+    asked: float | None = None
+    killed: bool = False
+    ended: float | None = None
+    exit: int | None = None
+    output: str = ""
+
+    @property
+    def alive(self) -> bool:
+        return self.exit is None
+
+    @property
+    def name(self) -> str:
+        return f"parameter server {self.index}" if self.role == "ps" else f"worker {self.index}"
+
+    @property
+    def ending(self) -> Ending | None:
+        """What its end means for the job; None while it is alive.
+
+        `done`: ended well by itself. `left`: ended because it was asked to. `killed`: from outside.
+        `failed`: its program failed. `invalid`: the job cannot work as it stands.
+        """
+        if self.exit is None:
+            return None
+        if self.asked is not None:
+            return "left"
+        if self.exit == 0:
+            return "done"
+        if self.exit == EXIT_INVALID:
+            return "invalid"
+        return "failed" if 0 < self.exit < 128 else "killed"
+
+
+def describe_exit(status: int) -> str:
+    """An exit status in words: `was killed by SIGKILL`, `exited with 1`."""
+    number = -status if status < 0 else status - 128
+    if number > 0:
+        try:
+            return f"was killed by {signal.Signals(number).name}"
+        except ValueError:
+            pass
+    return f"exited with {status}"
+
+
+@dataclass(frozen=True, order=True)
+class ScaleAt:
+    """Once the model has reached `version`, there shall be `workers` workers."""
+
+    version: int
+    workers: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Desired:
+    """What is wanted.
+
+    Attributes:
+        shards: parameter servers.
+        workers: workers.
+        backoff_limit: failures of workers that the job survives.
+        deadline: the job fails after this time; None never.
+        schedule: changes of the number of workers that have not been made yet.
+        start_limit: time for the parameter servers to answer.
+        leave_grace: time for a worker to leave while the job goes on.
+        close_grace: time for a worker to leave when the job is over or stopped.
+        checkpoint_grace: time for a parameter server to write its last checkpoint.
+        answer_limit: time to wait, after the last worker has ended, for the final state of training.
+    """
+
+    shards: int
+    workers: int
+    backoff_limit: int
+    deadline: timedelta | None = None
+    schedule: tuple[ScaleAt, ...] = ()
+    start_limit: timedelta = timedelta(seconds=120)
+    leave_grace: timedelta = timedelta(seconds=30)
+    close_grace: timedelta = timedelta(seconds=5)
+    checkpoint_grace: timedelta = timedelta(seconds=20)
+    answer_limit: timedelta = timedelta(seconds=10)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the job ends. `reason` is one word, as in a condition; `message` is for a person."""
+
+    phase: Phase
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """Someone wants the job to end. `at_once`: kill instead of asking."""
+
+    why: str
+    at_once: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What there is.
+
+    Attributes:
+        started: when the job was started.
+        processes: every process so far, in the order of their start.
+        progress: as the parameter server last told it.
+        asked_at: when that answer was asked for; None before the first one.
+        stop: a request to stop.
+        verdict: how the job ends, once that has been concluded.
+    """
+
+    started: float
+    processes: Sequence[Process] = ()
+    progress: Progress = field(default_factory=Progress)
+    asked_at: float | None = None
+    stop: StopRequest | None = None
+    verdict: Verdict | None = None
+
+    def of(self, role: Role) -> list[Process]:
+        return [process for process in self.processes if process.role == role]
+
+    def latest(self, role: Role) -> dict[int, Process]:
+        """The newest process of each index."""
+        return {process.index: process for process in self.of(role)}
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a process. `replaces`: the pid of the one that it takes the place of."""
+
+    role: Role
+    index: int
+    reason: str
+    replaces: int | None = None
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """Ask a process to end (SIGTERM)."""
+
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Kill a process and all that it has started (SIGKILL)."""
+
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Change the number of workers, as the schedule says."""
+
+    at: ScaleAt
+    reason: str
+
+
+@dataclass(frozen=True)
+class Conclude:
+    """The job is over; what still runs is to be closed."""
+
+    verdict: Verdict
+
+
+Action: TypeAlias = Start | Terminate | Kill | Scale | Conclude
+
+
+def plan(desired: Desired, observed: Observed, now: float) -> list[Action]:
+    """The actions that bring what there is closer to what is wanted; none when there is nothing to do."""
+    if observed.verdict is not None:
+        return list(_close(desired, observed, observed.verdict, now))
+    verdict = _verdict(desired, observed, now)
+    if verdict is not None:
+        return [Conclude(verdict)]
+    due = [at for at in sorted(desired.schedule) if observed.progress.version >= at.version]
+    if due:
+        return [Scale(at, f"version {observed.progress.version} is reached") for at in due]
+    servers = list(_start_servers(desired, observed))
+    if servers or not _servers_ready(desired, observed):
+        return [*servers]
+    return list(_workers(desired, observed, now))
+
+
+def restart_delay(attempts: Iterable[Process]) -> timedelta:
+    """How long to wait before a process is replaced, given all processes so far with its index.
+
+    The first replacement comes at once; each further one that follows a process which lived for less than
+    a minute waits twice as long, up to 30 s.
+    """
+
+    def died_soon(process: Process) -> bool:
+        lived = (process.ended or process.started) - process.started
+        return process.ending in ("killed", "failed") and lived < 60.0
+
+    streak = sum(1 for _ in takewhile(died_soon, reversed(list(attempts))))
+    return timedelta(seconds=min(30.0, 0.5 * 2 ** (streak - 2)) if streak > 1 else 0.0)
+
+
+def failures(observed: Observed) -> int:
+    """Failures of workers that count against `backoffLimit`."""
+    return sum(process.ending == "failed" for process in observed.of("worker"))
+
+
+def _verdict(desired: Desired, observed: Observed, now: float) -> Verdict | None:
+    """How the job ends, if it is to end now."""
+    if observed.stop is not None:
+        return Verdict("Suspended", "Stopped", observed.stop.why)
+    for process in observed.processes:
+        if process.ending == "invalid":
+            return Verdict("Failed", "InvalidJob", process.output or f"{process.name} refused the job")
+    return (
+        _deadline_exceeded(desired, observed, now)
+        or _parameter_server_lost(observed)
+        or _parameter_server_silent(desired, observed, now)
+        or _failed_too_often(desired, observed)
+        or _workers_done(desired, observed, now)
+    )
+
+
+def _deadline_exceeded(desired: Desired, observed: Observed, now: float) -> Verdict | None:
+    if desired.deadline is None or now - observed.started <= desired.deadline.total_seconds():
+        return None
+    seconds = desired.deadline.total_seconds()
+    return Verdict("Failed", "DeadlineExceeded", f"not finished after activeDeadlineSeconds: {seconds:g}")
+
+
+def _parameter_server_lost(observed: Observed) -> Verdict | None:
+    """Without this rule, `_start_servers` brings a parameter server back."""
+    for process in observed.of("ps"):
+        if process.exit is not None:
+            message = f"{process.name} (pid {process.pid}) {describe_exit(process.exit)}"
+            return Verdict("Failed", "ParameterServerLost", _with_output(message, process))
+    return None
+
+
+def _parameter_server_silent(desired: Desired, observed: Observed, now: float) -> Verdict | None:
+    for process in observed.latest("ps").values():
+        if not process.ready and now - process.started > desired.start_limit.total_seconds():
+            seconds = desired.start_limit.total_seconds()
+            message = f"{process.name} (pid {process.pid}) does not answer {seconds:g} s after its start"
+            return Verdict("Failed", "ParameterServerSilent", message)
+    return None
+
+
+def _failed_too_often(desired: Desired, observed: Observed) -> Verdict | None:
+    count = failures(observed)
+    if count <= desired.backoff_limit:
+        return None
+    last = max(
+        (process for process in observed.of("worker") if process.ending == "failed"),
+        key=lambda process: process.ended or 0.0,
+    )
+    times = "once" if count == 1 else f"{count} times"
+    message = (
+        f"workers failed {times}, backoffLimit is {desired.backoff_limit}; "
+        f"the last was {last.name}, which {describe_exit(last.exit or 0)}"
+    )
+    return Verdict("Failed", "BackoffLimitExceeded", _with_output(message, last))
+
+
+def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict | None:
+    """The verdict once no worker is left to run."""
+    workers, latest, progress = observed.of("worker"), observed.latest("worker"), observed.progress
+    if not workers or any(process.alive for process in workers):
+        return None
+    for index in range(desired.workers):
+        ending = latest[index].ending if index in latest else None
+        gone_for_good = ending == "done" or (ending in (None, "left") and progress.finished)
+        if not gone_for_good:
+            return None
+    last_end = max(process.ended or 0.0 for process in workers)
+    if observed.asked_at is None or observed.asked_at <= last_end:
+        if now - last_end <= desired.answer_limit.total_seconds():
+            return None
+        return Verdict("Failed", "NoAnswer", "the parameter server does not tell how far training is")
+    if progress.finished:
+        return Verdict("Succeeded", "Finished", "every record of every epoch is in the model")
+    if progress.records_expected is None:
+        return Verdict("Succeeded", "Finished", "every worker has ended its script")
+    return Verdict(
+        "Failed",
+        "RecordsLeft",
+        f"every worker has ended its script, but only {progress.records_applied} of "
+        f"{progress.records_expected} records are in the model",
+    )
+
+
+def _with_output(message: str, process: Process) -> str:
+    return f"{message}. It wrote last:\n{process.output}" if process.output else message
+
+
+def _start_servers(desired: Desired, observed: Observed) -> Iterator[Start]:
+    latest = observed.latest("ps")
+    for shard in range(desired.shards):
+        before = latest.get(shard)
+        if before is None:
+            yield Start("ps", shard, "the job starts")
+        elif before.exit is not None:
+            yield Start("ps", shard, f"the last one {describe_exit(before.exit)}", before.pid)
+
+
+def _servers_ready(desired: Desired, observed: Observed) -> bool:
+    latest = observed.latest("ps")
+    return all(shard in latest and latest[shard].ready for shard in range(desired.shards))
+
+
+def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Action]:
+    """Actions for the workers of a job that goes on."""
+    latest, finished = observed.latest("worker"), observed.progress.finished
+    for index in range(desired.workers):
+        before = latest.get(index)
+        if before is None or before.ending == "left":
+            if not finished:
+                yield Start("worker", index, f"{desired.workers} workers are wanted")
+        elif before.exit is not None and before.ending in ("killed", "failed"):
+            attempts = [process for process in observed.of("worker") if process.index == index]
+            if now - (before.ended or now) >= restart_delay(attempts).total_seconds():
+                reason = f"pid {before.pid} {describe_exit(before.exit)}"
+                yield Start("worker", index, reason, before.pid)
+    for process in latest.values():
+        if process.alive and (process.index >= desired.workers or process.asked is not None):
+            yield from _end(process, desired.leave_grace, f"{desired.workers} workers are wanted", now)
+
+
+def _close(desired: Desired, observed: Observed, verdict: Verdict, now: float) -> Iterator[Action]:
+    """End what still runs: the workers first, then the parameter servers."""
+    alive = [process for process in observed.processes if process.alive]
+    if observed.stop is not None and observed.stop.at_once:
+        yield from (Kill(process.pid, observed.stop.why) for process in alive if not process.killed)
+        return
+    workers = [process for process in alive if process.role == "worker"]
+    grace = desired.close_grace if workers else desired.checkpoint_grace
+    for process in workers or alive:
+        yield from _end(process, grace, f"the job is over: {verdict.reason}", now)
+
+
+def _end(process: Process, grace: timedelta, reason: str, now: float) -> Iterator[Action]:
+    """Ask first, kill when the grace period is over."""
+    if process.asked is None:
+        yield Terminate(process.pid, reason)
+    elif not process.killed and now - process.asked > grace.total_seconds():
+        yield Kill(process.pid, f"it did not end within {grace.total_seconds():g} s of being asked to")

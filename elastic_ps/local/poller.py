@@ -1,0 +1,109 @@
+"""Asking the parameter servers how training is, on a thread of its own, so that nothing waits for them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from elastic_ps.job import ServerStatus
+
+INTERVAL = timedelta(milliseconds=200)
+TIMEOUT = timedelta(seconds=2)
+
+
+@dataclass(frozen=True)
+class Polled:
+    """The newest answers.
+
+    Attributes:
+        ready: the shards that have answered since they were started.
+        status: shard 0's last answer.
+        asked_at: when that one was asked for (monotonic seconds).
+    """
+
+    ready: frozenset[int] = frozenset()
+    status: ServerStatus | None = None
+    asked_at: float | None = None
+
+
+class Poller:
+    """Polls the parameter servers until closed."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = addresses
+        self._polled = Polled()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="status-poller", daemon=True)
+        self._thread.start()
+
+    def polled(self) -> Polled:
+        with self._lock:
+            return self._polled
+
+    def restarted(self, shard: int) -> None:
+        """Forget that the shard has answered; a new process takes its place."""
+        with self._lock:
+            self._polled = replace(self._polled, ready=self._polled.ready - {shard})
+
+    def ask(self) -> Polled:
+        """Ask shard 0 now, in the caller's thread; what was known before if it does not answer."""
+        asked_at = time.monotonic()
+        status = fetch_status(self._addresses[0])
+        if status is not None:
+            with self._lock:
+                if self._polled.asked_at is None or self._polled.asked_at <= asked_at:
+                    self._polled = replace(self._polled, status=status, asked_at=asked_at)
+        return self.polled()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.wait(INTERVAL.total_seconds()):
+            for shard, address in enumerate(self._addresses):
+                if shard not in self.polled().ready and fetch(address, "/healthz") is not None:
+                    with self._lock:
+                        self._polled = replace(self._polled, ready=self._polled.ready | {shard})
+            if 0 in self.polled().ready:
+                self.ask()
+
+
+def fetch_status(address: str) -> ServerStatus | None:
+    """A parameter server's status, or None if it does not tell."""
+    body = fetch(address, "/status")
+    try:
+        return None if body is None else ServerStatus.model_validate_json(body)
+    except ValueError:
+        return None
+
+
+def fetch_loss(address: str) -> list[tuple[int, float]]:
+    """The loss by version that a parameter server has recorded; empty if it does not tell."""
+    body = fetch(address, "/loss")
+    try:
+        points = json.loads(body or b"[]")
+        return [(int(version), float(loss)) for version, loss in points]
+    except (ValueError, TypeError):
+        return []
+
+
+def fetch(address: str, path: str) -> bytes | None:
+    """The body of a successful answer within `TIMEOUT`, or None."""
+    host, _, port = address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT.total_seconds())
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read()
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+    return body if answer.status == 200 else None

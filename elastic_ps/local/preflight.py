@@ -1,0 +1,110 @@
+"""What is checked before anything is started or written, so that bad input costs nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from elastic_ps.env import EXIT_INVALID, inherited
+from elastic_ps.errors import UserError
+from elastic_ps.job import TrainingJob
+from elastic_ps.local.plan import ScaleAt
+from elastic_ps.local.processes import Programs
+
+CHECK_TIMEOUT = timedelta(minutes=2)
+
+
+def check_workers(job: TrainingJob, schedule: Sequence[ScaleAt]) -> None:
+    """Raise UserError where a number of workers is out of the job's bounds."""
+    for what, workers in [
+        ("--workers", job.spec.worker.replicas),
+        *((f"--scale {at.version}:{at.workers}", at.workers) for at in schedule),
+    ]:
+        try:
+            job.spec.worker.check_replicas(workers)
+        except ValueError as error:
+            raise UserError(f"{what}: {error}") from error
+    versions = [at.version for at in schedule]
+    for version in versions:
+        if versions.count(version) > 1:
+            raise UserError(f"--scale names version {version} twice; which number of workers is meant?")
+
+
+def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:
+    """Raise UserError where the directory of checkpoints does not fit what is asked for."""
+    if resume is not None:
+        if not resume.is_dir():
+            raise UserError(f"--resume {resume}: there is no such directory")
+        if not any(resume.glob("version-*/manifest.json")):
+            raise UserError(
+                f"--resume {resume}: no whole checkpoint in it (a directory version-* with a manifest.json)"
+            )
+        return
+    path = job.spec.parameter_server.checkpoint.path
+    if path is not None and any(Path(path).glob("version-*")):
+        raise UserError(
+            f"the directory {path} (spec.parameterServer.checkpoint.path) holds checkpoints already: go on "
+            f"from them with --resume {path}, or name an empty directory, or remove them"
+        )
+
+
+def check_report(report: Path | None) -> None:
+    """Raise UserError where the report's picture cannot be drawn."""
+    if report is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UserError("--report draws with matplotlib: pip install 'elastic-ps[report]'")
+
+
+def prepare_directory(path: Path, *, option: str) -> None:
+    """Create a directory and try to write into it.
+
+    Raises:
+        UserError: it cannot be created or written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UserError(f"{option}: cannot write into {path}: {error.strerror}") from error
+
+
+def prepare_file(path: Path, *, option: str) -> None:
+    """Like `prepare_directory`, for a file; one that is there is not touched yet."""
+    if path.is_dir():
+        raise UserError(f"{option}: {path} is a directory; give the name of a file")
+    prepare_directory(path.parent, option=option)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise UserError(f"{option}: cannot write {path}: permission denied")
+
+
+def check_entrypoint(entrypoint: str, programs: Programs) -> None:
+    """Import the entrypoint in a process like a worker's. Blocks for as long as that takes.
+
+    Raises:
+        UserError: it cannot be imported or called; with the script's own traceback.
+    """
+    argv = programs.check(entrypoint)
+    try:
+        done = subprocess.run(
+            argv,
+            env=inherited(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=CHECK_TIMEOUT.total_seconds(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        minutes = CHECK_TIMEOUT.total_seconds() / 60
+        raise UserError(f"importing the entrypoint {entrypoint} takes more than {minutes:g} min") from error
+    if done.returncode == EXIT_INVALID:
+        raise UserError(done.stderr.strip() or f"the entrypoint {entrypoint} cannot be used")
+    if done.returncode != 0:
+        output = (done.stderr or done.stdout).strip()
+        raise UserError(f"the entrypoint {entrypoint} cannot be imported:\n{output}")

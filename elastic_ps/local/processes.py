@@ -1,0 +1,115 @@
+"""Starting and ending the processes of a job, and knowing when they have ended.
+
+Each is the leader of its own session, so a Ctrl-C in the terminal reaches only the launcher, and whatever
+it starts itself can be ended with it. It inherits the read end of the launcher's lifeline, a pipe that
+nobody writes to: when the launcher dies, however it dies, the pipe closes and the process ends itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+OUTPUT_LINES = 30
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """The command lines of a job's processes; tests put small programs of their own here."""
+
+    server: Sequence[str] = (sys.executable, "-m", "elastic_ps.server")
+    worker: Sequence[str] = (sys.executable, "-m", "elastic_ps.worker")
+
+    def check(self, entrypoint: str) -> list[str]:
+        """The command that tries to import `entrypoint`."""
+        return [*self.worker, "--check", entrypoint]
+
+
+class Lifeline:
+    """A pipe whose read end every process inherits and whose write end only this process holds."""
+
+    def __init__(self) -> None:
+        self.fd, self._held = os.pipe()
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self._held)
+
+
+class Child:
+    """A process that was started here. To be used by one thread."""
+
+    def __init__(
+        self, argv: Sequence[str], *, variables: Mapping[str, str], log: Path, lifeline: Lifeline
+    ) -> None:
+        self._log = log
+        with log.open("ab") as output:
+            self._offset = output.tell()
+            self._popen: subprocess.Popen[bytes] = subprocess.Popen(
+                argv,
+                env=dict(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lifeline.fd,),
+                start_new_session=True,
+            )
+        self.pid = self._popen.pid
+
+    def poll(self) -> int | None:
+        """Its exit status once it has ended (negative: the signal), and with it everything it started."""
+        if self._popen.returncode is None:
+            if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+            self._signal_group()  # before its pid is free for others
+            self._popen.wait()
+        return self._popen.returncode
+
+    def terminate(self) -> None:
+        """Ask it to end; what it has started is its own to end."""
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        """Kill it and everything it has started."""
+        if self._popen.returncode is None:
+            self._signal_group()
+
+    def output(self) -> str:
+        """The last lines that it wrote."""
+        with self._log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._offset, end - 16_384))
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-OUTPUT_LINES:]).strip()
+
+    def _signal_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def free_addresses(count: int) -> list[str]:
+    """That many different `host:port` of loopback on which nobody listens."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+
+
+def with_threads(variables: Mapping[str, str], *, processes: int) -> dict[str, str]:
+    """The variables, with this machine's cores shared out over the processes unless they say otherwise.
+
+    Without it, each process computes with as many threads as there are cores, and they slow one another.
+    """
+    threads = str(max(1, len(os.sched_getaffinity(0)) // max(1, processes)))
+    if "OMP_NUM_THREADS" in variables:
+        return dict(variables)
+    return {**dict.fromkeys(THREAD_VARIABLES, threads), **variables}

@@ -1,0 +1,113 @@
+"""What happened in a run: events in words and the curves, from the parameter server's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from elastic_ps.job import Member, ServerStatus
+
+MAX_POINTS = 4000
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something worth telling. `kind`: joined, left, lost, scale, process, checkpoint or warning."""
+
+    elapsed: float
+    version: int
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """Training at one moment."""
+
+    elapsed: float
+    version: int
+    records: int
+    workers: int
+    samples_per_second: float | None
+    loss: float | None
+
+
+@dataclass
+class Record:
+    """The course of a run so far. One thread adds to it; others may read what was there."""
+
+    events: list[Event] = field(default_factory=list)
+    points: list[Point] = field(default_factory=list)
+    loss: list[tuple[int, float]] = field(default_factory=list)
+    last: ServerStatus | None = None
+    _stride: int = 1
+    _skipped: int = 0
+
+    def add_event(self, elapsed: float, kind: str, text: str) -> None:
+        version = self.last.progress.version if self.last else 0
+        self.events.append(Event(elapsed, version, kind, text))
+
+    def add(self, status: ServerStatus, elapsed: float) -> None:
+        """Take in an answer; those that bring nothing new are cheap."""
+        before = self.last.members if self.last else []
+        for kind, version, text in member_changes(before, status.members):
+            self.events.append(Event(elapsed, version, kind, text))
+        moved = self.last is None or status.progress.version != self.last.progress.version
+        self.last = status
+        if not (moved and status.ready):
+            return
+        self._skipped += 1
+        if self._skipped >= self._stride or status.progress.finished:
+            self._skipped = 0
+            self.points.append(_point(status, elapsed))
+        if len(self.points) >= MAX_POINTS:  # a long run is recorded more coarsely
+            self.points = [self.points[0], *self.points[2::2]]
+            self._stride *= 2
+
+    @property
+    def training_seconds(self) -> float:
+        """Time from the first answer with a model to the last one that saw it grow."""
+        return self.points[-1].elapsed - self.points[0].elapsed if self.points else 0.0
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Records applied per second of training, or None if it was too short to say."""
+        if self.training_seconds <= 0:
+            return None
+        return (self.points[-1].records - self.points[0].records) / self.training_seconds
+
+    def loss_curve(self) -> list[tuple[int, float]]:
+        """Loss by version, as fine as it is known."""
+        return self.loss or [(point.version, point.loss) for point in self.points if point.loss is not None]
+
+
+def member_changes(before: Sequence[Member], after: Sequence[Member]) -> Iterator[tuple[str, int, str]]:
+    """(kind, version, text) of every worker that has joined or gone between two answers."""
+    known = {(member.worker, member.incarnation): member for member in before}
+    for member in after:
+        old = known.get((member.worker, member.incarnation))
+        if old is None:
+            text = f"worker {member.worker} joined at version {member.joined_version}"
+            yield "joined", member.joined_version, text
+        if member.state in ("left", "lost") and (old is None or old.state != member.state):
+            version = member.joined_version if member.left_version is None else member.left_version
+            verb = "left" if member.state == "left" else "was lost"
+            records = f"after {member.steps} steps, {member.records} records"
+            yield member.state, version, f"worker {member.worker} {verb} at version {version} {records}"
+
+
+def live_members(status: ServerStatus) -> list[Member]:
+    """The members that are in the job now."""
+    return [member for member in status.members if member.state in ("joining", "idle", "training")]
+
+
+def _point(status: ServerStatus, elapsed: float) -> Point:
+    progress = status.progress
+    return Point(
+        elapsed,
+        progress.version,
+        progress.records_applied,
+        len(live_members(status)),
+        progress.samples_per_second,
+        progress.loss,
+    )

@@ -1,0 +1,184 @@
+"""The report of a run: `run.json` for programs and `run.png` for people."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from elastic_ps.job import Member, Progress
+from elastic_ps.local.options import Outcome
+from elastic_ps.local.record import Point
+from elastic_ps.local.state import write_atomically
+
+LOSS, SPEED, WORKERS, INK, GRID = "#c2410c", "#0f766e", "#3730a3", "#1f2937", "#e5e7eb"
+
+
+def write_report(outcome: Outcome, directory: Path) -> list[Path]:
+    """Write `run.json` and `run.png` into `directory`, replacing earlier ones; returns their paths."""
+    numbers, picture = directory / "run.json", directory / "run.png"
+    write_atomically(numbers, json.dumps(build_report(outcome), indent=2) + "\n")
+    draw(outcome, picture)
+    return [numbers, picture]
+
+
+def build_report(outcome: Outcome) -> dict[str, Any]:
+    """The content of `run.json`. Versions count optimizer steps, times are in seconds."""
+    server = outcome.record.last
+    progress = server.progress if server else Progress()
+    return {
+        "job": outcome.status.job,
+        "phase": outcome.verdict.phase,
+        "reason": outcome.verdict.reason,
+        "message": outcome.verdict.message,
+        "test_accuracy": progress.metrics.get("test_accuracy"),
+        "metrics": progress.metrics,
+        "samples_per_second": outcome.record.samples_per_second,
+        "records_expected": progress.records_expected,
+        "records_applied": progress.records_applied,
+        "version": progress.version,
+        "epoch": progress.epoch,
+        "duration_seconds": outcome.elapsed.total_seconds(),
+        "training_seconds": outcome.record.training_seconds,
+        "failures": outcome.status.failures,
+        "checkpoints": outcome.status.checkpoints,
+        "workers": [
+            {
+                "id": member.worker,
+                "pid": member.pid,
+                "joined_version": member.joined_version,
+                "left_version": member.left_version,
+                "steps": member.steps,
+                "records": member.records,
+                "state": member.state,
+            }
+            for member in (server.members if server else [])
+        ],
+        "loss": [[version, loss] for version, loss in outcome.record.loss_curve()],
+        "events": [asdict(event) for event in outcome.record.events],
+        "timeline": [asdict(point) for point in outcome.record.points],
+    }
+
+
+def worker_steps(members: list[Member], last_version: int) -> list[tuple[int, int]]:
+    """(version, number of workers from there on), from the versions at which workers came and went."""
+    changes: dict[int, int] = {}
+    for member in members:
+        changes[member.joined_version] = changes.get(member.joined_version, 0) + 1
+        if member.left_version is not None and member.left_version < last_version:
+            changes[member.left_version] = changes.get(member.left_version, 0) - 1
+    steps, count = [], 0
+    for version in sorted(changes):
+        count += changes[version]
+        steps.append((version, count))
+    return [*steps, (last_version, count)] if steps else []
+
+
+def moving_mean(values: list[float], width: int) -> list[float]:
+    """Each value's mean with its neighbours, `width` values in all (fewer at both ends)."""
+    half = width // 2
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def speeds(points: list[Point]) -> list[tuple[int, float]]:
+    """(version, samples per second), over about a second each."""
+    found: list[tuple[int, float]] = []
+    start = points[0] if points else None
+    for point in points:
+        if start is not None and point.elapsed - start.elapsed >= 0.8:
+            rate = (point.records - start.records) / (point.elapsed - start.elapsed)
+            found.append(((start.version + point.version) // 2, rate))
+            start = point
+    return found
+
+
+def draw(outcome: Outcome, path: Path) -> None:
+    """Loss, samples per second and number of workers over the version, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    server = outcome.record.last
+    progress = server.progress if server else Progress()
+    figure = Figure(figsize=(9, 6.4), dpi=140, layout="constrained")
+    axes = figure.subplots(3, 1, sharex=True, height_ratios=[3, 2, 1.3])
+    figure.suptitle(_title(outcome, progress), x=0.015, ha="left", fontsize=11, color=INK)
+    _draw_loss(axes[0], outcome.record.loss_curve())
+    _draw_speed(axes[1], speeds(outcome.record.points))
+    steps = worker_steps(server.members if server else [], progress.version)
+    _draw_workers(axes[2], steps)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color("#9ca3af")
+        axis.tick_params(colors=INK, labelsize=8.5)
+        axis.grid(axis="y", color=GRID, linewidth=0.7)
+        axis.set_axisbelow(True)
+        for version, _ in steps[1:-1]:
+            axis.axvline(version, color="#9ca3af", linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
+    for (_, before), (version, after) in pairwise(steps[:-1]):
+        text = f"{after - before:+d}".replace("-", "\N{MINUS SIGN}")
+        top = axes[0].get_xaxis_transform()
+        axes[0].text(
+            version, 1.0, f" {text}", transform=top, va="top", fontsize=8.5, color=WORKERS, fontweight="bold"
+        )
+    figure.align_ylabels(axes)
+    axes[2].set_xlabel("version (optimizer steps)", color=INK, fontsize=9)
+    axes[2].set_xlim(steps[0][0] if steps else 0, max(1, progress.version))
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)
+
+
+def _title(outcome: Outcome, progress: Progress) -> str:
+    parts = [f"{outcome.status.job}: {outcome.verdict.phase.lower()}"]
+    parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in sorted(progress.metrics.items())[:2]]
+    parts.append(f"{progress.records_applied:,} records in {outcome.elapsed.total_seconds():.1f} s")
+    if outcome.record.samples_per_second is not None:
+        parts.append(f"{outcome.record.samples_per_second:,.0f} samples/s")
+    return "  ·  ".join(parts)
+
+
+def _label(axis: Any, text: str, color: str) -> None:
+    axis.set_ylabel(text, color=color, fontsize=9, fontweight="bold")
+
+
+def _draw_loss(axis: Any, curve: list[tuple[int, float]]) -> None:
+    from matplotlib.ticker import NullFormatter
+
+    _label(axis, "loss", LOSS)
+    if not curve:
+        return
+    versions, values = [version for version, _ in curve], [loss for _, loss in curve]
+    width = max(1, len(values) // 60)
+    if width > 1:
+        axis.plot(versions, values, color=LOSS, alpha=0.25, linewidth=0.8)
+    smooth = moving_mean(values, width)
+    axis.plot(versions, smooth, color=LOSS, linewidth=1.8)
+    if min(values) > 0 and max(smooth) / min(smooth) > 20:
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_ylim(bottom=min(0.0, *values))
+
+
+def _draw_speed(axis: Any, curve: list[tuple[int, float]]) -> None:
+    _label(axis, "samples/s", SPEED)
+    axis.plot([v for v, _ in curve], [s for _, s in curve], color=SPEED, linewidth=1.8)
+    axis.fill_between([v for v, _ in curve], [s for _, s in curve], color=SPEED, alpha=0.1, linewidth=0)
+    axis.set_ylim(bottom=0)
+
+
+def _draw_workers(axis: Any, steps: list[tuple[int, int]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    _label(axis, "workers", WORKERS)
+    versions, counts = [version for version, _ in steps], [count for _, count in steps]
+    axis.step(versions, counts, where="post", color=WORKERS, linewidth=1.8)
+    axis.fill_between(versions, counts, step="post", color=WORKERS, alpha=0.12, linewidth=0)
+    axis.set_ylim(0, max(counts, default=1) * 1.2)
+    axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))

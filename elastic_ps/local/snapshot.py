@@ -1,0 +1,56 @@
+"""The state of a running job as `status.json` and the live view show it; pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from elastic_ps.job import Member, Phase, ServerStatus
+from elastic_ps.local.plan import Observed, Process
+from elastic_ps.local.state import ProcessStatus
+
+
+def process_statuses(
+    observed: Observed, start_times: Mapping[int, int | None], server: ServerStatus | None
+) -> list[ProcessStatus]:
+    """The newest process of each role and index, parameter servers first."""
+    starts = Counter((process.role, process.index) for process in observed.processes)
+    newest = [*observed.latest("ps").values(), *observed.latest("worker").values()]
+    newest.sort(key=lambda process: (process.role != "ps", process.index))
+    return [
+        ProcessStatus(
+            role=process.role,
+            index=process.index,
+            pid=process.pid,
+            start_time=start_times.get(process.pid) if process.alive else None,
+            state=state_of(process, server),
+            exit=process.exit,
+            restarts=starts[process.role, process.index] - 1,
+        )
+        for process in newest
+    ]
+
+
+def state_of(process: Process, server: ServerStatus | None) -> str:
+    """What a process does, in one word."""
+    if not process.alive:
+        return "ended"
+    if process.asked is not None:
+        return "leaving"
+    if process.role == "ps":
+        return "serving" if process.ready else "starting"
+    member = member_of(process.index, process.pid, server)
+    return "starting" if member is None else member.state
+
+
+def member_of(worker: int, pid: int, server: ServerStatus | None) -> Member | None:
+    """The newest membership of a worker process, if it has joined."""
+    members = server.members if server else []
+    return next((m for m in reversed(members) if m.worker == worker and m.pid == pid), None)
+
+
+def phase_of(observed: Observed, server: ServerStatus | None, *, ended: bool) -> Phase:
+    """The job's phase; its final one only when nothing of it runs any more."""
+    if ended and observed.verdict is not None:
+        return observed.verdict.phase
+    return "Running" if server is not None and server.ready else "Pending"

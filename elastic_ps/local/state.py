@@ -1,0 +1,258 @@
+"""What is known on disk about the jobs of this machine, so that other terminals can look and act.
+
+Each job has a directory below `env.state_directory()`::
+
+    <job>/lock         held by the job's launcher while it lives; contains its pid
+    <job>/job.json     what is wanted; `elastic-ps scale` edits it and the launcher notices
+    <job>/status.json  what there is, written by the launcher about twice a second
+    <job>/logs/        ps-0.log, worker-0.log, ...: what the processes wrote, over restarts
+    <job>/checkpoints/ one directory for each run, unless the job names a path
+
+The lock is the kernel's (flock), so it is released however the launcher ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
+
+from elastic_ps.env import Role, state_directory
+from elastic_ps.errors import UserError
+from elastic_ps.job import Phase, ServerStatus, TrainingJob, parse_job
+
+KEEP_RUNS = 3
+"""How many runs of a job keep their checkpoints in the job's directory."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(populate_by_name=True, alias_generator=to_camel)
+
+
+class ProcessStatus(_Model):
+    """One process of a job, or the last one that had this role and index."""
+
+    role: Role
+    index: int
+    pid: int
+    start_time: int | None = Field(default=None, description="Clock ticks since boot; with pid, unique.")
+    state: str = Field(description="starting, running, leaving or ended")
+    exit: int | None = Field(default=None, description="Exit status; negative: the signal.")
+    restarts: int = 0
+
+
+class LocalStatus(_Model):
+    """What `status.json` holds."""
+
+    job: str
+    phase: Phase = "Pending"
+    reason: str = ""
+    message: str = ""
+    launcher_pid: int
+    launcher_start_time: int | None = None
+    started: float = Field(description="Seconds since 1970.")
+    updated: float = Field(description="Seconds since 1970.")
+    elapsed: float = Field(default=0.0, description="Seconds since the start.")
+    shards: int = 1
+    workers: int = Field(description="How many workers are wanted.")
+    failures: int = Field(default=0, description="Failures that count against backoffLimit.")
+    addresses: list[str] = Field(default_factory=list)
+    http: list[str] = Field(default_factory=list, description="Where each parameter server answers /status.")
+    checkpoints: str = ""
+    processes: list[ProcessStatus] = Field(default_factory=list)
+    server: ServerStatus | None = Field(default=None, description="As shard 0 last told it.")
+
+
+class JobDirectory:
+    """The directory of one job on this machine."""
+
+    def __init__(self, job: str, *, root: Path | None = None) -> None:
+        self.job = job
+        self.path = (root or state_directory()) / job
+        self.logs = self.path / "logs"
+        self._job_file = self.path / "job.json"
+        self._status_file = self.path / "status.json"
+        self._lock_file = self.path / "lock"
+
+    def log(self, role: Role, index: int) -> Path:
+        return self.logs / f"{role}-{index}.log"
+
+    def launcher(self) -> int | None:
+        """The pid of the launcher that runs this job now, or None if it does not run."""
+        try:
+            with self._lock_file.open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return int(file.read() or 0)
+        except FileNotFoundError:
+            pass
+        return None
+
+    def refuse_if_running(self) -> None:
+        """Raise UserError if the job runs now."""
+        if self.launcher() is not None:
+            raise self._runs_already()
+
+    def claim(self) -> IO[str]:
+        """Take the lock, and clear away what an earlier launcher left. Closing the file gives it back.
+
+        Raises:
+            UserError: the job runs already, or its directory cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = self._lock_file.open("a+")
+        except OSError as error:
+            raise UserError(
+                f"cannot keep the state of job {self.job!r} in {self.path}: {error.strerror}. "
+                "Set XDG_STATE_HOME to a directory that can be written"
+            ) from error
+        if not _take(lock):
+            lock.close()
+            raise self._runs_already()
+        self._end_leftovers()
+        self._remove_old()
+        self.sign(lock)
+        return lock
+
+    def sign(self, lock: IO[str]) -> None:
+        """Write this process's pid into the lock, after taking it or after a fork."""
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+
+    def new_checkpoints(self) -> Path:
+        """A fresh directory for the checkpoints of a run; those of the runs before the last go."""
+        root = self.path / "checkpoints"
+        runs = sorted(
+            (path for path in root.glob("run-*") if re.fullmatch(r"run-\d+", path.name)),
+            key=lambda path: int(path.name[4:]),
+        )
+        number = int(runs[-1].name[4:]) + 1 if runs else 1
+        for path in runs[: -KEEP_RUNS + 1]:
+            shutil.rmtree(path, ignore_errors=True)
+        fresh = root / f"run-{number}"
+        fresh.mkdir(parents=True)
+        return fresh
+
+    def read_job(self) -> TrainingJob:
+        return parse_job(json.loads(self._job_file.read_text()), source=str(self._job_file))
+
+    def write_job(self, job: TrainingJob) -> None:
+        document = job.model_dump(mode="json", by_alias=True, exclude_none=True)
+        write_atomically(self._job_file, json.dumps(document, indent=2) + "\n")
+
+    def job_stamp(self) -> tuple[int, int]:
+        """Changes whenever the wanted state has been edited."""
+        stat = self._job_file.stat()
+        return stat.st_ino, stat.st_mtime_ns
+
+    def scale(self, workers: int) -> int:
+        """Change the number of workers that are wanted; returns what it was.
+
+        Raises:
+            UserError: outside of minReplicas and maxReplicas.
+        """
+        with self._editing():
+            job = self.read_job()
+            before = job.spec.worker.replicas
+            try:
+                job.spec.worker.check_replicas(workers)
+            except ValueError as error:
+                raise UserError(f"cannot scale job {self.job!r}: {error}") from error
+            job.spec.worker.replicas = workers
+            if workers != before:
+                self.write_job(job)
+        return before
+
+    def read_status(self) -> LocalStatus | None:
+        """The last status, with the phase Failed if the launcher died without ending the job; None if
+        the job was never started here."""
+        try:
+            status = LocalStatus.model_validate_json(self._status_file.read_text())
+        except (FileNotFoundError, ValidationError):
+            return None
+        if status.phase in ("Pending", "Running") and self.launcher() is None:
+            message = f"the launcher (pid {status.launcher_pid}) is gone"
+            return status.model_copy(update={"phase": "Failed", "reason": "LauncherLost", "message": message})
+        return status
+
+    def write_status(self, status: LocalStatus) -> None:
+        write_atomically(self._status_file, status.model_dump_json(by_alias=True, indent=1) + "\n")
+
+    def _runs_already(self) -> UserError:
+        return UserError(
+            f"job {self.job!r} already runs on this machine (pid {self.launcher()}): "
+            f"stop it with `elastic-ps stop {self.job}`, or give this one another metadata.name"
+        )
+
+    @contextlib.contextmanager
+    def _editing(self) -> Iterator[None]:
+        with (self.path / "edit.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _end_leftovers(self) -> None:
+        """Kill what a launcher that was killed may have left, although its processes end themselves."""
+        status = self.read_status()
+        for process in status.processes if status else ():
+            same = process.start_time is not None and start_time(process.pid) == process.start_time
+            if process.exit is None and same:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    def _remove_old(self) -> None:
+        for path in (self._job_file, self._status_file):
+            path.unlink(missing_ok=True)
+        for path in (self.logs, *self.path.glob("trace-*")):
+            shutil.rmtree(path, ignore_errors=True)
+        self.logs.mkdir()
+
+
+def known_jobs(root: Path | None = None) -> list[JobDirectory]:
+    """The jobs that have a directory on this machine, by name."""
+    base = root or state_directory()
+    paths = sorted(base.iterdir()) if base.is_dir() else []
+    return [JobDirectory(path.name, root=base) for path in paths if (path / "status.json").is_file()]
+
+
+def start_time(pid: int) -> int | None:
+    """When a process was started, in clock ticks since boot; None if it is gone or cannot be looked at."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in ("Z", "X") else int(fields[18])
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace the file in one step, so that a reader sees the old or the new content, whole."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _take(lock: IO[str]) -> bool:
+    """Take the lock; a look by `launcher()` holds it for a moment, so try for a little while."""
+    deadline = time.monotonic() + 0.5
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)

@@ -1,0 +1,385 @@
+"""Runs one job as processes on this machine: observes, asks `plan` what to do, and does it.
+
+The supervisor is level-triggered: several times a second it compares what is wanted (`job.json`, which
+`elastic-ps scale` edits) with what there is. Everything happens on one thread of its own, so that a view
+which is slow to draw, or a terminal that is held, never delays it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import assert_never
+
+from elastic_ps.env import ProcessEnvironment, inherited
+from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
+from elastic_ps.job import TrainingJob
+from elastic_ps.local import plan as planning
+from elastic_ps.local.options import Options, Outcome
+from elastic_ps.local.plan import Observed, Process, StopRequest, Verdict
+from elastic_ps.local.poller import Poller, fetch_loss
+from elastic_ps.local.processes import Child, Lifeline, free_addresses, with_threads
+from elastic_ps.local.record import Record
+from elastic_ps.local.snapshot import phase_of, process_statuses
+from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
+from elastic_ps.local.trace import merge_traces
+
+TICK = timedelta(milliseconds=50)
+STATUS_INTERVAL = timedelta(milliseconds=500)
+
+
+class Launcher:
+    """One run of a job.
+
+    Creating it takes the job's name on this machine; `start` starts the processes; `wait` blocks until the
+    job is over and none of them is left. Leaving the `with` block ends everything in any case. Thread-safe,
+    except that `start`, `wait` and the `with` block belong to one thread.
+
+    Raises:
+        UserError: a job with this name runs already, or its state cannot be written.
+    """
+
+    def __init__(self, job: TrainingJob, options: Options | None = None) -> None:
+        self.job = job
+        self.options = options or Options()
+        self.directory = JobDirectory(job.name, root=self.options.root)
+        self.record = Record()
+        self._lock_file = self.directory.claim()
+        self.checkpoints = self._choose_checkpoints()
+        self.directory.write_job(job)
+        self._stamp = self.directory.job_stamp()
+        self._schedule = self.options.schedule
+        self._observed = Observed(started=time.monotonic())
+        self._children: dict[int, Child] = {}
+        self._start_times: dict[int, int | None] = {}
+        self._addresses: tuple[str, ...] = ()
+        self._http: tuple[str, ...] = ()
+        self._began = time.time()
+        self._written = -1.0
+        self._answered_last = False
+        self._lock = threading.Lock()
+        self._stop: StopRequest | None = None
+        self._wake = threading.Event()
+        self._error: BaseException | None = None
+        self._status = self._build_status(ended=False)
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the supervisor; returns at once. Call it in the process that shall be the launcher."""
+        self.directory.sign(self._lock_file)
+        self._status = self._build_status(ended=False)
+        self.directory.write_status(self._status)
+        # Not before: a thread object that is made before a fork counts as ended after it.
+        self._thread = threading.Thread(target=self._run, name="supervisor")
+        self._thread.start()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the job is over and no process of it is left; False if `timeout` came first."""
+        if self._thread is None:
+            return True
+        self._thread.join(None if timeout is None else timeout.total_seconds())
+        return not self._thread.is_alive()
+
+    def stop(self, why: str, *, at_once: bool = False) -> None:
+        """End the job: workers leave, parameter servers write a checkpoint; or kill all of them at once.
+
+        Returns immediately. Safe to call from a signal handler and more than once.
+        """
+        if self._stop is None or at_once:
+            self._stop = StopRequest(why, at_once=at_once)
+        self._wake.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` has been called."""
+        return self._stop is not None
+
+    def status(self) -> LocalStatus:
+        """The state of the job, as it was a moment ago."""
+        with self._lock:
+            return self._status
+
+    def outcome(self) -> Outcome:
+        """How the job ended; call it after `wait`.
+
+        Raises:
+            ElasticPSError: the launcher itself failed; the cause is chained.
+        """
+        if self._error is not None:
+            raise ElasticPSError(f"the launcher of job {self.job.name!r} failed") from self._error
+        if self._observed.verdict is None:
+            raise ElasticPSError(f"job {self.job.name!r} is not over")
+        status = self.status()
+        elapsed = timedelta(seconds=status.elapsed)
+        return Outcome(self._observed.verdict, self.record, elapsed, status, self._schedule)
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.wait(timedelta(0)):
+            self.stop("the launcher ends", at_once=True)
+            self.wait()
+        self._lock_file.close()
+
+    def _choose_checkpoints(self) -> Path:
+        if self.options.resume is not None:
+            return self.options.resume.resolve()
+        given = self.job.spec.parameter_server.checkpoint.path
+        return self.directory.new_checkpoints() if given is None else Path(given).resolve()
+
+    def _run(self) -> None:
+        """The supervisor thread: whatever happens in it, no process outlives it."""
+        shards = self.job.spec.parameter_server.replicas
+        addresses = free_addresses(2 * shards)
+        self._addresses, self._http = tuple(addresses[:shards]), tuple(addresses[shards:])
+        self._lifeline, self._poller = Lifeline(), Poller(self._http)
+        self._notices = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-gone")
+        try:
+            while not self._over():
+                self._tick()
+                self._wake.wait(TICK.total_seconds())
+                self._wake.clear()
+        except BaseException as error:  # noqa: BLE001 - raised again by outcome()
+            self._error = error
+        finally:
+            for child in self._children.values():
+                child.kill()
+            self._lifeline.close()
+            self._poller.close()
+            self._notices.shutdown(wait=True, cancel_futures=True)
+            self._finish()
+
+    def _over(self) -> bool:
+        return self._observed.verdict is not None and not self._children
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        changed = self._read_edits() | self._reap(now) | self._read_answers(now)
+        if self._stop is not self._observed.stop:
+            self._observed = replace(self._observed, stop=self._stop)
+        for action in planning.plan(self._desired(), self._observed, now):
+            self._execute(action, now)
+            changed = True
+        with self._lock:
+            self._status = self._build_status(ended=False)
+        if changed or now - self._written >= STATUS_INTERVAL.total_seconds():
+            self._written = now
+            self._write_status()
+
+    def _write_status(self) -> None:
+        """A disk that is full shall not end the training."""
+        try:
+            self.directory.write_status(self._status)
+        except OSError as error:
+            if not any(event.kind == "warning" and "status" in event.text for event in self.record.events):
+                self._event("warning", f"the job's status cannot be written: {error}")
+
+    def _desired(self) -> planning.Desired:
+        spec = self.job.spec
+        seconds = spec.run_policy.active_deadline_seconds
+        return planning.Desired(
+            shards=spec.parameter_server.replicas,
+            workers=spec.worker.replicas,
+            backoff_limit=spec.run_policy.backoff_limit,
+            deadline=None if seconds is None else timedelta(seconds=seconds),
+            schedule=self._schedule,
+        )
+
+    def _read_edits(self) -> bool:
+        """Take over a new number of workers; the rest of a job does not change while it runs."""
+        try:
+            stamp = self.directory.job_stamp()
+            if stamp == self._stamp:
+                return False
+            self._stamp = stamp
+            wanted = self.directory.read_job().spec.worker.replicas
+        except (OSError, ValueError, InvalidJob) as error:
+            self._event("warning", f"the job's state cannot be read: {error}")
+            return False
+        before = self.job.spec.worker.replicas
+        if wanted != before:
+            self.job.spec.worker.replicas = wanted
+            self._event(
+                "scale",
+                f"scaled from {before} to {wanted} workers at version {self._observed.progress.version}",
+            )
+        return wanted != before
+
+    def _reap(self, now: float) -> bool:
+        """Take note of the processes that have ended."""
+        processes, changed = list(self._observed.processes), False
+        for position, process in enumerate(processes):
+            child = self._children.get(process.pid) if process.alive else None
+            status = child.poll() if child else None
+            if child is None or status is None:
+                continue
+            del self._children[process.pid]
+            changed, ended = True, replace(process, ended=now, exit=status)
+            if ended.ending in ("failed", "invalid", "killed") or ended.role == "ps":
+                ended = replace(ended, output=child.output() if status else "")
+            processes[position] = ended
+            self._tell_end(ended)
+        self._observed = replace(self._observed, processes=tuple(processes))
+        return changed
+
+    def _tell_end(self, process: Process) -> None:
+        status = process.exit or 0
+        if process.role == "worker" and status != 0:
+            gone = self.options.on_worker_gone
+            self._notices.submit(gone, self._addresses, process.index, process.pid)
+        if status != 0 and not (process.killed or process.asked):
+            last = process.output.splitlines()[-1:] if process.ending != "killed" else []
+            words = planning.describe_exit(status)
+            self._event("process", ": ".join([f"{process.name} (pid {process.pid}) {words}", *last]))
+
+    def _read_answers(self, now: float) -> bool:
+        polled = self._poller.polled()
+        if polled.status is not None and polled.status is not self.record.last:
+            self.record.add(polled.status, now - self._observed.started)
+            self._observed = replace(
+                self._observed, progress=polled.status.progress, asked_at=polled.asked_at
+            )
+        processes = tuple(
+            replace(process, ready=process.role == "ps" and process.index in polled.ready)
+            for process in self._observed.processes
+        )
+        changed = processes != tuple(self._observed.processes)
+        self._observed = replace(self._observed, processes=processes)
+        return changed
+
+    def _execute(self, action: planning.Action, now: float) -> None:
+        match action:
+            case planning.Start():
+                self._start_process(action, now)
+            case planning.Terminate():
+                self._answer_last(action.pid)
+                self._update(action.pid, asked=now)
+                self._children[action.pid].terminate()
+            case planning.Kill():
+                self._event("warning", f"{self._process(action.pid).name} is killed: {action.reason}")
+                self._update(action.pid, asked=self._process(action.pid).asked or now, killed=True)
+                self._children[action.pid].kill()
+            case planning.Scale():
+                self._schedule = tuple(at for at in self._schedule if at != action.at)
+                try:
+                    self.directory.scale(action.at.workers)
+                except UserError as error:
+                    self._event("warning", str(error))
+            case planning.Conclude():
+                self._observed = replace(self._observed, verdict=action.verdict)
+            case _:
+                assert_never(action)
+
+    def _start_process(self, action: planning.Start, now: float) -> None:
+        if action.role == "ps":
+            self._poller.restarted(action.index)
+        programs = self.options.programs
+        spec = self.job.spec
+        child = Child(
+            programs.server if action.role == "ps" else programs.worker,
+            variables=with_threads(
+                {"PYTHONUNBUFFERED": "1", **inherited(), **self._environment(action).to_variables()},
+                processes=spec.parameter_server.replicas + spec.worker.replicas,
+            ),
+            log=self.directory.log(action.role, action.index),
+            lifeline=self._lifeline,
+        )
+        self._children[child.pid] = child
+        self._start_times[child.pid] = start_time(child.pid)
+        process = Process(role=action.role, index=action.index, pid=child.pid, started=now)
+        self._observed = replace(self._observed, processes=(*self._observed.processes, process))
+        if action.replaces is not None:
+            self._event("process", f"{process.name} is started again (pid {child.pid}): {action.reason}")
+
+    def _environment(self, action: planning.Start) -> ProcessEnvironment:
+        shard = action.index if action.role == "ps" else 0
+        return ProcessEnvironment(
+            job=self.job.name,
+            spec=self.job.spec,
+            role=action.role,
+            index=action.index,
+            addresses=self._addresses,
+            bind=self._addresses[shard],
+            http=self._http[shard],
+            checkpoints=self.checkpoints,
+            resume="no" if self.options.resume is None else "require",
+            trace=self._trace_directory(),
+            history=self.options.history,
+            lifeline=self._lifeline.fd,
+        )
+
+    def _trace_directory(self) -> Path | None:
+        if self.options.trace is None:
+            return None
+        directory = self.directory.path / f"trace-{os.getpid()}"
+        directory.mkdir(exist_ok=True)
+        return directory
+
+    def _answer_last(self, pid: int) -> None:
+        """Before the parameter servers end: what only they know."""
+        if self._process(pid).role == "worker" or self._answered_last:
+            return
+        self._answered_last = True
+        self._poller.ask()
+        self._read_answers(time.monotonic())
+        self.record.loss = fetch_loss(self._http[0])
+
+    def _process(self, pid: int) -> Process:
+        return next(p for p in reversed(self._observed.processes) if p.pid == pid)
+
+    def _update(self, pid: int, *, asked: float, killed: bool = False) -> None:
+        found = self._process(pid)
+        processes = tuple(
+            replace(process, asked=asked, killed=killed) if process is found else process
+            for process in self._observed.processes
+        )
+        self._observed = replace(self._observed, processes=processes)
+
+    def _event(self, kind: str, text: str) -> None:
+        self.record.add_event(time.monotonic() - self._observed.started, kind, text)
+
+    def _build_status(self, *, ended: bool) -> LocalStatus:
+        observed, server = self._observed, self.record.last
+        verdict = observed.verdict or Verdict("Running", "", "")
+        return LocalStatus(
+            job=self.job.name,
+            phase="Failed" if self._error else phase_of(observed, server, ended=ended),
+            reason="LauncherFailed" if self._error else verdict.reason,
+            message=str(self._error) if self._error else verdict.message,
+            launcher_pid=os.getpid(),
+            launcher_start_time=start_time(os.getpid()),
+            started=self._began,
+            updated=time.time(),
+            elapsed=time.monotonic() - observed.started,
+            shards=self.job.spec.parameter_server.replicas,
+            workers=self.job.spec.worker.replicas,
+            failures=planning.failures(observed),
+            addresses=list(self._addresses),
+            http=list(self._http),
+            checkpoints=str(self.checkpoints),
+            processes=process_statuses(observed, self._start_times, server),
+            server=server,
+        )
+
+    def _finish(self) -> None:
+        """Everything has ended: the last status, and the trace."""
+        traces = self._trace_directory()
+        if traces is not None and self.options.trace is not None:
+            try:
+                merge_traces(traces, self.options.trace)
+                shutil.rmtree(traces)
+            except OSError as error:
+                self._event("warning", f"the trace cannot be written: {error}")
+        with self._lock:
+            self._status = self._build_status(ended=True)
+        self._write_status()

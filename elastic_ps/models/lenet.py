@@ -1,0 +1,45 @@
+"""LeNet-5 (LeCun et al., "Gradient-based learning applied to document recognition", 1998)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class LeNet(nn.Sequential):
+    """Two convolutions with pooling, three linear layers; ReLU in place of the original's tanh.
+
+    Takes (batch, channels, size, size) float images and returns (batch, classes) logits.
+
+    Args:
+        size: height and width of the images in pixels; a multiple of 4, so that they can be halved twice.
+        channels: of the images.
+        classes: to tell apart.
+    """
+
+    def __init__(self, *, size: int = 28, channels: int = 1, classes: int = 10) -> None:
+        if size % 4:
+            raise ValueError(f"size is {size}; expected a multiple of 4")
+        super().__init__(
+            nn.Conv2d(channels, 6, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16 * (size // 4) ** 2, 120),
+            nn.ReLU(),
+            nn.Linear(120, 84),
+            nn.ReLU(),
+            nn.Linear(84, classes),
+        )
+
+
+def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """The share of `images` (batch, ...) that `model` gives the right one of `labels` (batch,), 0 to 1."""
+    model.eval()
+    with torch.no_grad():
+        correct = int((model(images).argmax(1) == labels).sum())
+    model.train()
+    return correct / len(labels)

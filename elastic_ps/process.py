@@ -1,0 +1,29 @@
+"""What every process of a job does about its own life: log, notice that its starter died, end on request."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+
+def log_to_stderr(process: str) -> None:
+    """One line for each thing that happened, on stderr."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {process} %(levelname)s %(message)s"
+    )
+
+
+def watch_lifeline(descriptor: int | None) -> None:
+    """End this process at once when whoever started it has died, that is, when `descriptor` is closed."""
+    if descriptor is None:
+        return
+    os.set_inheritable(descriptor, False)
+
+    def watch() -> None:
+        while os.read(descriptor, 1):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()

@@ -1,0 +1,1 @@
+"""The parameter server: `python -m elastic_ps.server` is one shard."""

@@ -1,0 +1,308 @@
+"""The calls that a parameter server answers: protobuf headers in, `Coordinator` and `Node` out.
+
+Every shard has a `Node`; shard 0 also has the `Coordinator`. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from elastic_ps import codec
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.sequence import PushKey
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import Malformed, RefusalCode, Refused
+from elastic_ps.server.coordinator import Coordinator
+from elastic_ps.server.node import Advance, Configuration, Node
+from elastic_ps.server.shard import Application, Pulled, RestartedAs
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Frame, Incoming
+from elastic_ps.transport.convert import (
+    layout_from_message,
+    layout_to_message,
+    ranges_from_message,
+    ranges_to_message,
+    tensors_from_message,
+)
+
+M = TypeVar("M", bound=Message)
+
+
+def parse(kind: type[M], header: bytes) -> M:
+    """Raises Malformed if `header` is not such a message."""
+    try:
+        return kind.FromString(header)
+    except DecodeError as error:
+        raise Malformed(f"not a {kind.__name__}: {error}") from error
+
+
+class Service:
+    """A `transport.base.Handler` for one parameter server."""
+
+    def __init__(self, job: str, epoch: int, node: Node, coordinator: Coordinator | None) -> None:
+        self._job, self._epoch = job, epoch
+        self._node = node
+        self._coordinator = coordinator
+        self._methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {
+            "Init": self._init,
+            "Push": self._push,
+            "Pull": self._pull,
+            "OptimizerState": self._optimizer_state,
+            "Configure": self._configure,
+            "Advance": self._advance,
+        }
+        if coordinator is not None:
+            self._methods |= {
+                "Join": self._join,
+                "InitDone": self._init_done,
+                "Take": self._take,
+                "Release": self._release,
+                "Finish": self._finish,
+                "Heartbeat": self._heartbeat,
+                "Leave": self._leave,
+                "Report": self._report,
+                "Gone": self._gone,
+            }
+
+    def __call__(self, method: str, incoming: Incoming) -> Iterator[Frame]:
+        handler = self._methods.get(method)
+        if handler is None:
+            raise Refused(RefusalCode.UNKNOWN_METHOD, f"shard {self._node.index} answers no {method}")
+        return handler(incoming)
+
+    @property
+    def _members(self) -> Coordinator:
+        assert self._coordinator is not None
+        return self._coordinator
+
+    def _check(self, caller: pb.Caller, *, joined: bool = True) -> pb.Caller:
+        if caller.job != self._job:
+            raise Refused(
+                RefusalCode.WRONG_JOB, f"this is the parameter server of {self._job!r}, not {caller.job!r}"
+            )
+        if joined and self._coordinator is not None and caller.epoch != self._epoch:
+            raise Refused(
+                RefusalCode.STALE_EPOCH, f"message of epoch {caller.epoch}; this is epoch {self._epoch}"
+            )
+        return caller
+
+    # --- what every shard answers
+
+    def _init(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.InitRequest, incoming.header)
+        self._check(request.caller)
+        self._node.shard.initialise(request.bucket, incoming)
+        yield _done()
+
+    def _push(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.PushRequest, incoming.header)
+        caller = self._check(request.caller)
+        if request.codec != codec.NONE:
+            raise Refused(RefusalCode.MALFORMED, f"codec {request.codec!r}; this job uses {codec.NONE!r}")
+        key = PushKey(
+            epoch=caller.epoch,
+            worker=caller.worker,
+            incarnation=caller.incarnation,
+            step=request.step,
+            bucket=request.bucket,
+            version=request.version,
+            attempt=request.attempt,
+        )
+        added = self._node.shard.push(key, request.samples, request.present, incoming)
+        if request.HasField("finish") and self._coordinator is not None:
+            added = self._finished(request.finish) or added
+        yield _done(duplicate=not added)
+
+    def _pull(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.PullRequest, incoming.header)
+        self._check(request.caller, joined=False)
+        attempt = request.attempt if request.contributor and self._coordinator is not None else None
+        version = request.version
+        for item in self._node.shard.pull(
+            request.buckets, request.version, attempt=attempt, contributor=request.contributor
+        ):
+            if item is None:
+                yield _frame(pb.PullReply(pending=True))
+                return
+            if isinstance(item, RestartedAs):
+                yield _frame(pb.PullReply(attempt=item.attempt))
+                return
+            assert isinstance(item, Pulled)
+            version = item.version
+            yield Frame(pb.PullReply(bucket=item.bucket, version=item.version).SerializeToString(), item.data)
+        settings = self._coordinator.settings if self._coordinator is not None else ""
+        yield _frame(pb.PullReply(done=True, version=version, settings=settings))
+
+    def _optimizer_state(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.OptimizerStateRequest, incoming.header)
+        self._check(request.caller, joined=False)
+        for entry in self._node.shard.state():
+            header = pb.OptimizerStateReply(
+                tensor=entry.tensor,
+                start=entry.start,
+                key=entry.key,
+                dtype=codec.name_of(entry.value.dtype),
+                scalar=entry.scalar,
+            )
+            yield Frame(header.SerializeToString(), codec.as_bytes(entry.value))
+        yield _frame(pb.OptimizerStateReply(done=True))
+
+    def _configure(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.ConfigureRequest, incoming.header)
+        self._check(pb.Caller(job=request.job), joined=False)
+        self._node.configure(
+            Configuration(
+                layout=layout_from_message(request.layout),
+                optimizer=request.optimizer.name,
+                settings=_settings(request.optimizer.groups),
+                epoch=request.epoch,
+                load_version=request.load_version,
+            )
+        )
+        yield _done()
+
+    def _advance(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.AdvanceRequest, incoming.header)
+        self._check(pb.Caller(job=request.job), joined=False)
+        apply = None
+        if request.HasField("apply"):
+            apply = Application(
+                attempt=request.apply.attempt,
+                contributors=[(c.worker, c.incarnation, c.step) for c in request.apply.contributors],
+                samples=request.apply.samples,
+                settings=_settings(request.apply.settings),
+            )
+        written = self._node.advance(
+            Advance(request.version, request.attempt, frozenset(request.expected), apply, request.checkpoint)
+        )
+        reply = pb.AdvanceReply()
+        for part in written:
+            reply.written.add(
+                version=part.version,
+                file=part.file.file if part.file else "",
+                sha256=part.file.sha256 if part.file else "",
+                size=part.file.size if part.file else 0,
+                error=part.error,
+                pause_us=round(part.pause.total_seconds() * 1e6),
+            )
+        yield _frame(reply)
+
+    # --- what shard 0 answers
+
+    def _join(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.JoinRequest, incoming.header)
+        caller = self._check(request.caller, joined=False)
+        joined = self._members.join(
+            caller.worker,
+            pid=request.pid,
+            host=request.host,
+            tensors=tensors_from_message(request.tensors),
+            optimizer=request.optimizer.name,
+            settings=_settings(request.optimizer.groups),
+        )
+        if joined is None:
+            yield _frame(pb.JoinReply(pending=True))
+            return
+        yield _frame(
+            pb.JoinReply(
+                epoch=self._epoch,
+                incarnation=joined.stay.incarnation,
+                version=joined.version,
+                layout=layout_to_message(joined.layout),
+                initialise=joined.initialise,
+                lease_ms=round(self._members.lease.total_seconds() * 1000),
+                settings=joined.settings.to_json(),
+            )
+        )
+
+    def _init_done(self, incoming: Incoming) -> Iterator[Frame]:
+        caller = self._check(parse(pb.InitDoneRequest, incoming.header).caller)
+        self._members.initialised(caller.worker, caller.incarnation)
+        yield _done()
+
+    def _take(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.TakeRequest, incoming.header)
+        caller = self._check(request.caller)
+        if not (request.records and request.epochs and request.batch):
+            raise Refused(RefusalCode.MALFORMED, "records, epochs and batch must be at least 1")
+        taken = self._members.take(
+            caller.worker,
+            caller.incarnation,
+            records=request.records,
+            epochs=request.epochs,
+            batch=request.batch,
+            wait=request.wait,
+        )
+        yield _frame(
+            pb.TakeReply(
+                ranges=ranges_to_message(taken.ranges),
+                version=taken.version,
+                finished=taken.finished,
+                chief=taken.chief,
+                pending=taken.pending,
+            )
+        )
+
+    def _release(self, incoming: Incoming) -> Iterator[Frame]:
+        caller = self._check(parse(pb.ReleaseRequest, incoming.header).caller)
+        self._members.release(caller.worker, caller.incarnation)
+        yield _done()
+
+    def _finish(self, incoming: Incoming) -> Iterator[Frame]:
+        yield _done(duplicate=not self._finished(parse(pb.FinishRequest, incoming.header)))
+
+    def _finished(self, request: pb.FinishRequest) -> bool:
+        caller = self._check(request.caller)
+        if request.settings:
+            _settings(request.settings)
+        contribution = Contribution(
+            worker=caller.worker,
+            incarnation=caller.incarnation,
+            step=request.step,
+            samples=request.samples,
+            records=ranges_from_message(request.ranges),
+            settings=request.settings,
+            metrics=dict(request.metrics),
+        )
+        return self._members.finish(contribution, version=request.version, attempt=request.attempt)
+
+    def _heartbeat(self, incoming: Incoming) -> Iterator[Frame]:
+        caller = self._check(parse(pb.HeartbeatRequest, incoming.header).caller)
+        self._members.heartbeat(caller.worker, caller.incarnation)
+        yield _done()
+
+    def _leave(self, incoming: Incoming) -> Iterator[Frame]:
+        caller = self._check(parse(pb.LeaveRequest, incoming.header).caller)
+        self._members.leave(caller.worker, caller.incarnation)
+        yield _done()
+
+    def _report(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.ReportRequest, incoming.header)
+        caller = self._check(request.caller)
+        self._members.report(caller.worker, caller.incarnation, request.metrics)
+        yield _done()
+
+    def _gone(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.GoneRequest, incoming.header)
+        self._check(pb.Caller(job=request.job), joined=False)
+        self._members.gone(request.worker, request.pid)
+        yield _done()
+
+
+def _frame(message: Message) -> Frame:
+    return Frame(message.SerializeToString())
+
+
+def _done(*, duplicate: bool = False) -> Frame:
+    return _frame(pb.Done(duplicate=duplicate))
+
+
+def _settings(text: str) -> Settings:
+    """Raises Malformed if `text` is not what `Settings.to_json` writes."""
+    try:
+        return Settings.from_json(text)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Malformed(f"not the settings of an optimizer: {error}") from error

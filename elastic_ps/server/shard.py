@@ -1,0 +1,287 @@
+"""One shard: the buckets that it owns, the sums of the open round, and whoever waits for them.
+
+A shard decides nothing about rounds. It adds what `core.sequence` admits, and does what the coordinator
+tells it with `advance`. All methods may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from elastic_ps.checkpoint.store import Assembled
+from elastic_ps.codec import as_bytes, dtype_of
+from elastic_ps.core.partition import Bucket, Layout, Rule
+from elastic_ps.core.sequence import PushKey, PushLog, Verdict
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.server.values import BucketValues, StateEntry, require_finite
+from elastic_ps.telemetry import Trace
+from elastic_ps.transport.base import Incoming
+
+RECEIVE_BUFFERS = 4
+"""Pushes that are received at the same time; the others wait, so memory does not grow with the workers."""
+
+WAIT = timedelta(seconds=10)
+"""After this time a blocked call answers that nothing has happened, and the caller asks again."""
+
+
+@dataclass(frozen=True)
+class Application:
+    """Which contributions become the next version, and with which settings."""
+
+    attempt: int
+    contributors: Collection[tuple[int, int, int]]
+    samples: int
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class RestartedAs:
+    """The answer to a pull when the round was started again: push everything for this attempt."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A bucket that has reached the version asked for."""
+
+    bucket: int
+    version: int
+    data: memoryview
+
+
+class Shard:
+    """The values and sums of one shard.
+
+    Args:
+        layout: of the whole model.
+        index: of this shard.
+        epoch: how often this shard has been started.
+        optimizer: name of the class, and its first settings.
+        deterministic: add contributions in the order of worker index.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        index: int,
+        epoch: int,
+        optimizer: tuple[str, Settings],
+        *,
+        deterministic: bool,
+        trace: Trace,
+    ) -> None:
+        self.layout = layout
+        self.index = index
+        self._changed = threading.Condition()
+        self._log = PushLog(epoch=epoch)
+        self._deterministic = deterministic
+        self._trace = trace
+        self._receiving: set[tuple[int, int]] = set()
+        self._buckets: dict[int, BucketValues] = {}
+        name, settings = optimizer
+        for bucket in layout.of_shard(index):
+            values = BucketValues(bucket)
+            values.build_optimizer(
+                name, settings.groups, [layout.tensors[p.tensor].group for p in bucket.pieces]
+            )
+            self._buckets[bucket.index] = values
+        largest = max((bucket.nbytes for bucket in layout.of_shard(index)), default=0)
+        self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for _ in range(RECEIVE_BUFFERS):
+            self._buffers.put(torch.empty(largest, dtype=torch.uint8))
+
+    @property
+    def version(self) -> int:
+        with self._changed:
+            return self._log.version
+
+    def bucket(self, index: int) -> Bucket:
+        """Raises Refused (MALFORMED) if the bucket is not one of this shard."""
+        try:
+            return self._buckets[index].bucket
+        except KeyError:
+            raise Refused(RefusalCode.MALFORMED, f"bucket {index} is not on shard {self.index}") from None
+
+    def initialise(self, index: int, incoming: Incoming) -> None:
+        """Take a bucket's first values from a worker. Blocks while they are received."""
+        bucket = self.bucket(index)
+        buffer = self._receive(bucket, incoming)
+        try:
+            with self._changed:
+                self._buckets[index].values.copy_(_typed(buffer, bucket))
+        finally:
+            self._buffers.put(buffer)
+
+    def push(self, key: PushKey, samples: int, present: Sequence[bool], incoming: Incoming) -> bool:
+        """Add a worker's bucket to the open round. Returns False if it had been added before.
+
+        Blocks while the values are received, and in deterministic mode until it is the worker's turn.
+
+        Raises:
+            Refused: see `PushLog.decide`; MALFORMED; NOT_FINITE. The sums are as before.
+        """
+        bucket = self.bucket(key.bucket)
+        if incoming.size != bucket.nbytes or (present and len(present) != len(bucket.pieces)):
+            raise Refused(
+                RefusalCode.MALFORMED,
+                f"push of {incoming.size} bytes and {len(present)} flags for bucket {key.bucket}, "
+                f"which has {bucket.nbytes} bytes and {len(bucket.pieces)} pieces",
+            )
+        if samples < 1 or bucket.rule is Rule.CONSTANT:
+            raise Refused(
+                RefusalCode.MALFORMED, f"bucket {key.bucket} ({bucket.rule.name}), {samples} samples"
+            )
+        slot = (key.bucket, key.worker)
+        with self._changed:
+            self._await(lambda: slot not in self._receiving and self._may_add(key))
+            if self._log.decide(key) is Verdict.DUPLICATE:
+                return False
+            self._receiving.add(slot)
+        buffer: torch.Tensor | None = None
+        try:
+            buffer = self._receive(bucket, incoming)
+            contribution = _typed(buffer, bucket)
+            require_finite(contribution, f"worker {key.worker}, step {key.step}, bucket {key.bucket}")
+            with self._changed:
+                self._log.decide(key)  # the round may have been started again meanwhile
+                first = not self._log.added.get(key.bucket)
+                self._buckets[key.bucket].add(contribution, samples, present, first=first)
+                self._log.add(key)
+        finally:
+            with self._changed:
+                self._receiving.discard(slot)
+                self._changed.notify_all()
+            if buffer is not None:
+                self._buffers.put(buffer)
+        return True
+
+    def _may_add(self, key: PushKey) -> bool:
+        self._log.decide(key)
+        return not self._deterministic or self._log.turn(key.worker, key.bucket)
+
+    def _receive(self, bucket: Bucket, incoming: Incoming) -> torch.Tensor:
+        try:
+            buffer = self._buffers.get(timeout=WAIT.total_seconds())
+        except queue.Empty:
+            raise Refused(RefusalCode.NOT_READY, "too many pushes are being received; push again") from None
+        try:
+            incoming.read_into(as_bytes(buffer[: bucket.nbytes]))
+        except BaseException:
+            self._buffers.put(buffer)
+            raise
+        return buffer
+
+    def _await(self, ready: Callable[[], bool]) -> bool:
+        """Wait, holding the lock, until `ready` or until `WAIT` is over; `ready` may raise."""
+        return self._changed.wait_for(ready, timeout=WAIT.total_seconds())
+
+    def pull(
+        self, buckets: Sequence[int], version: int, *, attempt: int | None, contributor: bool
+    ) -> Iterator[Pulled | RestartedAs | None]:
+        """Yield each bucket when it has reached `version`. Blocks; yields None after `WAIT` without one.
+
+        Args:
+            attempt: of the open round; None not to be told when that is started again.
+            contributor: the values cannot change before the caller's next push, so they are not copied.
+        """
+        for index in buckets:
+            self.bucket(index)
+            values = self._buckets[index]
+            with self._changed:
+
+                def ready(values: BucketValues = values) -> bool:
+                    return values.version >= version or self._restarted(version, attempt)
+
+                arrived = self._await(ready)
+                reached = values.version >= version
+                data = values.values if contributor or not reached else values.values.clone()
+                reached_version, now = values.version, self._log.attempt
+            if not arrived:
+                yield None
+                return
+            if not reached:
+                yield RestartedAs(now)
+                return
+            yield Pulled(index, reached_version, as_bytes(data))
+
+    def _restarted(self, version: int, attempt: int | None) -> bool:
+        return attempt is not None and self._log.version == version - 1 and self._log.attempt > attempt
+
+    def advance(
+        self, version: int, attempt: int, expected: frozenset[int], apply: Application | None
+    ) -> None:
+        """Open a round (or change who takes part in it), after making a version from the last one.
+
+        Idempotent: what has been applied is not applied again. Blocks for the optimizer's step.
+
+        Raises:
+            Refused: INVALID; the sums are not made of exactly these contributions. Nothing was applied.
+        """
+        if apply is not None and self.version < version:
+            self._apply(version, apply, attempt, expected)
+        with self._changed:
+            self._log.open(version=version, attempt=attempt, expected=expected)
+            self._changed.notify_all()
+
+    def _apply(self, version: int, apply: Application, attempt: int, expected: frozenset[int]) -> None:
+        ordered = [
+            b for b in self.layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
+        ]
+        with self._changed:
+            if self._log.version != version - 1 or self._log.attempt != apply.attempt:
+                raise Refused(
+                    RefusalCode.INVALID,
+                    f"shard {self.index} is at version {self._log.version} attempt {self._log.attempt}, "
+                    f"asked to apply attempt {apply.attempt} for version {version}",
+                )
+            if not self._log.complete([b.index for b in ordered], apply.contributors):
+                raise Refused(
+                    RefusalCode.INVALID, f"shard {self.index} lacks contributions to version {version}"
+                )
+        started = time.monotonic_ns()
+        for bucket in ordered:
+            values = self._buckets[bucket.index]
+            with self._changed:
+                values.apply(apply.samples, apply.settings.groups, version)
+                if bucket is ordered[-1]:
+                    # Whoever has pulled the last bucket may push for the next round at once.
+                    self._log.open(version=version, attempt=attempt, expected=expected)
+                self._changed.notify_all()
+        self._trace.complete("apply", started, time.monotonic_ns(), version=version)
+
+    def load(self, stored: Assembled, version: int) -> None:
+        """Take values and optimizer state over from a checkpoint of `version`."""
+        with self._changed:
+            for values in self._buckets.values():
+                values.load(stored, version)
+            self._log.open(version=version, attempt=0, expected=frozenset())
+            self._changed.notify_all()
+
+    def state(self) -> Iterator[StateEntry]:
+        """Copies of the optimizer's state."""
+        with self._changed:
+            entries = [
+                entry._replace(value=entry.value.clone())
+                for v in self._buckets.values()
+                for entry in v.state()
+            ]
+        yield from entries
+
+    def values(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """The values, live: copy them before the next round is applied."""
+        for values in self._buckets.values():
+            yield values.bucket, values.values
+
+
+def _typed(buffer: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """The start of a byte buffer as the bucket's elements."""
+    return buffer[: bucket.nbytes].view(dtype_of(bucket.dtype))

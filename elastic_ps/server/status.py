@@ -1,0 +1,104 @@
+"""HTTP for people, probes and the operator: GET /status, /loss, /healthz, /readyz, /metrics.
+
+Read only. It has a thread of its own and one for each request.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from elastic_ps.errors import CannotListen
+from elastic_ps.job import ServerStatus
+
+REQUEST_TIMEOUT = 10.0
+"""Seconds after which a connection that says nothing is closed."""
+
+
+class StatusServer:
+    """Serves what `status` and `loss` return.
+
+    Args:
+        bind: `host:port`.
+        status: the parameter server's status now.
+        loss: the loss curve.
+
+    Raises:
+        CannotListen: the port is taken.
+    """
+
+    def __init__(
+        self,
+        bind: str,
+        status: Callable[[], ServerStatus],
+        loss: Callable[[], list[tuple[int, float]]],
+    ) -> None:
+        pages: dict[str, Callable[[], tuple[int, str, str]]] = {
+            "/status": lambda: (200, "application/json", status().model_dump_json(by_alias=True)),
+            "/loss": lambda: (200, "application/json", json.dumps(loss())),
+            "/healthz": lambda: (200, "text/plain", "ok\n"),
+            "/readyz": lambda: (200, "text/plain", "ok\n") if status().ready else (503, "text/plain", "no\n"),
+            "/metrics": lambda: (200, "text/plain; version=0.0.4", metrics(status())),
+        }
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = REQUEST_TIMEOUT
+
+            def do_GET(self) -> None:
+                page = pages.get(self.path)
+                code, kind, text = page() if page else (404, "text/plain", f"no {self.path} here\n")
+                body = text.encode()
+                self.send_response(code)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_args: object) -> None:
+                """Requests are not logged."""
+
+        host, _, port = bind.rpartition(":")
+        try:
+            self._server = ThreadingHTTPServer((host, int(port)), Handler)
+        except OSError as error:
+            raise CannotListen(f"cannot listen on {bind}: {error.strerror}") from error
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return self._server.server_address[1]
+
+    def close(self) -> None:
+        """Stop serving. Blocks for a moment."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def metrics(status: ServerStatus) -> str:
+    """The status in Prometheus' text format."""
+    progress = status.progress
+    live = sum(member.state in ("joining", "idle", "training") for member in status.members)
+    values: dict[str, tuple[str, str, float | None]] = {
+        "version": ("counter", "Optimizer steps taken.", progress.version),
+        "records_applied": ("counter", "Records whose gradients are in the model.", progress.records_applied),
+        "workers": ("gauge", "Workers that are members.", live),
+        "samples_per_second": ("gauge", "Records per second, lately.", progress.samples_per_second),
+        "loss": ("gauge", "Last reported training loss.", progress.loss),
+        "durable_version": ("gauge", "Version of the newest checkpoint.", progress.durable_version),
+        "epoch": ("counter", "Starts of this parameter server.", status.epoch),
+    }
+    lines: list[str] = []
+    for name, (kind, text, value) in values.items():
+        if value is not None:
+            full = f"elastic_ps_{name}"
+            lines += [
+                f"# HELP {full} {text}",
+                f"# TYPE {full} {kind}",
+                f'{full}{{job="{status.job}"}} {value}',
+            ]
+    return "\n".join(lines) + "\n"

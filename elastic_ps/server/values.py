@@ -1,0 +1,151 @@
+"""Tensors of a bucket: flat memory, the optimizer over it, and the state that a checkpoint holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from elastic_ps.checkpoint.store import Assembled
+from elastic_ps.codec import dtype_of
+from elastic_ps.core.partition import Bucket, Rule
+from elastic_ps.core.settings import check_optimizer
+from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+
+SUM_DTYPE = {"float16": torch.float32, "bfloat16": torch.float32}
+"""Sums of half-precision gradients are kept in single precision."""
+
+
+class StateEntry(NamedTuple):
+    """One tensor of the optimizer's state, for one piece of a parameter."""
+
+    tensor: int
+    start: int
+    key: str
+    value: torch.Tensor
+    scalar: bool
+
+
+class BucketValues:
+    """One bucket: its values, the sum of the open round, and its optimizer. Not thread-safe.
+
+    Attributes:
+        bucket: what it is.
+        values: flat, of the bucket's dtype; pulled from and stepped in place.
+        version: number of steps taken.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.values = torch.zeros(bucket.elements, dtype=dtype_of(bucket.dtype))
+        self.version = 0
+        self._sum: torch.Tensor | None = None
+        self._present: list[bool] = []
+        self._bounds = [0]
+        for piece in bucket.pieces:
+            self._bounds.append(self._bounds[-1] + piece.length)
+        self._parameters: list[torch.nn.Parameter] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._groups: list[int] = []
+        if bucket.rule is Rule.GRADIENT:
+            self._parameters = [
+                torch.nn.Parameter(self._piece(self.values, i)) for i in range(len(bucket.pieces))
+            ]
+
+    def _piece(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        return flat[self._bounds[index] : self._bounds[index + 1]]
+
+    def build_optimizer(
+        self, name: str, groups: Sequence[Mapping[str, Any]], piece_groups: Sequence[int]
+    ) -> None:
+        """Create the optimizer; `piece_groups` has the parameter group of each piece."""
+        if self.bucket.rule is not Rule.GRADIENT:
+            return
+        check_optimizer(name)
+        members: dict[int, list[torch.nn.Parameter]] = {}
+        for parameter, group in zip(self._parameters, piece_groups, strict=True):
+            members.setdefault(group, []).append(parameter)
+        self._groups = sorted(members)
+        try:
+            self._optimizer = getattr(torch.optim, name)(
+                [{**groups[g], "params": members[g]} for g in self._groups]
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidModel(f"torch.optim.{name} does not take these hyperparameters: {error}") from error
+
+    def add(self, contribution: torch.Tensor, samples: int, present: Sequence[bool], *, first: bool) -> None:
+        """Add a worker's values to the round's sum; `first` begins a new sum."""
+        if not present:
+            present = [True] * len(self.bucket.pieces)
+        if self._sum is None:
+            dtype = SUM_DTYPE.get(self.bucket.dtype, self.values.dtype)
+            self._sum = torch.empty(self.bucket.elements, dtype=dtype)
+        if self.bucket.rule is Rule.MAXIMUM:
+            if first:
+                self._sum.copy_(contribution)
+            else:
+                torch.maximum(self._sum, contribution, out=self._sum)
+        elif first:
+            torch.mul(contribution.to(self._sum.dtype), samples, out=self._sum)
+        else:
+            self._sum.add_(contribution, alpha=samples)
+        self._present = (
+            list(present) if first else [a or b for a, b in zip(self._present, present, strict=True)]
+        )
+
+    def apply(self, samples: int, groups: Sequence[Mapping[str, Any]], version: int) -> None:
+        """Make `version` out of the round's sum, whose contributions weigh `samples` together."""
+        assert self._sum is not None, "a round is applied only when contributions are complete"
+        if self.bucket.rule is Rule.MAXIMUM:
+            self.values.copy_(self._sum)
+        else:
+            self._sum.div_(samples)
+            if self.bucket.rule is Rule.MEAN:
+                self.values.copy_(self._sum)
+            else:
+                self._step(groups)
+        self.version = version
+
+    def _step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        assert self._optimizer is not None
+        assert self._sum is not None
+        for own, number in zip(self._optimizer.param_groups, self._groups, strict=True):
+            own.update(groups[number])
+        gradient = self._sum.to(self.values.dtype)
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = self._piece(gradient, index) if self._present[index] else None
+        self._optimizer.step()
+
+    def state(self) -> Iterator[StateEntry]:
+        """The optimizer's state. The tensors are live: copy them before the next `apply`."""
+        if self._optimizer is None:
+            return
+        for piece, parameter in zip(self.bucket.pieces, self._parameters, strict=True):
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                tensor = (
+                    value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+                )
+                scalar = tensor.dim() == 0
+                yield StateEntry(piece.tensor, piece.start, key, tensor.reshape(-1), scalar)
+
+    def load(self, stored: Assembled, version: int) -> None:
+        """Take values and optimizer state over from a checkpoint of `version`."""
+        for index, piece in enumerate(self.bucket.pieces):
+            where = (piece.tensor, piece.start, piece.length)
+            self._piece(self.values, index).copy_(stored.value(*where))
+            if self._optimizer is not None and (state := stored.state(*where)):
+                self._optimizer.state[self._parameters[index]] = state
+        self.version = version
+
+
+def require_finite(contribution: torch.Tensor, who: str) -> None:
+    """Raise Refused (NOT_FINITE) if a floating-point tensor holds NaN or Inf."""
+    if not contribution.is_floating_point() or contribution.numel() == 0:
+        return
+    if math.isfinite(float(contribution.sum())):  # one pass; a sum that overflows is looked at closely
+        return
+    bad = int((~torch.isfinite(contribution)).sum())
+    if bad:
+        raise Refused(RefusalCode.NOT_FINITE, f"{who}: {bad} of {contribution.numel()} values are NaN or Inf")

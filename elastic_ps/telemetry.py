@@ -1,0 +1,113 @@
+"""Files that a process writes about itself: histories (what happened, for proofs) and traces (when).
+
+Both are JSON lines, one file for each process, so that nothing is shared between processes and a killed
+one loses at most its last line. Both are off unless `env` names a directory; then `record` and `span` do
+nothing. Times are the machine-wide monotonic clock's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+
+class _Lines:
+    """A file of JSON lines. Thread-safe; a forked child writes nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._lock = threading.Lock()
+        self._file: IO[str] | None = None
+        self._pid = os.getpid()
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", buffering=1)
+
+    @property
+    def enabled(self) -> bool:
+        return self._file is not None and os.getpid() == self._pid
+
+    def write(self, value: dict[str, Any]) -> None:
+        with self._lock:
+            if self._file is not None and os.getpid() == self._pid:
+                self._file.write(json.dumps(value) + "\n")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+
+class History:
+    """What a process did to the model's fate: steps sent, rounds committed, records handed out."""
+
+    def __init__(self, directory: Path | None, process: str) -> None:
+        self._lines = _Lines(directory / f"{process}-{os.getpid()}.jsonl" if directory else None)
+
+    def record(self, event: str, **values: Any) -> None:
+        """Append an event. Blocks for the write; does nothing without a directory."""
+        if self._lines.enabled:
+            self._lines.write({"event": event, "time": time.monotonic(), **values})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+class Trace:
+    """Spans of time in Chrome's trace event format; the launcher joins the files of all processes."""
+
+    def __init__(self, directory: Path | None, process: str) -> None:
+        path = directory / f"{process}-{os.getpid()}.jsonl" if directory else None
+        self._lines = _Lines(path)
+        self._threads: set[int] = set()
+        if self.enabled:
+            self._metadata("process_name", 0, process)
+
+    @property
+    def enabled(self) -> bool:
+        return self._lines.enabled
+
+    def _metadata(self, kind: str, tid: int, name: str) -> None:
+        self._lines.write({"ph": "M", "name": kind, "pid": os.getpid(), "tid": tid, "args": {"name": name}})
+
+    def complete(self, name: str, start: int, end: int, *, lane: str | None = None, **args: Any) -> None:
+        """A span from `start` to `end`, in nanoseconds of `time.monotonic_ns`.
+
+        It is shown on the row of the calling thread, or on a row of its own named `lane`.
+        """
+        if not self.enabled:
+            return
+        thread = threading.current_thread()
+        tid = thread.native_id or 0 if lane is None else hash(lane) % 1_000_000
+        if tid not in self._threads:
+            self._threads.add(tid)
+            self._metadata("thread_name", tid, lane or thread.name)
+        self._lines.write(
+            {
+                "ph": "X",
+                "name": name,
+                "pid": os.getpid(),
+                "tid": tid,
+                "ts": start / 1000,
+                "dur": (end - start) / 1000,
+                "args": args,
+            }
+        )
+
+    @contextmanager
+    def span(self, name: str, **args: Any) -> Iterator[None]:
+        """The time that the block takes, on the calling thread's row."""
+        start = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.complete(name, start, time.monotonic_ns(), **args)
+
+    def close(self) -> None:
+        self._lines.close()

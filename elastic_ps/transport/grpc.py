@@ -1,0 +1,357 @@
+"""The transport between hosts: gRPC over TCP, with the messages of frame.proto.
+
+What gRPC buffers of a body that nobody has asked for is bounded by the flow-control window of its call
+(`WINDOW`), on both sides. Connections are not encrypted and not authenticated: they are meant for a
+cluster's own network.
+
+A process may fork while calls are in flight as long as the child leaves its copies of these objects alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+from elastic_ps.env import disable_grpc_fork_hooks
+
+disable_grpc_fork_hooks()
+
+import grpc  # noqa: E402
+
+from elastic_ps.errors import (  # noqa: E402
+    CannotListen,
+    ConnectionLost,
+    DeadlineExceeded,
+    Malformed,
+    TransportError,
+)
+from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server  # noqa: E402
+from elastic_ps.transport.refusal import Refusal, answers  # noqa: E402
+from elastic_ps.transport.wire import (  # noqa: E402
+    MESSAGE_BYTES,
+    ReceivedFrame,
+    Receiver,
+    encode_refusal,
+    fits,
+    messages,
+)
+
+_LOG = logging.getLogger(__name__)
+
+CALLS = 512
+"""How many calls a server answers at the same time; the next ones wait. Each has a thread."""
+
+WINDOW = 1024 * 1024
+"""Bytes that a sender may send in one call before the receiver has asked for them."""
+
+JOIN = timedelta(seconds=10)
+"""How long `close` waits for threads that nothing should hold up."""
+
+_SERVICE, _METHOD = "elastic_ps.transport.Transport", "Call"
+
+_COMMON_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    # With probing on, gRPC lets the window grow to several times the bandwidth-delay product, per call.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW),
+    ("grpc.http2.max_frame_size", MESSAGE_BYTES),
+    # A host that vanished without closing its connections is noticed after time plus timeout.
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVER_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", CALLS),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Connections that never say a word are closed.
+    ("grpc.server_handshake_timeout_ms", 20_000),
+)
+_CLIENT_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.keepalive_time_ms", 20_000),
+    # A restarted server is found again quickly, also when its name now means another address.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    # Retries are the caller's business, and gRPC's would keep a copy of what was sent.
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    # A connection of one's own, which `close` closes.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class GrpcServer(Server):
+    """Listens on a TCP port. Thread-safe."""
+
+    def __init__(self, bind: str, *, limits: Limits | None = None, calls: int = CALLS) -> None:
+        """Listen on `bind`, `host:port`; port 0 picks one. Clients wait until `serve` is called.
+
+        Args:
+            limits: what is accepted from clients; `limits` may be replaced later.
+            calls: how many calls are answered at the same time, each in a thread; the next ones wait.
+
+        Raises:
+            CannotListen: the port is taken, or the host is not an address of this machine.
+        """
+        self.limits = limits or Limits()
+        self._handler: Handler | None = None
+        self._pool = ThreadPoolExecutor(calls, thread_name_prefix=f"grpc-{bind}")
+        self._server = grpc.server(self._pool, options=_SERVER_OPTIONS)
+        method = grpc.stream_stream_rpc_method_handler(self._answer)
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: method}),)
+        )
+        host, _, _ = bind.rpartition(":")
+        try:
+            port = self._server.add_insecure_port(bind)
+        except RuntimeError as error:
+            raise CannotListen(
+                f"cannot listen on {bind}: the port is taken or the host is not an address of this machine. "
+                "Stop the other process or choose another port"
+            ) from error
+        self._address = f"{'127.0.0.1' if host in ('', '0.0.0.0', '[::]') else host}:{port}"
+        self._idle = threading.Condition()
+        self._running = 0
+        self._closed = False
+
+    @property
+    def address(self) -> str:
+        """`host:port`. If it listens on every address, one that works on this machine."""
+        return self._address
+
+    def serve(self, handler: Handler) -> None:
+        """Start to answer calls with `handler`. Does not block."""
+        self._handler = handler
+        self._server.start()
+
+    def close(self, grace: timedelta = timedelta(0)) -> None:
+        """Take no new call, let the running ones end within `grace`, cancel the rest, join the threads.
+
+        A handler that waits for something else than its client is not interrupted: whoever owns that
+        wakes it up. Close waits a few more seconds for such handlers, then leaves them and says so.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._handler is None:
+            # gRPC gives the port back only if the server had been started.
+            self._server.start()
+        stopped = self._server.stop(grace.total_seconds())
+        stopped.wait((grace + JOIN).total_seconds())
+        with self._idle:
+            idle = self._idle.wait_for(lambda: self._running == 0, JOIN.total_seconds())
+        if not idle:
+            _LOG.warning(
+                "%d handlers on %s did not end; their threads are left", self._running, self._address
+            )
+        self._pool.shutdown(wait=idle)
+
+    def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Answer one call, in a thread of the pool. gRPC drops, so closes, this if the client goes."""
+        with self._idle:
+            self._running += 1
+        try:
+            yield from self._messages(_Requests(requests, context))
+        finally:
+            with self._idle:
+                self._running -= 1
+                self._idle.notify_all()
+
+    def _messages(self, requests: _Requests) -> Iterator[bytes]:
+        assert self._handler is not None, "gRPC calls this only after `serve`"
+        try:
+            frame = Receiver(requests.next, self.limits).next()
+            if frame is None:
+                raise Malformed("the call has no frame")
+        except Malformed as error:
+            yield encode_refusal(Refusal.of(error))
+            return
+        except TransportError:
+            return  # the client has gone
+        with contextlib.closing(answers(self._handler, frame.method, frame, alive=requests.alive)) as items:
+            for item in items:
+                if isinstance(item, Refusal):
+                    yield encode_refusal(item)
+                else:
+                    yield from messages(item)
+
+
+class _Requests:
+    """The messages of one call as its server receives them."""
+
+    def __init__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> None:
+        self._messages = messages
+        self._context = context
+
+    def alive(self) -> bool:
+        return bool(self._context.is_active())
+
+    def next(self) -> bytes | None:
+        try:
+            message = next(self._messages, None)
+        except Exception as error:  # gRPC raises bare RpcError or Exception when a call was cancelled
+            raise self._lost() from error
+        if message is None and not self.alive():
+            raise self._lost()
+        return message
+
+    def _lost(self) -> TransportError:
+        remaining = self._context.time_remaining()
+        if remaining is not None and remaining <= 0:
+            return DeadlineExceeded("the client's deadline has passed")
+        return ConnectionLost("the client has gone")
+
+
+class GrpcConnection(Connection):
+    """Calls to one server over a TCP connection of its own, made when it is needed. Thread-safe.
+
+    After the server went away, calls fail at once with `ConnectionLost` until it is reachable again.
+    """
+
+    def __init__(self, address: str, *, limits: Limits | None = None) -> None:
+        """Nothing is sent before the first call.
+
+        Args:
+            address: `host:port`.
+            limits: what is accepted from the server.
+        """
+        self._address = address
+        self._limits = limits or Limits()
+        self._channel = grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+        # On the wire both are the same RPC; a frame of one message needs no thread to send it.
+        self._send_one = self._channel.unary_stream(f"/{_SERVICE}/{_METHOD}", None, None)
+        self._send_many = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)
+        self._calls: weakref.WeakSet[_Answers] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        """Send `frame` and iterate over the answers; see `Connection.call`."""
+        what, seconds = f"{method} at {self._address}", timeout.total_seconds()
+        outgoing, sending = messages(frame, method), None
+        try:
+            if fits(frame):
+                call = self._send_one(next(outgoing), timeout=seconds)
+            else:
+                sending = _Sending(outgoing)
+                call = self._send_many(sending, timeout=seconds)
+        except ValueError as error:
+            if self._closed:
+                raise ConnectionLost(f"{what}: the connection was closed") from error
+            raise
+        answers = _Answers(what, call, sending, self._limits)
+        with self._lock:
+            self._calls.add(answers)
+        return answers
+
+    def close(self) -> None:
+        """Cancel the calls that are under way, close the TCP connection and join the threads."""
+        self._closed = True
+        self._channel.close()
+        with self._lock:
+            calls = list(self._calls)
+        for call in calls:
+            call.close()
+
+
+class _Sending(Iterator[bytes]):
+    """The messages of a frame, which a thread of gRPC takes until the call ends."""
+
+    def __init__(self, messages: Iterator[bytes]) -> None:
+        self._messages = messages
+        self._ended = False
+        self._thread: threading.Thread | None = None
+
+    def __next__(self) -> bytes:
+        self._thread = threading.current_thread()
+        if self._ended:
+            raise StopIteration
+        return next(self._messages)
+
+    def end(self) -> None:
+        """Take nothing more from the frame; returns when nobody reads its body any more."""
+        self._ended = True
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(JOIN.total_seconds())
+
+
+class _Answers(Iterator[Incoming]):
+    """The answers to one call. Closing or dropping it cancels the call."""
+
+    def __init__(
+        self, what: str, call: grpc.CallIterator[bytes], sending: _Sending | None, limits: Limits
+    ) -> None:
+        self._process = os.getpid()
+        self._call = call
+        self._sending = sending
+        # Nothing below refers to this object, so that it is freed as soon as it is dropped.
+        self._receiver = Receiver(_Responses(what, call).next, limits)
+
+    def __next__(self) -> ReceivedFrame:
+        try:
+            frame = self._receiver.next()
+        except BaseException:
+            self.close()
+            raise
+        if frame is None:
+            self.close()
+            raise StopIteration
+        return frame
+
+    def close(self) -> None:
+        """Cancel the call if it has not ended; the body of its frame is not read after that."""
+        self._call.cancel()  # type: ignore[no-untyped-call]
+        if self._sending is not None:
+            self._sending.end()
+
+    def __del__(self) -> None:
+        # A forked child must not touch its copy: gRPC's locks may be held by threads that it does not have.
+        if os.getpid() == self._process:
+            self._call.cancel()  # type: ignore[no-untyped-call]
+
+
+class _Responses:
+    """The messages of one call as its client receives them."""
+
+    def __init__(self, what: str, call: grpc.CallIterator[bytes]) -> None:
+        self._what = what
+        self._call = call
+        self._messages = iter(call)
+
+    def next(self) -> bytes | None:
+        try:
+            return next(self._messages, None)
+        except grpc.RpcError as error:
+            lost = self._lost()
+            # The error is the call itself: chained, it would keep the call in a cycle with its frames.
+            error.__traceback__ = None
+        raise lost
+
+    def _lost(self) -> TransportError:
+        code, details = self._call.code(), self._call.details()
+        message = f"{self._what}: {details} ({code.name})"
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            return ConnectionLost(message)
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(message)
+        if code in (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            grpc.StatusCode.INTERNAL,
+            grpc.StatusCode.UNIMPLEMENTED,
+        ):
+            return Malformed(message)
+        return TransportError(message)

@@ -1,0 +1,383 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Caller(_message.Message):
+    __slots__ = ("job", "epoch", "worker", "incarnation")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: int
+    worker: int
+    incarnation: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Tensor(_message.Message):
+    __slots__ = ("name", "shape", "dtype", "rule", "group")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    rule: int
+    group: int
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., rule: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("tensor", "start", "length")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    tensor: int
+    start: int
+    length: int
+    def __init__(self, tensor: _Optional[int] = ..., start: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class Bucket(_message.Message):
+    __slots__ = ("shard", "dtype", "rule", "pieces")
+    SHARD_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    shard: int
+    dtype: str
+    rule: int
+    pieces: _containers.RepeatedCompositeFieldContainer[Piece]
+    def __init__(self, shard: _Optional[int] = ..., dtype: _Optional[str] = ..., rule: _Optional[int] = ..., pieces: _Optional[_Iterable[_Union[Piece, _Mapping]]] = ...) -> None: ...
+
+class Layout(_message.Message):
+    __slots__ = ("tensors", "buckets", "shards")
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    SHARDS_FIELD_NUMBER: _ClassVar[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    buckets: _containers.RepeatedCompositeFieldContainer[Bucket]
+    shards: int
+    def __init__(self, tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., buckets: _Optional[_Iterable[_Union[Bucket, _Mapping]]] = ..., shards: _Optional[int] = ...) -> None: ...
+
+class Optimizer(_message.Message):
+    __slots__ = ("name", "groups")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    groups: str
+    def __init__(self, name: _Optional[str] = ..., groups: _Optional[str] = ...) -> None: ...
+
+class Range(_message.Message):
+    __slots__ = ("epoch", "start", "stop")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    start: int
+    stop: int
+    def __init__(self, epoch: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
+
+class JoinRequest(_message.Message):
+    __slots__ = ("caller", "pid", "host", "tensors", "optimizer")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    pid: int
+    host: str
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    optimizer: Optimizer
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ...) -> None: ...
+
+class JoinReply(_message.Message):
+    __slots__ = ("epoch", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    INITIALISE_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    incarnation: int
+    version: int
+    layout: Layout
+    initialise: bool
+    lease_ms: int
+    settings: str
+    pending: bool
+    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: _Optional[bool] = ...) -> None: ...
+
+class InitRequest(_message.Message):
+    __slots__ = ("caller", "bucket")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    bucket: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., bucket: _Optional[int] = ...) -> None: ...
+
+class InitDoneRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+
+class Done(_message.Message):
+    __slots__ = ("duplicate",)
+    DUPLICATE_FIELD_NUMBER: _ClassVar[int]
+    duplicate: bool
+    def __init__(self, duplicate: _Optional[bool] = ...) -> None: ...
+
+class TakeRequest(_message.Message):
+    __slots__ = ("caller", "records", "epochs", "batch", "wait")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    EPOCHS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    records: int
+    epochs: int
+    batch: int
+    wait: bool
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: _Optional[bool] = ...) -> None: ...
+
+class TakeReply(_message.Message):
+    __slots__ = ("ranges", "version", "finished", "chief", "pending")
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    CHIEF_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    ranges: _containers.RepeatedCompositeFieldContainer[Range]
+    version: int
+    finished: bool
+    chief: bool
+    pending: bool
+    def __init__(self, ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., version: _Optional[int] = ..., finished: _Optional[bool] = ..., chief: _Optional[bool] = ..., pending: _Optional[bool] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+
+class PushRequest(_message.Message):
+    __slots__ = ("caller", "step", "bucket", "version", "attempt", "samples", "present", "codec", "finish")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    step: int
+    bucket: int
+    version: int
+    attempt: int
+    samples: int
+    present: _containers.RepeatedScalarFieldContainer[bool]
+    codec: str
+    finish: FinishRequest
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ..., codec: _Optional[str] = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ...) -> None: ...
+
+class FinishRequest(_message.Message):
+    __slots__ = ("caller", "step", "version", "attempt", "samples", "ranges", "settings", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    step: int
+    version: int
+    attempt: int
+    samples: int
+    ranges: _containers.RepeatedCompositeFieldContainer[Range]
+    settings: str
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("caller", "version", "buckets", "attempt", "contributor")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTOR_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    version: int
+    buckets: _containers.RepeatedScalarFieldContainer[int]
+    attempt: int
+    contributor: bool
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: _Optional[bool] = ...) -> None: ...
+
+class PullReply(_message.Message):
+    __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings")
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    bucket: int
+    attempt: int
+    pending: bool
+    done: bool
+    version: int
+    settings: str
+    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: _Optional[bool] = ..., done: _Optional[bool] = ..., version: _Optional[int] = ..., settings: _Optional[str] = ...) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+
+class LeaveRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("caller", "metrics")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    metrics: _containers.ScalarMap[str, float]
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class OptimizerStateRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+
+class OptimizerStateReply(_message.Message):
+    __slots__ = ("tensor", "start", "key", "dtype", "scalar", "done")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SCALAR_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    tensor: int
+    start: int
+    key: str
+    dtype: str
+    scalar: bool
+    done: bool
+    def __init__(self, tensor: _Optional[int] = ..., start: _Optional[int] = ..., key: _Optional[str] = ..., dtype: _Optional[str] = ..., scalar: _Optional[bool] = ..., done: _Optional[bool] = ...) -> None: ...
+
+class GoneRequest(_message.Message):
+    __slots__ = ("job", "worker", "pid")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    worker: int
+    pid: int
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class ConfigureRequest(_message.Message):
+    __slots__ = ("job", "layout", "optimizer", "epoch", "load_version")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    layout: Layout
+    optimizer: Optimizer
+    epoch: int
+    load_version: int
+    def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., epoch: _Optional[int] = ..., load_version: _Optional[int] = ...) -> None: ...
+
+class AdvanceRequest(_message.Message):
+    __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FIELD_NUMBER: _ClassVar[int]
+    APPLY_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    version: int
+    attempt: int
+    expected: _containers.RepeatedScalarFieldContainer[int]
+    apply: Apply
+    checkpoint: bool
+    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[int]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[bool] = ...) -> None: ...
+
+class Apply(_message.Message):
+    __slots__ = ("attempt", "contributors", "samples", "settings")
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    attempt: int
+    contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
+    samples: int
+    settings: str
+    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., samples: _Optional[int] = ..., settings: _Optional[str] = ...) -> None: ...
+
+class Contributor(_message.Message):
+    __slots__ = ("worker", "incarnation", "step")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    incarnation: int
+    step: int
+    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+
+class AdvanceReply(_message.Message):
+    __slots__ = ("written",)
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    written: _containers.RepeatedCompositeFieldContainer[Written]
+    def __init__(self, written: _Optional[_Iterable[_Union[Written, _Mapping]]] = ...) -> None: ...
+
+class Written(_message.Message):
+    __slots__ = ("version", "file", "sha256", "size", "error", "pause_us")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_US_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    file: str
+    sha256: str
+    size: int
+    error: str
+    pause_us: int
+    def __init__(self, version: _Optional[int] = ..., file: _Optional[str] = ..., sha256: _Optional[str] = ..., size: _Optional[int] = ..., error: _Optional[str] = ..., pause_us: _Optional[int] = ...) -> None: ...

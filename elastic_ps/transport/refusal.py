@@ -1,0 +1,70 @@
+"""How a handler is run and how what it raises reaches the client; the same for every transport."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from elastic_ps.errors import Malformed, RefusalCode, Refused, TransportError
+from elastic_ps.transport.base import Frame, Handler, Incoming
+
+_LOG = logging.getLogger(__name__)
+
+MESSAGE_CHARACTERS = 2000
+"""A longer message is cut: it can quote what the client sent."""
+
+
+class Kind(enum.IntEnum):
+    """Who is to blame; the numbers are on the wire (`Refusal.Kind` in frame.proto)."""
+
+    REFUSED = 1
+    MALFORMED = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The end of a call without the answer that was asked for."""
+
+    kind: Kind
+    code: RefusalCode
+    message: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Refusal:
+        """What the client is told about `error`."""
+        if isinstance(error, Refused):
+            return cls(Kind.REFUSED, error.code, str(error)[:MESSAGE_CHARACTERS])
+        if isinstance(error, Malformed):
+            return cls(Kind.MALFORMED, RefusalCode.UNSPECIFIED, str(error)[:MESSAGE_CHARACTERS])
+        message = f"the server failed: {type(error).__name__}: {error}"
+        return cls(Kind.FAILED, RefusalCode.UNSPECIFIED, message[:MESSAGE_CHARACTERS])
+
+    def error(self) -> Exception:
+        """The exception for the client to raise."""
+        if self.kind is Kind.REFUSED:
+            return Refused(self.code, self.message)
+        return (Malformed if self.kind is Kind.MALFORMED else TransportError)(self.message)
+
+
+def answers(
+    handler: Handler, method: str, incoming: Incoming, *, alive: Callable[[], bool]
+) -> Generator[Frame | Refusal, None, None]:
+    """Run `handler`: its frames and, if it raises, a refusal as the last item.
+
+    Closing this iterator closes the handler's.
+
+    Args:
+        alive: whether the client is still there. What a handler raises after that is no news.
+    """
+    try:
+        yield from handler(method, incoming)
+    except (Refused, Malformed) as error:
+        yield Refusal.of(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client has to learn of it
+        _LOG.log(
+            logging.ERROR if alive() else logging.DEBUG, "The handler of %s failed", method, exc_info=True
+        )
+        yield Refusal.of(error)

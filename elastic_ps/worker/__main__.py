@@ -1,0 +1,98 @@
+"""`python -m elastic_ps.worker`: import the job's entrypoint and call it.
+
+`python -m elastic_ps.worker --check module:function` only imports it, to find out before anything is
+started whether that works.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from elastic_ps import env
+from elastic_ps.errors import InvalidJob, UserError
+from elastic_ps.process import log_to_stderr, watch_lifeline
+
+TERMINATION_LOG = Path("/dev/termination-log")
+"""Where Kubernetes looks for the reason of an exit."""
+
+
+def load_entrypoint(entrypoint: str) -> Callable[..., Any]:
+    """Import `module.path:function`, with the current directory on the import path.
+
+    Raises:
+        InvalidJob: it does not import, or is not callable; the script's own traceback is in the message.
+    """
+    module_name, _, name = entrypoint.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
+            trace = trace.tb_next
+        text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        raise InvalidJob(f"the entrypoint {entrypoint} cannot be imported:\n{text}") from error
+    function = getattr(module, name, None)
+    if function is None:
+        raise InvalidJob(f"the entrypoint {entrypoint} does not exist: {module.__file__} has no {name!r}")
+    if not callable(function):
+        raise InvalidJob(f"the entrypoint {entrypoint} is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
+
+
+def _is_machinery(file: str) -> bool:
+    return file == __file__ or "importlib" in file
+
+
+def check(entrypoint: str) -> int:
+    """Print what is wrong with the entrypoint, if anything; returns the exit status."""
+    try:
+        load_entrypoint(entrypoint)
+    except InvalidJob as error:
+        print(f"error: {error}", file=sys.stderr)
+        return env.EXIT_INVALID
+    return 0
+
+
+def main() -> int:
+    """Run the script; returns the exit status, see `elastic_ps.env`."""
+    if len(sys.argv) == 3 and sys.argv[1] == "--check":
+        return check(sys.argv[2])
+    from elastic_ps.worker import session as sessions
+
+    try:
+        environment = env.read()
+        watch_lifeline(environment.lifeline)
+        log_to_stderr(f"worker-{environment.index}")
+        signal.signal(signal.SIGTERM, lambda *_: sessions.drain_current())
+        function = load_entrypoint(environment.spec.entrypoint)
+        function(**environment.spec.arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        _leave_reason(str(error))
+        return env.EXIT_INVALID
+    except sessions.Drained:
+        return 0
+    except Exception:  # noqa: BLE001 (the script's own failure)
+        traceback.print_exc()
+        _leave_reason(traceback.format_exc()[-2000:])
+        return 1
+    finally:
+        sessions.close_current()
+    return 0
+
+
+def _leave_reason(text: str) -> None:
+    if TERMINATION_LOG.exists():
+        TERMINATION_LOG.write_text(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

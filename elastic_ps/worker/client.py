@@ -1,0 +1,303 @@
+"""The calls that a worker makes, in Python types; and what it does when the other side does not answer.
+
+A call that failed on the way is made again for `PATIENCE`, with growing pauses: all of them may be
+repeated. `Refused` is an answer and is passed on.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from elastic_ps import codec
+from elastic_ps.core.ledger import Range
+from elastic_ps.core.partition import Layout, TensorSpec
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    InvalidModel,
+    ModelMismatch,
+    RefusalCode,
+    Refused,
+)
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.transport.convert import (
+    layout_from_message,
+    ranges_from_message,
+    ranges_to_message,
+    tensors_to_message,
+)
+
+PATIENCE = timedelta(seconds=20)
+"""For how long a call is repeated before the parameter server counts as lost."""
+
+TIMEOUT = timedelta(seconds=60)
+"""Deadline of one try. Servers answer blocked calls long before, so only a lost answer takes this long."""
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Membership:
+    """What the parameter server says to a worker that it has admitted."""
+
+    layout: Layout
+    version: int
+    initialise: bool
+    lease: timedelta
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Granted:
+    """The answer to a request for records."""
+
+    ranges: tuple[Range, ...]
+    version: int
+    finished: bool
+    chief: bool
+    pending: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step's pushes have in common."""
+
+    number: int
+    version: int
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What is said of a step when all of it has been pushed."""
+
+    ranges: tuple[Range, ...]
+    settings: str
+    metrics: Mapping[str, float]
+
+
+class Client:
+    """A worker's connections to all shards. Thread-safe after `join`.
+
+    Args:
+        job, worker: the job's name and the worker's index.
+        connections: one for each shard, in order.
+        patience: for how long a call that failed on the way is repeated.
+    """
+
+    def __init__(
+        self, job: str, worker: int, connections: Sequence[Connection], *, patience: timedelta = PATIENCE
+    ) -> None:
+        self.worker = worker
+        self.shards = len(connections)
+        self._connections = connections
+        self._patience = patience
+        self._caller = pb.Caller(job=job, worker=worker)
+
+    @property
+    def epoch(self) -> int:
+        """Of the parameter server that was joined."""
+        return self._caller.epoch
+
+    @property
+    def incarnation(self) -> int:
+        """The number of this stay in the job."""
+        return self._caller.incarnation
+
+    def close(self) -> None:
+        """Cancel what is under way and free the connections."""
+        for connection in self._connections:
+            connection.close()
+
+    # --- members
+
+    def join(self, tensors: Sequence[TensorSpec], optimizer: str, settings: Settings) -> Membership:
+        """Become a member. Blocks while another worker initialises the model.
+
+        Raises:
+            ModelMismatch, InvalidModel: the parameter server cannot train this model in this job.
+        """
+        request = pb.JoinRequest(
+            caller=self._caller,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            tensors=tensors_to_message(tensors),
+            optimizer=pb.Optimizer(name=optimizer, groups=settings.to_json()),
+        )
+        while True:
+            try:
+                reply = self._ask(0, "Join", request, pb.JoinReply)
+            except Refused as refusal:
+                if refusal.code is RefusalCode.MODEL_MISMATCH:
+                    raise ModelMismatch(
+                        f"this worker's model is not the one that the job trains: {refusal}. "
+                        "Every worker must build the same model and optimizer"
+                    ) from refusal
+                if refusal.code is RefusalCode.INVALID:
+                    raise InvalidModel(str(refusal)) from refusal
+                raise
+            if not reply.pending:
+                break
+        self._caller.epoch, self._caller.incarnation = reply.epoch, reply.incarnation
+        return Membership(
+            layout=layout_from_message(reply.layout),
+            version=reply.version,
+            initialise=reply.initialise,
+            lease=timedelta(milliseconds=reply.lease_ms),
+            settings=Settings.from_json(reply.settings),
+        )
+
+    def initialise(self, bucket: int, shard: int, values: memoryview) -> None:
+        """Send a bucket's first values."""
+        header = pb.InitRequest(caller=self._caller, bucket=bucket).SerializeToString()
+        self._retry(lambda: _only(self._call(shard, "Init", Frame(header, values))))
+
+    def initialised(self) -> None:
+        """All first values were sent."""
+        self._ask(0, "InitDone", pb.InitDoneRequest(caller=self._caller), pb.Done)
+
+    def heartbeat(self) -> None:
+        """Raises Refused (STALE_INCARNATION) if this worker was declared gone."""
+        self._ask(0, "Heartbeat", pb.HeartbeatRequest(caller=self._caller), pb.Done)
+
+    def leave(self) -> None:
+        """Say goodbye; what this worker holds goes to others."""
+        self._ask(0, "Leave", pb.LeaveRequest(caller=self._caller), pb.Done)
+
+    def gone(self) -> None:
+        """End the stay in the middle of a step, which is void by that."""
+        request = pb.GoneRequest(job=self._caller.job, worker=self.worker, pid=os.getpid())
+        self._ask(0, "Gone", request, pb.Done)
+
+    def release(self) -> None:
+        """Give back the records, without leaving."""
+        self._ask(0, "Release", pb.ReleaseRequest(caller=self._caller), pb.Done)
+
+    def report(self, metrics: Mapping[str, float]) -> None:
+        """Values outside a step."""
+        self._ask(0, "Report", pb.ReportRequest(caller=self._caller, metrics=metrics), pb.Done)
+
+    def take(self, *, records: int, epochs: int, batch: int, wait: bool) -> Granted:
+        """Ask for records; with `wait` it blocks for some seconds at most, then the answer is `pending`.
+
+        Raises:
+            InvalidModel: the data set is not the one that the job trains.
+        """
+        request = pb.TakeRequest(caller=self._caller, records=records, epochs=epochs, batch=batch, wait=wait)
+        try:
+            reply = self._ask(0, "Take", request, pb.TakeReply)
+        except Refused as refusal:
+            if refusal.code is RefusalCode.INVALID:
+                raise InvalidModel(str(refusal)) from refusal
+            raise
+        return Granted(
+            ranges_from_message(reply.ranges), reply.version, reply.finished, reply.chief, reply.pending
+        )
+
+    # --- steps
+
+    def push(
+        self,
+        bucket: int,
+        shard: int,
+        step: Step,
+        attempt: int,
+        present: Sequence[bool],
+        values: memoryview,
+        ending: Ending | None,
+    ) -> None:
+        """Send a gradient; with `ending`, end the step as well. Blocks until it is in the round's sum."""
+        request = pb.PushRequest(
+            caller=self._caller,
+            step=step.number,
+            bucket=bucket,
+            version=step.version,
+            attempt=attempt,
+            samples=step.samples,
+            present=present,
+            codec=codec.NONE,
+        )
+        if ending is not None:
+            request.finish.CopyFrom(self._finish(step, attempt, ending))
+        header = request.SerializeToString()
+        self._retry(lambda: _only(self._call(shard, "Push", Frame(header, values))))
+
+    def finish(self, step: Step, attempt: int, ending: Ending) -> None:
+        """All buckets of the step are in the sums of their shards."""
+        self._ask(0, "Finish", self._finish(step, attempt, ending), pb.Done)
+
+    def _finish(self, step: Step, attempt: int, ending: Ending) -> pb.FinishRequest:
+        return pb.FinishRequest(
+            caller=self._caller,
+            step=step.number,
+            version=step.version,
+            attempt=attempt,
+            samples=step.samples,
+            ranges=ranges_to_message(ending.ranges),
+            settings=ending.settings,
+            metrics=ending.metrics,
+        )
+
+    def pull(
+        self, shard: int, version: int, buckets: Sequence[int], *, attempt: int, contributor: bool
+    ) -> Iterator[tuple[pb.PullReply, Incoming]]:
+        """One try of a pull: (answer, body). Blocks. Raises TransportError: ask again for what is missing."""
+        request = pb.PullRequest(
+            caller=self._caller, version=version, buckets=buckets, attempt=attempt, contributor=contributor
+        )
+        for incoming in self._call(shard, "Pull", Frame(request.SerializeToString())):
+            yield pb.PullReply.FromString(incoming.header), incoming
+
+    def optimizer_state(self, shard: int) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:
+        """The entries of the optimizer's state on a shard, with their bytes."""
+        request = pb.OptimizerStateRequest(caller=self._caller)
+        for incoming in self._call(shard, "OptimizerState", Frame(request.SerializeToString())):
+            body = bytearray(incoming.size)
+            incoming.read_into(memoryview(body))
+            yield pb.OptimizerStateReply.FromString(incoming.header), bytes(body)
+
+    # --- how
+
+    def _call(self, shard: int, method: str, frame: Frame) -> Iterator[Incoming]:
+        return self._connections[shard].call(method, frame, timeout=TIMEOUT)
+
+    def _ask(self, shard: int, method: str, request: Message, answer: type[M]) -> M:
+        header = request.SerializeToString()
+        return answer.FromString(self._retry(lambda: _only(self._call(shard, method, Frame(header)))))
+
+    def _retry(self, attempt: Callable[[], T]) -> T:
+        """Repeat what fails on the way, or is answered with "not yet", with growing pauses and jitter."""
+        deadline = time.monotonic() + self._patience.total_seconds()
+        pause = 0.02
+        while True:
+            try:
+                return attempt()
+            except (ConnectionLost, DeadlineExceeded) as error:
+                if time.monotonic() > deadline:
+                    seconds = self._patience.total_seconds()
+                    text = f"the parameter server has not answered for {seconds:.0f} s: {error}"
+                    raise ConnectionLost(text) from error
+            except Refused as refusal:
+                if refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline:
+                    raise
+            time.sleep(pause * (0.5 + random.random()))
+            pause = min(1.0, pause * 2)
+
+
+def _only(answers: Iterator[Incoming]) -> bytes:
+    """The header of the one answer of a call."""
+    for incoming in answers:
+        return incoming.header
+    raise ConnectionLost("the parameter server ended the call without an answer")

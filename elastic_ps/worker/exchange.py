@@ -1,0 +1,265 @@
+"""The threads that push gradients while backward goes on, and receive the new version.
+
+For each shard there is a send thread and a pull thread. The main thread (in which backward runs) says which
+buckets are ready; a bucket is sent when all before it are, so every worker pushes in the same order. The
+last bucket of a step is held back until the script calls `optimizer.step()`, because with a single shard
+it carries the end of the step with it.
+
+Buckets stay as they are until the new version is there, so that a round that starts again is pushed again
+without computing anything again.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+from elastic_ps.core.partition import Bucket
+from elastic_ps.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    ElasticPSError,
+    Malformed,
+    RefusalCode,
+    Refused,
+    UsageError,
+)
+from elastic_ps.telemetry import History, Trace
+from elastic_ps.worker.client import Client, Ending, Step
+from elastic_ps.worker.model import Flat
+
+_FINISH = -1
+"""Among the missing buckets' indexes: the acknowledgement of the step's end."""
+
+
+class Exchange:
+    """One worker's pushes and pulls. `ready`, `finish` and `fetch` belong to the main thread.
+
+    Attributes:
+        version: of the values that the model has.
+        settings: the settings in force, as JSON, as of the last pull.
+    """
+
+    def __init__(self, client: Client, flat: Flat, *, trace: Trace, history: History) -> None:
+        self.version = 0
+        self.settings = ""
+        self._client = client
+        self._flat = flat
+        self._trace = trace
+        self._history = history
+        self._pushed = flat.layout.pushed
+        self._changed = threading.Condition()
+        self._step: Step | None = None
+        self._attempt = 0
+        self._ready = 0
+        self._queued = 0
+        self._ready_at: dict[int, int] = {}
+        self._present: dict[int, Sequence[bool]] = {}
+        self._acknowledged = 0
+        self._ending: Ending | None = None
+        self._missing: set[int] = set()
+        self._error: BaseException | None = None
+        self._to_send: list[queue.SimpleQueue[tuple[int, Bucket] | None]] = []
+        self._to_pull: list[queue.SimpleQueue[tuple[int, bool, list[int]] | None]] = []
+        self._threads: list[threading.Thread] = []
+        for shard in range(client.shards):
+            self._to_send.append(queue.SimpleQueue())
+            self._to_pull.append(queue.SimpleQueue())
+            for name, target in (("send", self._send_loop), ("pull", self._pull_loop)):
+                thread = threading.Thread(target=target, args=(shard,), name=f"{name}-{shard}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def close(self) -> None:
+        """End the threads. The client must be closed before, so that nothing of theirs blocks."""
+        for sending, pulling in zip(self._to_send, self._to_pull, strict=True):
+            sending.put(None)
+            pulling.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    # --- the main thread
+
+    @property
+    def under_way(self) -> Step | None:
+        """The step whose pushes have begun."""
+        return self._step
+
+    def begin(self, step: Step) -> None:
+        """The first gradient of a step is there."""
+        with self._changed:
+            self._step, self._attempt, self._ending = step, 0, None
+            self._ready = self._queued = self._acknowledged = 0
+            self._present.clear()
+
+    def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
+        """A bucket's contribution is complete; send it when those before it are sent. Does not block."""
+        with self._changed:
+            self._present[bucket.index] = () if all(present) else tuple(present)
+            self._ready_at[bucket.index] = time.monotonic_ns()
+            while self._ready < len(self._pushed) and self._pushed[self._ready].index in self._present:
+                self._ready += 1
+            self._queue_ready()
+
+    def _queue_ready(self) -> None:
+        limit = self._ready if self._ending is not None else min(self._ready, len(self._pushed) - 1)
+        while self._queued < limit:
+            bucket = self._pushed[self._queued]
+            self._to_send[bucket.shard].put((self._attempt, bucket))
+            self._queued += 1
+
+    def finish(self, ending: Ending) -> None:
+        """End the step: push the rest and wait for the version that it is part of. Blocks.
+
+        Raises:
+            Refused, ConnectionLost: the step could not be taken; the model keeps its version.
+        """
+        step = self._step
+        assert step is not None, "begin was called"
+        with self._changed:
+            self._ending = ending
+            if self._ready < len(self._pushed):
+                raise UsageError("not all buckets are ready")
+            self._pull(step.version + 1, contributor=True)
+            self._missing.add(_FINISH)
+            self._queue_ready()
+            self._wait()
+            self._step = None
+            self.version = step.version + 1
+        self._flat.publish()
+        self._history.record(
+            "applied", step=step.number, version=self.version, records=ending.ranges, samples=step.samples
+        )
+
+    def fetch(self, version: int, *, contributor: bool) -> None:
+        """Get all values of (at least) `version`. Blocks."""
+        with self._changed:
+            self._pull(version, contributor=contributor, constants=True)
+            self._wait()
+            self.version = version
+        self._flat.publish()
+
+    def _pull(self, version: int, *, contributor: bool, constants: bool = False) -> None:
+        pushed = {bucket.index for bucket in self._pushed}
+        wanted = [b for b in self._flat.layout.pull_order if constants or b.index in pushed]
+        self._missing = {bucket.index for bucket in wanted}
+        for shard, channel in enumerate(self._to_pull):
+            own = [b.index for b in wanted if b.shard == shard]
+            if own or shard == 0:
+                self._missing.add(_FINISH - 1 - shard)
+                channel.put((version, contributor, own))
+
+    def _wait(self) -> None:
+        while not self._changed.wait_for(lambda: not self._missing or self._error is not None, timeout=5):
+            if self._missing == {_FINISH}:
+                self._client.heartbeat()  # a version without this worker: it was declared gone; this raises
+        if self._error is not None:
+            raise self._error
+
+    # --- send threads
+
+    def _send_loop(self, shard: int) -> None:
+        while (item := self._to_send[shard].get()) is not None:
+            attempt, bucket = item
+            try:
+                self._send(attempt, bucket)
+            except Refused as refusal:
+                if refusal.code is not RefusalCode.STALE_ATTEMPT:
+                    self._fail(refusal)
+            except ElasticPSError as error:
+                self._fail(error)
+
+    def _send(self, attempt: int, bucket: Bucket) -> None:
+        with self._changed:
+            step = self._step
+            if step is None or attempt != self._attempt or self._error is not None:
+                return
+            last = bucket is self._pushed[-1]
+            along = self._ending if last and self._client.shards == 1 else None
+            queued = self._ready_at[bucket.index]
+        started = time.monotonic_ns()
+        self._trace.complete("queue", queued, started, lane=f"queue-{bucket.shard}", bucket=bucket.index)
+        data, present = self._flat.contribution_bytes(bucket), self._present[bucket.index]
+        self._history.record(
+            "push", step=step.number, bucket=bucket.index, attempt=attempt, version=step.version
+        )
+        self._client.push(bucket.index, bucket.shard, step, attempt, present, data, along)
+        now = time.monotonic_ns()
+        self._trace.complete("push", started, now, bucket=bucket.index, step=step.number, attempt=attempt)
+        with self._changed:
+            if attempt != self._attempt:
+                return
+            self._acknowledged += 1
+            ending = self._ending if self._acknowledged == len(self._pushed) else None
+        if ending is not None:
+            if along is None:
+                self._client.finish(step, attempt, ending)
+            self._arrived(_FINISH)
+
+    def _restart(self, attempt: int) -> None:
+        """The round starts again: push everything once more, as another attempt."""
+        with self._changed:
+            if attempt > self._attempt:
+                self._attempt, self._queued, self._acknowledged = attempt, 0, 0
+                self._queue_ready()
+
+    # --- pull threads
+
+    def _pull_loop(self, shard: int) -> None:
+        while (item := self._to_pull[shard].get()) is not None:
+            version, contributor, wanted = item
+            deadline = time.monotonic() + 20
+            while True:
+                try:
+                    if self._pull_once(shard, version, wanted, contributor):
+                        break
+                    deadline = time.monotonic() + 20
+                except (ConnectionLost, DeadlineExceeded) as error:
+                    if time.monotonic() > deadline or self._error is not None:
+                        self._fail(error)
+                        break
+                    time.sleep(0.1)
+                except ElasticPSError as error:
+                    self._fail(error)
+                    break
+
+    def _pull_once(self, shard: int, version: int, wanted: Sequence[int], contributor: bool) -> bool:
+        """One try to get what is still missing. Returns whether all of it has arrived."""
+        with self._changed:
+            missing, attempt = [b for b in wanted if b in self._missing], self._attempt
+        started = time.monotonic_ns()
+        for reply, incoming in self._client.pull(
+            shard, version, missing, attempt=attempt, contributor=contributor
+        ):
+            kind = reply.WhichOneof("kind")
+            if kind == "bucket":
+                bucket = self._flat.layout.buckets[reply.bucket]
+                incoming.read_into(self._flat.value_bytes(bucket))
+                now = time.monotonic_ns()
+                self._trace.complete("pull", started, now, bucket=bucket.index, version=reply.version)
+                started = now
+                self._arrived(bucket.index)
+            elif kind == "attempt":
+                self._restart(reply.attempt)
+                return False
+            elif kind == "pending":
+                return False
+            elif kind == "done":
+                if shard == 0:
+                    self.settings = reply.settings
+                self._arrived(_FINISH - 1 - shard)
+                return True
+        raise Malformed(f"shard {shard} ended a pull without saying so")
+
+    def _arrived(self, what: int) -> None:
+        with self._changed:
+            self._missing.discard(what)
+            if not self._missing:
+                self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()

@@ -1,0 +1,176 @@
+"""The elastic data loader: which records this worker computes on is decided batch by batch, by the ledger.
+
+Fetching, collating and worker processes are torch's own `DataLoader`; only its batch sampler is ours.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from elastic_ps.core.ledger import Range
+from elastic_ps.errors import InvalidModel, UsageError
+
+if TYPE_CHECKING:
+    from elastic_ps.worker.session import Session
+
+_CARRIED = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+)
+"""What is taken over from a DataLoader that the script gives."""
+
+
+@lru_cache(maxsize=4)
+def permutation(records: int, epoch: int, *, shuffle: bool, seed: int) -> list[int]:
+    """The index of the record at each position of an epoch; the same in every worker."""
+    if not shuffle:
+        return list(range(records))
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(records, generator=generator).tolist()
+
+
+class ElasticLoader:
+    """Iterates over this worker's share of the records. Made by `Session.loader`.
+
+    One pass over it is the whole job: all epochs, from wherever the job stands when this worker comes.
+    To do something between epochs::
+
+        for epoch in loader.epochs():
+            for x, y in loader:
+                ...
+
+    Attributes:
+        epoch: the epoch that the last batch belongs to, from 0.
+    """
+
+    def __init__(
+        self, session: Session, source: Any, *, batch_size: int | None, epochs: int, options: Any
+    ) -> None:
+        self._session = session
+        if isinstance(source, DataLoader):
+            if batch_size is not None or options:
+                raise UsageError(
+                    "session.loader(DataLoader) takes its options from the DataLoader; give only epochs"
+                )
+            batch_size = source.batch_size
+            options = {key: getattr(source, key) for key in _CARRIED}
+            source = source.dataset
+        if batch_size is None or batch_size < 1:
+            raise UsageError(f"batch_size is {batch_size}; expected a number of records, at least 1")
+        if epochs < 1:
+            raise UsageError(f"epochs is {epochs}; expected at least 1")
+        if isinstance(source, IterableDataset) or not hasattr(source, "__len__"):
+            raise InvalidModel(
+                f"{type(source).__name__} has no length and no index, so its records cannot be handed out "
+                "exactly once; use a map-style data set (__len__ and __getitem__)"
+            )
+        if len(source) < 1:
+            raise InvalidModel(f"the data set {type(source).__name__} is empty")
+        self.batch_size = batch_size
+        self.epoch = 0
+        self._source, self._options = source, dict(options)
+        self._records, self._epochs = len(source), epochs
+        self._only: int | None = None
+        self._over = False
+        self._kept: list[Range] = []
+
+    def __len__(self) -> int:
+        """Batches of one epoch if this worker were alone."""
+        return -(-self._records // self.batch_size)
+
+    def epochs(self) -> Iterator[int]:
+        """Yield the number of each epoch that still has records to train; iterate over the loader inside."""
+        while not self._over:
+            if not self._kept and not self._wait():
+                return
+            self._only = self._kept[0].epoch
+            self.epoch = self._only
+            yield self._only
+        self._only = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield collated batches. Blocks while other workers hold the last records.
+
+        Raises:
+            SystemExit: this worker was asked to leave (SIGTERM); the records it holds are given back.
+        """
+        try:
+            while self._kept or self._wait():
+                if self._only is not None and self._kept[0].epoch != self._only:
+                    return
+                sampler = _Sampler(self)
+                for batch in DataLoader(self._source, batch_sampler=sampler, **self._options):
+                    ranges = sampler.issued.popleft()
+                    self.epoch = ranges[0].epoch
+                    self._session._begin_batch(ranges)
+                    yield batch
+                    self._session._between_batches()
+                if self._session._has_unfinished_batch:
+                    return
+        finally:
+            if not self._over and self._only is None:
+                self._kept.clear()
+                self._session._stop_computing()
+
+    def _wait(self) -> bool:
+        """Block until there are records, which are kept; False when all records are in the model."""
+        ranges = self._session._take(self._records, self._epochs, self.batch_size, wait=True)
+        self._over = not ranges
+        self._kept.extend(ranges)
+        return bool(ranges)
+
+    def _more(self) -> bool:
+        """Get more records if there are any at the moment."""
+        ranges = self._session._take(self._records, self._epochs, self.batch_size, wait=False)
+        self._kept.extend(ranges)
+        return bool(ranges)
+
+    def _next(self) -> list[Range]:
+        """The positions of the next batch, all of one epoch; [] if there are none at the moment."""
+        batch: list[Range] = []
+        missing = self.batch_size
+        while missing and (self._kept or self._more()):
+            first = self._kept[0]
+            if (batch and first.epoch != batch[0].epoch) or (self._only not in (None, first.epoch)):
+                break
+            taken = first._replace(stop=min(first.stop, first.start + missing))
+            batch.append(taken)
+            missing -= taken.records
+            self._kept[0] = first._replace(start=taken.stop)
+            if not self._kept[0].records:
+                self._kept.pop(0)
+        return batch
+
+    def indices(self, ranges: list[Range]) -> list[int]:
+        """The data set's indexes of the records at these positions."""
+        data = self._session.spec.data
+        result: list[int] = []
+        for r in ranges:
+            order = permutation(self._records, r.epoch, shuffle=data.shuffle, seed=data.seed)
+            result.extend(order[r.start : r.stop])
+        return result
+
+
+class _Sampler:
+    """A DataLoader's batch sampler that hands out what the ledger gave; it remembers what it handed out."""
+
+    def __init__(self, loader: ElasticLoader) -> None:
+        self._loader = loader
+        self.issued: deque[list[Range]] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while ranges := self._loader._next():
+            self.issued.append(ranges)
+            yield self._loader.indices(ranges)

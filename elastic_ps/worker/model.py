@@ -1,0 +1,170 @@
+"""A model's tensors as the parameter server sees them: described by names, laid out in flat memory.
+
+All parameters of one dtype are laid one after the other into one flat tensor, in the order of the buckets,
+so that a bucket is a slice of it. On the CPU the model's parameters become views of that memory, and a
+pulled bucket is received straight into the model; on another device it is received into host memory and
+copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from elastic_ps.codec import as_bytes, dtype_of, name_of
+from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec
+from elastic_ps.core.settings import Settings, check_optimizer, plain_group
+from elastic_ps.errors import InvalidModel, UsageError
+
+
+class Described:
+    """What a model and its optimizer are, for the first call to the parameter server.
+
+    Attributes:
+        specs: the tensors, in order of registration: parameters, then persistent buffers.
+        tensors: the model's own, in the same order.
+        optimizer: name of the optimizer's class.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Look at both; nothing is changed.
+
+        Raises:
+            InvalidModel: the parameter server cannot train this; the message says what to do.
+        """
+        self.optimizer = type(optimizer).__name__
+        if type(optimizer) is not getattr(torch.optim, self.optimizer, None):
+            raise InvalidModel(
+                f"the optimizer is a {type(optimizer).__module__}.{self.optimizer}; the parameter server "
+                "runs classes of torch.optim only, not subclasses or others"
+            )
+        check_optimizer(self.optimizer)
+        if optimizer.state:
+            raise InvalidModel("the optimizer has made steps already; give session.optimizer a new one")
+        groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        parameters = dict(model.named_parameters())
+        unknown = groups.keys() - {id(p) for p in parameters.values()}
+        if unknown:
+            raise InvalidModel(
+                f"{len(unknown)} parameters of the optimizer are not parameters of the model; "
+                "give session.optimizer the model that the optimizer was made for"
+            )
+        persistent = model.state_dict(keep_vars=True).keys()
+        buffers = {n: b for n, b in model.named_buffers() if n in persistent}
+        self.specs: list[TensorSpec] = []
+        self.tensors: list[torch.Tensor] = []
+        for name, parameter in parameters.items():
+            group = groups.get(id(parameter), -1)
+            self._add(name, parameter, Rule.GRADIENT if group >= 0 else Rule.CONSTANT, group)
+        for name, buffer in buffers.items():
+            self._add(name, buffer, Rule.MEAN if buffer.is_floating_point() else Rule.MAXIMUM, -1)
+        pairs = zip(self.specs, self.tensors, strict=True)
+        if not any(spec.rule is Rule.GRADIENT and tensor.requires_grad for spec, tensor in pairs):
+            raise InvalidModel(
+                f"{type(model).__name__} has no trainable parameter: none of those given to the optimizer "
+                "has requires_grad=True"
+            )
+
+    def _add(self, name: str, tensor: torch.Tensor, rule: Rule, group: int) -> None:
+        dtype = name_of(tensor.dtype)
+        if dtype not in ITEM_SIZE or tensor.is_sparse or (rule is Rule.GRADIENT and tensor.is_complex()):
+            raise InvalidModel(
+                f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which cannot be trained"
+            )
+        self.specs.append(TensorSpec(name, tuple(tensor.shape), dtype, rule, group))
+        self.tensors.append(tensor)
+
+    @staticmethod
+    def settings(optimizer: torch.optim.Optimizer) -> Settings:
+        """The optimizer's hyperparameters as they are now. Raises InvalidModel if one is not plain."""
+        return Settings(tuple(plain_group(group, i) for i, group in enumerate(optimizer.param_groups)))
+
+
+class Flat:
+    """The flat memory of a model: `values` that are pulled and `contributions` that are pushed.
+
+    Attributes:
+        layout: as the parameter server cut the model up.
+        tensors: the model's tensors, in the layout's order.
+    """
+
+    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
+        """Allocate, copy the model's values in, and on the CPU make the model use this memory."""
+        self.layout = layout
+        self.tensors = tensors
+        sizes: dict[tuple[str, Rule], int] = {}
+        self._offsets: list[int] = []
+        starts: dict[int, int] = {}
+        for bucket in layout.buckets:
+            place = sizes.get((bucket.dtype, bucket.rule), 0)
+            self._offsets.append(place)
+            for piece in bucket.pieces:
+                starts.setdefault(piece.tensor, place - piece.start)
+                place += piece.length
+            sizes[bucket.dtype, bucket.rule] = place
+        self._values = {k: torch.zeros(n, dtype=dtype_of(k[0])) for k, n in sizes.items()}
+        self._contributions = {
+            k: torch.zeros(n, dtype=dtype_of(k[0])) for k, n in sizes.items() if k[1] is not Rule.CONSTANT
+        }
+        self._places = [
+            ((spec.dtype, spec.rule), starts.get(index, 0), spec.elements)
+            for index, spec in enumerate(layout.tensors)
+        ]
+        self.buckets_of: list[list[int]] = [[] for _ in layout.tensors]
+        for bucket in layout.buckets:
+            for piece in bucket.pieces:
+                self.buckets_of[piece.tensor].append(bucket.index)
+        self._addresses: list[int] = []
+        with torch.no_grad():
+            for index, tensor in enumerate(tensors):
+                self._adopt(index, tensor)
+
+    def _adopt(self, index: int, tensor: torch.Tensor) -> None:
+        view = self.value(index)
+        view.copy_(tensor)
+        if tensor.device.type == "cpu" and tensor.numel():
+            tensor.data = view
+        self._addresses.append(tensor.data_ptr())
+
+    def value(self, index: int) -> torch.Tensor:
+        """The pulled values of a tensor, in its shape."""
+        key, start, elements = self._places[index]
+        if not elements:
+            return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key[0]))
+        return self._values[key][start : start + elements].view(self.layout.tensors[index].shape)
+
+    def contribution(self, index: int) -> torch.Tensor:
+        """Where a tensor's gradient (or buffer) is put to be pushed, in its shape."""
+        key, start, elements = self._places[index]
+        if not elements:
+            return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key[0]))
+        return self._contributions[key][start : start + elements].view(self.layout.tensors[index].shape)
+
+    def _slice(self, memory: dict[tuple[str, Rule], torch.Tensor], bucket: Bucket) -> memoryview:
+        start = self._offsets[bucket.index]
+        return as_bytes(memory[bucket.dtype, bucket.rule][start : start + bucket.elements])
+
+    def value_bytes(self, bucket: Bucket) -> memoryview:
+        """A bucket's values, to receive into."""
+        return self._slice(self._values, bucket)
+
+    def contribution_bytes(self, bucket: Bucket) -> memoryview:
+        """A bucket's contribution, to send."""
+        return self._slice(self._contributions, bucket)
+
+    def check_memory(self) -> None:
+        """Raise UsageError if the model's tensors were moved away from where they are pulled to."""
+        for tensor, address, spec in zip(self.tensors, self._addresses, self.layout.tensors, strict=True):
+            if tensor.data_ptr() != address:
+                raise UsageError(
+                    f"the memory of {spec.name} was replaced after session.optimizer(...). Move the model "
+                    "(.to, .cuda, .half) before that call, and load values with load_state_dict"
+                )
+
+    def publish(self) -> None:
+        """Copy pulled values to the model's tensors that are not on the CPU. Blocks for the copies."""
+        with torch.no_grad():
+            for index, tensor in enumerate(self.tensors):
+                if tensor.device.type != "cpu":
+                    tensor.copy_(self.value(index))

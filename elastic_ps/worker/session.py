@@ -1,0 +1,363 @@
+"""What a training script talks to: who am I, my optimizer, my records.
+
+A process has at most one session at a time, which belongs to the thread that made it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from elastic_ps import env
+from elastic_ps.core.ledger import Range
+from elastic_ps.core.partition import Bucket
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.telemetry import History, Trace
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Connection
+from elastic_ps.worker.client import Client, Ending, Step
+from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.loader import ElasticLoader
+from elastic_ps.worker.model import Described, Flat
+from elastic_ps.worker.optimizer import ElasticOptimizer
+from elastic_ps.worker.phases import Phases
+
+logger = logging.getLogger(__name__)
+
+S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
+
+
+class Drained(SystemExit):
+    """This worker was asked to leave and has done so; the process ends with status 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class Session:
+    """One worker's stay in a job.
+
+    Args:
+        job, spec: the job's name and how it is to be trained.
+        worker: this worker's index.
+        connections: one for each shard, in order. The session closes them.
+        trace, history: where this process writes about itself.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        spec: TrainingJobSpec,
+        worker: int,
+        connections: Sequence[Connection],
+        *,
+        trace: Trace | None = None,
+        history: History | None = None,
+    ) -> None:
+        self.spec = spec
+        self.worker = worker
+        self._client = Client(job, worker, connections)
+        self._trace = trace or Trace(None, "")
+        self._history = history or History(None, "")
+        self._phases = Phases(self._trace)
+        self._owner = os.getpid()
+        self._exchange: Exchange | None = None
+        self._optimizer: ElasticOptimizer | None = None
+        self._heart: _Heart | None = None
+        self._batches: list[Range] = []
+        self._steps = 0
+        self._metrics: dict[str, Any] = {}
+        self._computing = False
+        self._chief = False
+        self._draining = False
+        self._closed = False
+
+    # --- what a script uses
+
+    @property
+    def version(self) -> int:
+        """The version of the model that this worker has: how many optimizer steps were taken."""
+        return self._exchange.version if self._exchange else 0
+
+    @property
+    def started(self) -> bool:
+        """Whether this worker is a member of the job."""
+        return self._heart is not None
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker is the one to evaluate and save, when the loader has come to its end.
+
+        True on exactly one worker, and only after all records are in the model.
+        """
+        return self._chief
+
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, overlap: bool = True
+    ) -> ElasticOptimizer:
+        """Join the job with this model; returns the optimizer to use. Blocks.
+
+        The model's values become those of the job. The first worker of a job brings them.
+
+        Args:
+            optimizer: a fresh one, of a class of torch.optim on `core.settings.ALLOWED`.
+            model: on the device where it shall be trained.
+            overlap: send gradients while backward runs. False sends them in `step`, for scripts that
+                change gradients in between (clip_grad_norm_, GradScaler) or run backward several times.
+
+        Raises:
+            InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
+            UsageError: called twice.
+            ConnectionLost: no parameter server answers.
+        """
+        if self._optimizer is not None:
+            raise UsageError("session.optimizer was called before; a job trains one model and optimizer")
+        described = Described(model, optimizer)
+        member = self._client.join(described.specs, described.optimizer, Described.settings(optimizer))
+        flat = Flat(member.layout, described.tensors)
+        exchange = Exchange(self._client, flat, trace=self._trace, history=self._history)
+        self._exchange = exchange
+        self._heart = _Heart(self._client, member.lease / 3)
+        if member.initialise:
+            for bucket in member.layout.buckets:
+                self._client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
+            self._client.initialised()
+        else:
+            exchange.fetch(member.version, contributor=False)
+        self._optimizer = ElasticOptimizer(optimizer, described, flat, self, overlap=overlap)
+        if not member.initialise:
+            self._optimizer.adopt(member.settings)
+        self._phases.watch(model)
+        self._history.record("join", incarnation=self._client.incarnation, version=member.version)
+        return self._optimizer
+
+    def loader(
+        self, source: Any, batch_size: int | None = None, *, epochs: int = 1, **options: Any
+    ) -> ElasticLoader:
+        """An iterable over this worker's share of the records.
+
+        Args:
+            source: a map-style data set, or a `torch.utils.data.DataLoader` over one, whose batch size and
+                other options are then used (not its sampler: the order is the job's `data.shuffle`).
+            batch_size: records in a batch of one worker.
+            epochs: how often each record is trained, by all workers together.
+            options: as of DataLoader: num_workers, collate_fn, pin_memory, ...
+
+        Raises:
+            InvalidModel: a data set without length.
+            UsageError: arguments that do not fit.
+        """
+        return ElasticLoader(self, source, batch_size=batch_size, epochs=epochs, options=options)
+
+    def scheduler(self, scheduler: S) -> S:
+        """Keep a learning-rate scheduler's state on the parameter server; returns it.
+
+        A worker that joins later, or after a resume, then goes on where the schedule stands. Without this
+        call a scheduler works too, but a newcomer's starts from the beginning, which matters once it is the
+        longest-serving worker, whose learning rate is the one that counts.
+        """
+        if self._optimizer is None or self._exchange is None:
+            raise UsageError("call session.optimizer(...) before session.scheduler(...)")
+        self._optimizer.add_scheduler(scheduler)
+        if self._exchange.settings:
+            self._optimizer.adopt(Settings.from_json(self._exchange.settings), catch_up=True)
+        return scheduler
+
+    def report(self, **metrics: Any) -> None:
+        """Tell the job about values, as in `loss=loss` or `test_accuracy=0.97`: one number each.
+
+        Between a batch and its `optimizer.step()` they go with the step, and the loss becomes part of the
+        loss curve (weighted by samples); at other times they are sent at once.
+        """
+        if self._batches:
+            self._metrics.update({k: v.detach() if hasattr(v, "detach") else v for k, v in metrics.items()})
+        else:
+            self._client.report({key: float(value) for key, value in metrics.items()})
+
+    def close(self) -> None:
+        """Leave the job and free everything. What this worker holds goes to others. Idempotent."""
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._closed = True
+        if self._heart is not None:
+            self._heart.close()
+            try:
+                if self._exchange is not None and self._exchange.under_way is None:
+                    self._client.leave()
+                else:
+                    self._client.gone()
+            except ElasticPSError as error:
+                logger.info("could not say goodbye: %s", error)
+        self._client.close()
+        if self._exchange is not None:
+            self._exchange.close()
+        self._history.record("left", version=self.version)
+        self._trace.close()
+        self._history.close()
+
+    def drain(self) -> None:
+        """Leave at the next opportunity: after the step under way. May be called from a signal handler."""
+        self._draining = True
+
+    # --- for the optimizer
+
+    def _begin_step(self) -> None:
+        assert self._exchange is not None
+        if not self._batches:
+            raise UsageError(
+                "this step's batch did not come from session.loader(...), so its records cannot be counted. "
+                "Iterate over session.loader(dataset or DataLoader, ...)"
+            )
+        samples = sum(r.records for r in self._batches)
+        self._phases.backward()
+        self._exchange.begin(Step(number=self._steps, version=self._exchange.version, samples=samples))
+
+    def _exchange_ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
+        assert self._exchange is not None
+        self._phases.gradient()
+        self._exchange.ready(bucket, present)
+
+    def _before_step(self) -> None:
+        self._phases.backward_ended()
+
+    def _finish_step(self, settings: str) -> None:
+        assert self._exchange is not None
+        assert self._optimizer is not None
+        step = self._exchange.under_way
+        assert step is not None
+        if step.samples != sum(r.records for r in self._batches):
+            raise UsageError("a batch was loaded between backward() and optimizer.step(); call step() first")
+        metrics = {key: float(value) for key, value in self._metrics.items()}
+        with self._phases.waiting(step.number):
+            self._exchange.finish(Ending(ranges=tuple(self._batches), settings=settings, metrics=metrics))
+        self._steps += 1
+        self._batches, self._metrics = [], {}
+        if self._exchange.settings and self._exchange.settings != settings:
+            self._optimizer.adopt(Settings.from_json(self._exchange.settings))
+
+    def _optimizer_state(self) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:
+        for shard in range(self._client.shards):
+            for reply, body in self._client.optimizer_state(shard):
+                if not reply.done:
+                    yield reply, body
+
+    # --- for the loader
+
+    @property
+    def _has_unfinished_batch(self) -> bool:
+        """Whether batches were handed to the script that no step has ended yet."""
+        return bool(self._batches)
+
+    def _take(self, records: int, epochs: int, batch: int, *, wait: bool) -> tuple[Range, ...]:
+        """Get records; with `wait`, () means that all of them are in the model."""
+        if self._exchange is None or self._optimizer is None:
+            raise UsageError("call session.optimizer(...) before iterating over session.loader(...)")
+        while True:
+            self._between_batches()
+            granted = self._client.take(records=records, epochs=epochs, batch=batch, wait=wait)
+            if not granted.pending:
+                break
+        if granted.ranges and wait:
+            self._computing = True
+            if granted.version != self._exchange.version:
+                self._exchange.fetch(granted.version, contributor=True)
+                self._optimizer.adopt(Settings.from_json(self._exchange.settings), catch_up=True)
+        elif granted.finished and wait:
+            self._computing = False
+            self._chief = granted.chief
+            if granted.version != self._exchange.version:
+                self._exchange.fetch(granted.version, contributor=False)
+        return granted.ranges
+
+    def _begin_batch(self, ranges: list[Range]) -> None:
+        self._batches.extend(ranges)
+        self._phases.forward()
+
+    def _between_batches(self) -> None:
+        """Where a worker that was asked to leave does so."""
+        if self._draining and (self._exchange is None or self._exchange.under_way is None):
+            self.close()
+            raise Drained
+
+    def _stop_computing(self) -> None:
+        """The script has stopped iterating: give back what it has not computed on."""
+        if self._computing and not self._closed and not self._batches:
+            self._computing = False
+            self._client.release()
+
+
+class _Heart:
+    """Keeps the lease alive while the script computes."""
+
+    def __init__(self, client: Client, interval: timedelta) -> None:
+        self._client = client
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._interval.total_seconds()):
+            try:
+                self._client.heartbeat()
+            except Refused as refusal:
+                if refusal.code is RefusalCode.STALE_INCARNATION:
+                    return  # whatever the script does next is told so
+            except ElasticPSError as error:
+                logger.debug("heartbeat: %s", error)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+
+_current: Session | None = None
+
+
+def drain_current() -> None:
+    """Ask this process's session to leave; without one the process ends at once. For signal handlers."""
+    if _current is None or not _current.started:
+        raise Drained
+    _current.drain()
+
+
+def close_current() -> None:
+    """Close this process's session, if it has one."""
+    if _current is not None:
+        _current.close()
+
+
+def connect() -> Session:
+    """Begin this process's stay in the job that it was started for. Reads the environment; does not block.
+
+    Raises:
+        UsageError: the process was not started as a worker of a job.
+    """
+    environment = env.read()
+    if environment.role != "worker":
+        raise UsageError(
+            "elastic_ps.connect() is for workers; this process was started as a parameter server"
+        )
+    from elastic_ps.transport.grpc import GrpcConnection
+
+    global _current
+    process = f"worker-{environment.index}"
+    _current = Session(
+        environment.job,
+        environment.spec,
+        environment.index,
+        [GrpcConnection(address) for address in environment.addresses],
+        trace=Trace(environment.trace, process),
+        history=History(environment.history, process),
+    )
+    atexit.register(_current.close)
+    return _current

@@ -1,0 +1,178 @@
+"""A whole job inside one test process: parameter servers and workers as threads, over any transport."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from elastic_ps.env import ProcessEnvironment, Resume
+from elastic_ps.job import TrainingJobSpec, parse_spec
+from elastic_ps.server.process import ParameterServer
+from elastic_ps.telemetry import History
+from elastic_ps.transport.base import Connection
+from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
+from elastic_ps.transport.inproc import InprocServer, connect
+from elastic_ps.worker.session import Session
+
+DEADLINE = 60.0
+"""Seconds that anything in a test may take."""
+
+
+def make_spec(**fields: Any) -> TrainingJobSpec:
+    """A spec; `fields` are top-level ones, as in YAML."""
+    return parse_spec({"entrypoint": "tests:main", **fields}, source="test")
+
+
+def wait_until(condition: Callable[[], bool], what: str, deadline: float = DEADLINE) -> None:
+    """Poll until `condition`; fails with `what` after the deadline."""
+    end = time.monotonic() + deadline
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline:.0f} s: {what}"
+        time.sleep(0.005)
+
+
+@dataclass
+class Job:
+    """The parameter servers of a job, and the threads that work for it."""
+
+    spec: TrainingJobSpec
+    servers: list[ParameterServer]
+    open_connections: Callable[[], list[Connection]]
+    history: Path
+    threads: list[threading.Thread] = field(default_factory=list)
+    errors: list[BaseException] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+
+    def session(self, worker: int) -> Session:
+        """A new session, to be used in the calling thread."""
+        session = Session(
+            "test", self.spec, worker, self.open_connections(), history=History(self.history, f"worker-{worker}")
+        )
+        self.sessions.append(session)
+        return session
+
+    def start(self, worker: int, script: Callable[[Session], Any]) -> threading.Thread:
+        """Run `script(session)` as a worker in a thread; what it raises is raised by `join`."""
+
+        def run() -> None:
+            session = self.session(worker)
+            try:
+                script(session)
+            except SystemExit:
+                pass
+            except BaseException as error:  # noqa: BLE001
+                self.errors.append(error)
+            finally:
+                session.close()
+
+        thread = threading.Thread(target=run, name=f"worker-{worker}")
+        self.threads.append(thread)
+        thread.start()
+        return thread
+
+    def join(self) -> None:
+        """Wait for all workers; raises the first error of one."""
+        end = time.monotonic() + DEADLINE
+        while any(t.is_alive() for t in self.threads) and not self.errors:
+            assert time.monotonic() < end, f"workers still run; {self.status()}"
+            time.sleep(0.005)
+        if self.errors:
+            raise self.errors[0]
+
+    def status(self) -> Any:
+        return self.servers[0].status()
+
+    @property
+    def version(self) -> int:
+        return int(self.status().progress.version)
+
+    def commits(self) -> list[dict[str, Any]]:
+        """The rounds that the parameter server has recorded as committed, in order."""
+        return [e for e in events(self.history, "ps-0") if e["event"] == "commit"]
+
+
+def events(directory: Path, process: str) -> list[dict[str, Any]]:
+    """What a process has recorded."""
+    files = sorted(directory.glob(f"{process}-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+@contextmanager
+def running_job(
+    tmp_path: Path,
+    *,
+    transport: str = "inproc",
+    checkpoints: Path | None = None,
+    resume: Resume = "no",
+    **fields: Any,
+) -> Iterator[Job]:
+    """A job with its parameter servers running; everything is closed at the end."""
+    spec = make_spec(**fields)
+    shards = spec.parameter_server.replicas
+    history = tmp_path / "history"
+    listeners: list[Any] = [
+        GrpcServer("127.0.0.1:0") if transport == "grpc" else InprocServer() for _ in range(shards)
+    ]
+
+    def open_connection(shard: int) -> Connection:
+        listener = listeners[shard]
+        return GrpcConnection(listener.address) if transport == "grpc" else connect(listener)
+
+    servers: list[ParameterServer] = []
+    job: Job | None = None
+    try:
+        for shard in reversed(range(shards)):  # shard 0 configures the others when it resumes
+            environment = ProcessEnvironment(
+                job="test",
+                spec=spec,
+                role="ps",
+                index=shard,
+                addresses=tuple(listener.address for listener in listeners),
+                checkpoints=checkpoints,
+                resume=resume,
+                history=history if shard == 0 else None,
+            )
+            servers.insert(0, ParameterServer(environment, listeners[shard], open_connection))
+        job = Job(spec, servers, lambda: [open_connection(s) for s in range(shards)], history)
+        yield job
+    finally:
+        if job is not None:
+            for session in job.sessions:
+                session.close()
+            for thread in job.threads:
+                thread.join(DEADLINE)
+        for server in servers:
+            server.close()
+
+
+class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A small regression data set, the same for the same arguments."""
+
+    def __init__(self, records: int, features: int = 6, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(records, features, generator=generator)
+        self.y = torch.sin(self.x.sum(1, keepdim=True))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[index], self.y[index]
+
+
+def make_mlp(widths: Sequence[int] = (6, 16, 16, 1), seed: int = 0) -> torch.nn.Sequential:
+    """A multi-layer perceptron; the same seed gives the same values."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers: list[torch.nn.Module] = []
+        for a, b in zip(widths[:-1], widths[1:], strict=True):
+            layers += [torch.nn.Linear(a, b), torch.nn.Tanh()]
+        return torch.nn.Sequential(*layers[:-1])

@@ -1,0 +1,316 @@
+"""`elastic-ps` as a person uses it: command lines, signals, exit codes, what is printed and written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.integration.launching import FAKE, LIMIT, eventually, gone, job_document
+
+FOREVER = 10_000_000
+COMMAND = f"""
+import sys
+from elastic_ps.cli import main
+from elastic_ps.local import Programs
+programs = Programs(server=(sys.executable, {FAKE!r}, "ps"), worker=(sys.executable, {FAKE!r}, "worker"))
+sys.exit(main(programs=programs))
+"""
+
+
+class Place:
+    """A directory with a script, its own state directory, and the commands given in it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.state = path / "state" / "elastic-ps"
+        self._started: list[subprocess.Popen[str]] = []
+        (path / "script.py").write_text("def main(): ...\n")
+
+    def job(self, name: str = "fake", *, workers: int = 2, spec: Any = None, **arguments: Any) -> str:
+        document = job_document(name, workers=workers, **arguments)
+        document["spec"] |= spec or {}
+        (self.path / "job.yaml").write_text(yaml.safe_dump(document))
+        return "job.yaml"
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *arguments],
+            cwd=self.path,
+            env={**os.environ, "XDG_STATE_HOME": str(self.path / "state"), "COLUMNS": "80"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=LIMIT)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def status(self, name: str = "fake") -> dict[str, Any]:
+        """The content of a job's status.json; empty if there is none."""
+        try:
+            content: dict[str, Any] = json.loads((self.state / name / "status.json").read_text())
+        except FileNotFoundError:
+            return {}
+        return content
+
+    def workers(self) -> dict[int, int]:
+        processes = self.status().get("processes", [])
+        return {p["index"]: p["pid"] for p in processes if p["state"] == "training"}
+
+    def training(self, count: int) -> dict[int, int]:
+        return eventually(
+            lambda: self.workers() if len(self.workers()) == count else None, f"{count} workers train"
+        )
+
+    def pids(self) -> list[int]:
+        return [process["pid"] for process in self.status()["processes"]]
+
+    def clean(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        for path in self.state.glob("*/status.json"):
+            status = json.loads(path.read_text())
+            if status["phase"] in ("Pending", "Running") and not gone(status["launcherPid"]):
+                os.kill(status["launcherPid"], signal.SIGKILL)
+            for process in status["processes"]:
+                eventually(lambda pid=process["pid"]: gone(pid), f"process {process} ends")  # type: ignore[misc]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = Place(tmp_path)
+    yield place
+    place.clean()
+
+
+def test_help_is_quick_and_teaches(place: Place) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "elastic_ps.cli", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for word in ("run", "status", "scale", "logs", "stop", "examples:", "exit codes:"):
+        assert word in done.stdout
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not loaded & {"torch", "pydantic", "rich", "matplotlib", "numpy", "grpc", "kopf"}
+
+
+def test_the_launcher_loads_neither_torch_nor_the_programs(place: Place) -> None:
+    code = "import sys, elastic_ps.cli.run, elastic_ps.cli.control, elastic_ps.local.report\n"
+    code += "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'kopf', 'matplotlib', 'grpc')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_run_scales_and_reports(place: Place) -> None:
+    job = place.job(records=4000)
+    done = place.run(
+        "run", job, "--scale", "30:3", "--scale", "99999:2", "--report", "out", "--trace", "t.json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fake succeeded" in done.stdout
+    assert "97.50 %" in done.stdout
+    assert "scaled from 2 to 3 workers" in done.stdout
+    assert "worker 2 joined at version" in done.stdout
+    assert "99999:2 had no effect" in done.stdout
+    report = json.loads((place.path / "out" / "run.json").read_text())
+    assert report["phase"] == "Succeeded"
+    assert report["test_accuracy"] == 0.975
+    assert (report["records_applied"], report["records_expected"]) == (4000, 4000)
+    assert 0 < report["samples_per_second"] < 100_000
+    assert report["duration_seconds"] > 0
+    assert report["loss"][-1][0] == 500
+    assert {"id", "pid", "joined_version", "left_version", "steps"} <= set(report["workers"][0])
+    assert (place.path / "out" / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((place.path / "t.json").read_text())["traceEvents"]
+
+
+def test_a_failed_job_shows_the_end_of_the_log(place: Place) -> None:
+    done = place.run(
+        "run", place.job(records=FOREVER, fail={"0": 5}, spec={"runPolicy": {"backoffLimit": 0}})
+    )
+    assert done.returncode == 1
+    assert "BackoffLimitExceeded" in done.stderr
+    assert "fake worker 0 ends with 5" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_job_that_cannot_work_is_bad_input(place: Place) -> None:
+    done = place.run("run", place.job(records=FOREVER, fail={"0": 78}))
+    assert done.returncode == 2
+    assert "fake worker 0 ends with 78" in done.stderr
+
+
+def test_a_terminal_shows_live_progress(place: Place) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "run", place.job(records=1600)],
+        cwd=place.path,
+        env={**os.environ, "XDG_STATE_HOME": str(place.path / "state"), "TERM": "xterm", "COLUMNS": "80"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    os.close(ours)
+    assert process.wait(timeout=LIMIT) == 0
+    for part in ("worker 1 joined", "samples/s", "training", "epoch 1 of 1", "succeeded", "━"):
+        assert part in shown.decode()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_stops_the_job_and_leaves_nothing(place: Place, number: signal.Signals, code: int) -> None:
+    process = place.start("run", place.job(records=FOREVER, child=True))
+    place.training(2)
+    pids = place.pids() + [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+    process.send_signal(number)
+    _, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == code
+    assert all(gone(pid) for pid in pids)
+    assert "--resume" in err, "the way on is shown"
+    assert {member["state"] for member in place.status()["server"]["members"]} == {"left"}
+    assert place.status()["phase"] == "Suspended"
+
+
+def test_a_second_interrupt_kills(place: Place) -> None:
+    process = place.start("run", place.job(records=FOREVER, stubborn=True))
+    place.training(2)
+    pids = place.pids()
+    process.send_signal(signal.SIGINT)
+    eventually(lambda: place.status()["reason"] == "Stopped", "the job is being stopped")
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=LIMIT)
+    assert process.returncode == 130
+    assert time.monotonic() - began < 4, "without waiting for those who do not listen"
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_killed_launcher_leaves_nothing_and_its_name_is_free(place: Place) -> None:
+    process = place.start("run", place.job(records=FOREVER))
+    place.training(2)
+    pids = place.pids()
+    process.kill()
+    process.communicate()
+    eventually(lambda: all(gone(pid) for pid in pids), "the processes end with their launcher")
+    shown = json.loads(place.run("status", "fake", "--json").stdout)
+    assert (shown["phase"], shown["reason"]) == ("Failed", "LauncherLost")
+    assert place.run("run", place.job(records=80)).returncode == 0
+
+
+def test_a_detached_job_is_followed_scaled_and_stopped(place: Place) -> None:
+    started = place.run("run", place.job(records=FOREVER), "--detach")
+    assert started.returncode == 0, started.stderr
+    assert "elastic-ps stop fake" in started.stdout
+    before = place.training(2)
+    assert "fake" in place.run("status").stdout
+    shown = json.loads(place.run("status", "job.yaml", "--json").stdout)
+    assert shown["phase"] == "Running"
+    scaled = place.run("scale", "fake", "--workers", "3")
+    assert (scaled.returncode, scaled.stdout) == (0, "fake: from 2 to 3 workers\n")
+    after = place.training(3)
+    assert {index: after[index] for index in (0, 1)} == before
+    assert "worker 0 has" in place.run("logs", "fake", "--worker", "0").stdout
+    refused = place.run("run", "job.yaml")
+    assert refused.returncode == 2
+    assert "already runs" in refused.stderr
+    follower = place.start("logs", "fake", "-f")
+    stopped = place.run("stop", "fake")
+    assert stopped.returncode == 0
+    assert "--resume" in stopped.stdout
+    followed, _ = follower.communicate(timeout=LIMIT)
+    assert "worker-2  | worker 2 has" in followed
+    assert all(gone(pid) for pid in place.pids())
+    assert place.run("stop", "fake").returncode == 0
+    assert place.run("scale", "fake", "--workers", "1").returncode == 2
+
+
+def test_a_detached_job_that_fails_to_start_says_so(place: Place) -> None:
+    done = place.run("run", place.job(server_fails=True), "--detach")
+    assert done.returncode == 1
+    assert "the fake server cannot start" in done.stderr
+
+
+def test_closing_the_output_stops_the_job(place: Place) -> None:
+    process = place.start("run", place.job(records=FOREVER))
+    place.training(2)
+    pids = place.pids()
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    process.wait(timeout=LIMIT)
+    assert process.returncode == 1
+    assert all(gone(pid) for pid in pids)
+
+
+def test_resume_hands_the_directory_to_the_parameter_server(place: Place) -> None:
+    place.run("run", place.job(records=80, spec={"parameterServer": {"checkpoint": {"path": "ckpt"}}}))
+    again = place.run("run", "job.yaml")
+    assert again.returncode == 2
+    assert "--resume ckpt" in again.stderr
+    assert place.run("run", "job.yaml", "--resume", "ckpt").returncode == 0
+    assert f"serving require {place.path}/ckpt" in place.run("logs", "fake", "--ps", "0").stdout
+
+
+BAD_INPUT = {
+    "no such file": (["run", "other.yaml"], {}, "cannot read the job file other.yaml"),
+    "unknown field": (["run", "job.yaml"], {"wroker": {}}, "did you mean 'worker'?"),
+    "replicas": (["run", "job.yaml"], {"worker": {"replicas": 0}}, "replicas"),
+    "workers": (["run", "job.yaml", "--workers", "9"], {"worker": {"maxReplicas": 4}}, "maxReplicas 4"),
+    "scale": (["run", "job.yaml", "--scale", "5:9"], {"worker": {"maxReplicas": 4}}, "--scale 5:9"),
+    "scale twice": (["run", "job.yaml", "--scale", "5:1", "--scale", "5:2"], {}, "version 5 twice"),
+    "scale syntax": (["run", "job.yaml", "--scale", "5"], {}, "VERSION:N"),
+    "workers syntax": (["run", "job.yaml", "--workers", "0"], {}, "not a number from 1"),
+    "no module": (["run", "job.yaml"], {"entrypoint": "nowhere:main"}, "No module named 'nowhere'"),
+    "broken script": (["run", "job.yaml"], {"entrypoint": "broken:main"}, "division by zero"),
+    "report": (["run", "job.yaml", "--report", "script.py/out"], {}, "--report: cannot write"),
+    "trace": (["run", "job.yaml", "--trace", "script.py/t.json"], {}, "--trace: cannot write"),
+    "trace directory": (["run", "job.yaml", "--trace", "."], {}, "is a directory"),
+    "resume": (["run", "job.yaml", "--resume", "."], {}, "no whole checkpoint"),
+    "resume nowhere": (["run", "job.yaml", "--resume", "nowhere"], {}, "no such directory"),
+    "unknown job": (["status", "nobody"], {}, "no job 'nobody'"),
+    "unknown job to stop": (["stop", "nobody"], {}, "no job 'nobody'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_starts_nothing(place: Place, case: str) -> None:
+    arguments, spec, message = BAD_INPUT[case]
+    (place.path / "broken.py").write_text("1 / 0\n")
+    place.job(spec=spec, records=8)
+    done = place.run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == ""
+    assert not place.state.exists()
+    if case != "broken script" and case != "no module":
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,310 @@
+"""What only the gRPC transport has to stand: strangers, dead hosts, killed servers, forks, flow control."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from elastic_ps.errors import CannotListen, ConnectionLost, Malformed, TransportError, UserError
+from elastic_ps.transport import frame_pb2
+from elastic_ps.transport.base import Frame, Incoming, Limits, unary
+from elastic_ps.transport.grpc import WINDOW, GrpcConnection, GrpcServer
+
+LONG = timedelta(seconds=60)
+MIB = 1024 * 1024
+
+SERVER = """
+import sys, threading
+from elastic_ps.transport.base import Frame
+from elastic_ps.transport.grpc import GrpcServer
+
+def handler(method, incoming):
+    if method == "block":
+        print("entered", flush=True)
+        threading.Event().wait()
+    yield Frame(incoming.header)
+
+server = GrpcServer(sys.argv[1])
+server.serve(handler)
+print(server.address, flush=True)
+sys.stdin.read()
+"""
+
+FORKS = """
+import gc, multiprocessing, os, threading
+from datetime import timedelta
+from elastic_ps.transport.base import Frame, unary
+from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
+
+LONG = timedelta(seconds=60)
+release = threading.Event()
+
+def handler(method, incoming):
+    if method == "block":
+        release.wait()
+    yield Frame(incoming.header)
+
+def in_child(number):
+    gc.collect()
+    return number * number
+
+if __name__ == "__main__":
+    server = GrpcServer("127.0.0.1:0")
+    server.serve(handler)
+    connection = GrpcConnection(server.address)
+    blocked = connection.call("block", Frame(b"late", memoryview(bytes(50_000_000))), timeout=LONG)
+    for round in range(5):
+        assert unary(connection, "echo", b"x", timeout=LONG) == b"x"
+        child = os.fork()
+        if not child:
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(in_child, range(10)) == [n * n for n in range(10)]
+            assert unary(connection, "echo", b"y", timeout=LONG) == b"y"
+    release.set()
+    assert [answer.header for answer in blocked] == [b"late"]
+    connection.close()
+    server.close()
+    print("done")
+"""
+
+
+def eventually(condition: Callable[[], Any], within: float = 20) -> None:
+    """Wait until `condition` holds."""
+    until = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def echo(method: str, incoming: Incoming) -> Iterator[Frame]:
+    """Answer with what came."""
+    body = memoryview(bytearray(incoming.size))
+    incoming.read_into(body)
+    yield Frame(incoming.header, body)
+
+
+@pytest.fixture
+def server() -> Iterator[GrpcServer]:
+    server = GrpcServer("127.0.0.1:0", limits=Limits(header_bytes=MIB, body_bytes=64 * MIB))
+    server.serve(echo)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def connection(server: GrpcServer) -> Iterator[GrpcConnection]:
+    connection = GrpcConnection(server.address)
+    yield connection
+    connection.close()
+
+
+@contextlib.contextmanager
+def server_process(bind: str = "127.0.0.1:0") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server in a process of its own, and its address."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, bind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def endpoint(address: str) -> tuple[str, int]:
+    """`address` as the socket module wants it."""
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def resident(process: psutil.Process) -> int:
+    """Bytes of memory that `process` has, once that has stopped changing."""
+    readings = [0]
+
+    def steady() -> bool:
+        readings.append(process.memory_info().rss)
+        return len(readings) > 100 and max(readings[-100:]) - min(readings[-100:]) < MIB
+
+    eventually(steady, 60)
+    return readings[-1]
+
+
+def test_bodies_that_nobody_asks_for_are_not_buffered() -> None:
+    calls, size = 20, 64 * MIB
+    with server_process() as (process, address):
+        assert process.stdout is not None
+        connection = GrpcConnection(address)
+        unary(connection, "warm up", b"", timeout=LONG)
+        before = resident(psutil.Process(process.pid))
+        body = memoryview(bytes(size))
+        running = [connection.call("block", Frame(b"", body), timeout=LONG) for _ in range(calls)]
+        for _ in range(calls):
+            assert process.stdout.readline() == "entered\n"
+        grown = resident(psutil.Process(process.pid)) - before
+        connection.close()
+        del running
+    print(f"{grown / MIB:.1f} MiB for {calls} calls")
+    assert grown < calls * 2 * WINDOW + 16 * MIB
+
+
+def test_a_killed_server_ends_calls_and_is_found_again() -> None:
+    with server_process() as (process, address):
+        assert process.stdout is not None
+        connection = GrpcConnection(address)
+        running = connection.call("block", Frame(b"", memoryview(bytes(64 * MIB))), timeout=LONG)
+        assert process.stdout.readline() == "entered\n"
+        process.kill()
+        with pytest.raises(ConnectionLost):
+            next(running)
+        with pytest.raises(ConnectionLost):
+            unary(connection, "echo", b"", timeout=LONG)
+    with server_process(address):
+
+        def works() -> bool:
+            try:
+                return unary(connection, "echo", b"again", timeout=LONG) == b"again"
+            except ConnectionLost:
+                return False
+
+        eventually(works, 10)
+        connection.close()
+
+
+def test_strangers_bytes_neither_stop_the_server_nor_take_its_memory(
+    server: GrpcServer, connection: GrpcConnection
+) -> None:
+    chooser = random.Random(1)
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    before = psutil.Process().memory_info().rss
+    for attempt in range(200):
+        with socket.create_connection(endpoint(server.address), timeout=20) as stranger:
+            start = preface if attempt % 2 else b""
+            with contextlib.suppress(OSError):
+                stranger.sendall(start + chooser.randbytes(chooser.choice([1, 100, 10_000, 100_000])))
+    assert unary(connection, "echo", b"alive", timeout=LONG) == b"alive"
+    assert psutil.Process().memory_info().rss - before < 64 * MIB
+
+
+def test_calls_that_do_not_follow_the_schema_are_malformed_for_their_sender(
+    server: GrpcServer, connection: GrpcConnection
+) -> None:
+    chooser = random.Random(2)
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream("/elastic_ps.transport.Transport/Call", None, None)
+        for _ in range(200):
+            stream = [chooser.randbytes(chooser.choice([0, 1, 10, 1000])) for _ in range(3)]
+            (answer,) = call(iter(stream), timeout=60)
+            assert frame_pb2.Message.FromString(answer).refusal.kind == frame_pb2.Refusal.Kind.MALFORMED
+        (answer,) = call(iter([]), timeout=60)
+        assert "no frame" in frame_pb2.Message.FromString(answer).refusal.message
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call(iter([bytes(MIB)]), timeout=60))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert unary(connection, "echo", b"alive", timeout=LONG) == b"alive"
+
+
+def test_a_method_name_that_does_not_fit_is_malformed(connection: GrpcConnection) -> None:
+    with pytest.raises(Malformed):
+        unary(connection, "x" * MIB, b"", timeout=LONG)
+
+
+def test_a_stranger_at_the_address_is_a_transport_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    client, _ = stranger.accept()
+                    client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    client.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        connection = GrpcConnection(f"127.0.0.1:{stranger.getsockname()[1]}")
+        with pytest.raises(TransportError):
+            unary(connection, "echo", b"", timeout=LONG)
+        connection.close()
+        stranger.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_half_open_connections_do_not_hold_up_calls_or_close() -> None:
+    server = GrpcServer("127.0.0.1:0")
+    server.serve(echo)
+    connection = GrpcConnection(server.address)
+    with contextlib.ExitStack() as stack:
+        for index in range(100):
+            silent = stack.enter_context(socket.create_connection(endpoint(server.address), timeout=20))
+            if index % 2:
+                silent.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        assert unary(connection, "echo", b"alive", timeout=LONG) == b"alive"
+        # A connection that breaks off with a reset, in the middle of a frame.
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        silent.close()
+        assert unary(connection, "echo", b"alive", timeout=LONG) == b"alive"
+        began = time.monotonic()
+        connection.close()
+        server.close()
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_taken_port_is_a_users_error(server: GrpcServer, host: str) -> None:
+    with pytest.raises(CannotListen, match="taken") as caught:
+        GrpcServer(f"{host}:{endpoint(server.address)[1]}")
+    assert isinstance(caught.value, UserError)
+
+
+def test_a_host_that_is_not_this_machine_is_a_users_error() -> None:
+    with pytest.raises(CannotListen, match="not an address"):
+        GrpcServer("203.0.113.1:0")
+
+
+def test_the_address_of_a_server_that_listens_everywhere_works_here() -> None:
+    server = GrpcServer("0.0.0.0:0")
+    server.serve(echo)
+    connection = GrpcConnection(server.address)
+    assert unary(connection, "echo", b"here", timeout=LONG) == b"here"
+    connection.close()
+    server.close()
+
+
+def test_more_calls_than_threads_wait_for_their_turn() -> None:
+    server = GrpcServer("127.0.0.1:0", calls=2)
+    server.serve(echo)
+    connection = GrpcConnection(server.address)
+    calls = [connection.call("echo", Frame(bytes([n])), timeout=LONG) for n in range(20)]
+    assert [[answer.header for answer in call] for call in calls] == [[bytes([n])] for n in range(20)]
+    connection.close()
+    server.close()
+
+
+def test_a_process_with_open_calls_may_fork() -> None:
+    environment = {**os.environ, "PYTHONWARNINGS": "default"}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n"), json.dumps(done.stderr)

@@ -1,0 +1,242 @@
+"""The launcher with real processes, which count instead of training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elastic_ps.errors import UserError
+from elastic_ps.job import Member, TrainingJob
+from elastic_ps.local import Launcher, LocalStatus, Options, Outcome, ScaleAt
+from elastic_ps.local.report import build_report
+from tests.integration.launching import LIMIT, PROGRAMS, eventually, gone, make_job
+
+FOREVER = 10_000_000
+
+
+@contextmanager
+def launched(job: TrainingJob, root: Path, options: Options | None = None) -> Iterator[Launcher]:
+    options = options or Options(root=root, programs=PROGRAMS)
+    pids: set[int] = set()
+    with Launcher(job, options) as launcher:
+        launcher.start()
+        yield launcher
+        pids |= {process.pid for process in launcher.status().processes}
+    assert all(gone(pid) for pid in pids)
+
+
+def end_of(launcher: Launcher) -> Outcome:
+    assert launcher.wait(timedelta(seconds=LIMIT)), launcher.status()
+    return launcher.outcome()
+
+
+def workers_of(status: LocalStatus) -> dict[int, int]:
+    """index -> pid of the workers that train."""
+    return {
+        process.index: process.pid
+        for process in status.processes
+        if process.role == "worker" and process.state == "training"
+    }
+
+
+def training(launcher: Launcher, count: int) -> dict[int, int]:
+    def look() -> dict[int, int] | None:
+        assert not launcher.wait(timedelta(0)), launcher.outcome().verdict
+        workers = workers_of(launcher.status())
+        return workers if len(workers) == count else None
+
+    return eventually(look, f"{count} workers train")
+
+
+def test_a_job_runs_to_its_end(tmp_path: Path) -> None:
+    with launched(make_job(records=800, workers=2), tmp_path) as launcher:
+        outcome = end_of(launcher)
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    report = build_report(outcome)
+    assert (report["records_applied"], report["test_accuracy"]) == (800, 0.975)
+    assert len(report["loss"]) == report["version"] == 100
+    assert sum(each["steps"] for each in report["workers"]) == 100
+    assert outcome.status.phase == "Succeeded"
+    assert [process.exit for process in outcome.status.processes] == [0, 0, 0]
+
+
+def test_scaling_leaves_those_who_train_alone(tmp_path: Path) -> None:
+    with launched(make_job(records=FOREVER, workers=2), tmp_path) as launcher:
+        before = training(launcher, 2)
+        launcher.directory.scale(4)
+        grown = training(launcher, 4)
+        launcher.directory.scale(1)
+        shrunk = training(launcher, 1)
+        assert {0: before[0]} == shrunk
+        assert {index: grown[index] for index in (0, 1)} == before
+        launcher.directory.scale(3)
+        again = training(launcher, 3)
+        assert again[0] == before[0]
+        assert again[1] != before[1]
+        launcher.stop("enough")
+        outcome = end_of(launcher)
+    assert outcome.status.failures == 0
+    left = [member for member in _members(outcome) if member.worker in (1, 2, 3)]
+    assert {member.state for member in left} == {"left"}
+
+
+def test_the_schedule_is_followed_by_version(tmp_path: Path) -> None:
+    schedule = (ScaleAt(20, 3), ScaleAt(400, 1), ScaleAt(10**6, 2))
+    options = Options(root=tmp_path, programs=PROGRAMS, schedule=schedule)
+    with launched(make_job(records=8000, workers=1), tmp_path, options) as launcher:
+        outcome = end_of(launcher)
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    assert outcome.unreached == (ScaleAt(10**6, 2),)
+    joined = {member.worker: member.joined_version for member in _members(outcome)}
+    assert joined[0] == 0
+    assert joined[1] >= 20
+    texts = [event.text for event in outcome.record.events if event.kind == "scale"]
+    assert [text.split(" at ")[0] for text in texts] == [
+        "scaled from 1 to 3 workers",
+        "scaled from 3 to 1 workers",
+    ]
+
+
+def test_a_killed_worker_is_replaced_and_told_about(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    options = Options(
+        root=tmp_path,
+        programs=PROGRAMS,
+        on_worker_gone=lambda addresses, worker, pid: told.append((worker, pid)),
+    )
+    with launched(make_job(records=FOREVER, workers=2, spec=_limit(0)), tmp_path, options) as launcher:
+        before = training(launcher, 2)
+        os.kill(before[1], signal.SIGKILL)
+        eventually(lambda: workers_of(launcher.status()).get(1) not in (None, before[1]), "a replacement")
+        assert workers_of(launcher.status())[0] == before[0]
+        assert told == [(1, before[1])]
+        assert any("SIGKILL" in event.text for event in launcher.record.events)
+        assert launcher.status().failures == 0
+
+
+def test_a_script_that_fails_is_tried_again_until_the_limit(tmp_path: Path) -> None:
+    job = make_job(records=FOREVER, workers=2, fail={"1": 3}, spec=_limit(2))
+    with launched(job, tmp_path) as launcher:
+        outcome = end_of(launcher)
+    assert (outcome.verdict.phase, outcome.verdict.reason) == ("Failed", "BackoffLimitExceeded")
+    assert "fake worker 1 ends with 3" in outcome.verdict.message
+    assert outcome.status.failures == 3
+    log = launcher.directory.log("worker", 1).read_text()
+    assert log.count("ends with 3") == 3, "the log is kept over restarts"
+
+
+def test_a_job_that_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
+    with launched(make_job(records=FOREVER, workers=2, fail={"0": 78}), tmp_path) as launcher:
+        outcome = end_of(launcher)
+    assert outcome.verdict.reason == "InvalidJob"
+    assert "fake worker 0 ends with 78" in outcome.verdict.message
+
+
+def test_a_parameter_server_that_dies_fails_the_job(tmp_path: Path) -> None:
+    with launched(make_job(server_fails=True), tmp_path) as launcher:
+        outcome = end_of(launcher)
+    assert outcome.verdict.reason == "ParameterServerLost"
+    assert "the fake server cannot start" in outcome.verdict.message
+    assert {process.role for process in outcome.status.processes} == {"ps"}, "no worker was started"
+
+
+def test_the_deadline_ends_the_job(tmp_path: Path) -> None:
+    job = make_job(records=FOREVER, spec={"runPolicy": {"activeDeadlineSeconds": 2}})
+    with launched(job, tmp_path) as launcher:
+        assert end_of(launcher).verdict.reason == "DeadlineExceeded"
+
+
+def test_a_script_without_data_succeeds_when_its_workers_end(tmp_path: Path) -> None:
+    with launched(make_job(steps=5), tmp_path) as launcher:
+        assert end_of(launcher).verdict.phase == "Succeeded"
+
+
+def test_workers_that_end_before_the_data_does_are_a_failure(tmp_path: Path) -> None:
+    with launched(make_job(records=FOREVER, steps=5), tmp_path) as launcher:
+        outcome = end_of(launcher)
+    assert outcome.verdict.reason == "RecordsLeft"
+    assert f"80 of {FOREVER}" in outcome.verdict.message
+
+
+def test_several_shards(tmp_path: Path) -> None:
+    job = make_job(records=200, spec={"parameterServer": {"replicas": 3}})
+    with launched(job, tmp_path) as launcher:
+        outcome = end_of(launcher)
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    assert len(set(outcome.status.addresses) | set(outcome.status.http)) == 6
+
+
+def test_a_worker_that_ignores_the_request_and_all_it_started_are_killed(tmp_path: Path) -> None:
+    with launched(make_job(records=FOREVER, workers=1, stubborn=True, child=True), tmp_path) as launcher:
+        [pid] = training(launcher, 1).values()
+        [child] = psutil.Process(pid).children()
+        launcher.stop("enough")
+        outcome = end_of(launcher)
+        assert gone(child.pid)
+    assert any("killed" in event.text for event in outcome.record.events)
+
+
+def test_what_a_killed_worker_started_ends_with_it(tmp_path: Path) -> None:
+    with launched(make_job(records=FOREVER, workers=1, child=True), tmp_path) as launcher:
+        [pid] = training(launcher, 1).values()
+        [child] = psutil.Process(pid).children()
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: gone(child.pid), "the child of the killed worker ends")
+
+
+def test_an_exception_leaves_no_process_and_no_thread(tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    with pytest.raises(ZeroDivisionError), launched(make_job(records=FOREVER), tmp_path) as launcher:  # noqa: PT012
+        pids = training(launcher, 2).values()
+        _ = 1 // 0
+    assert all(gone(pid) for pid in pids)
+    assert set(threading.enumerate()) <= threads
+
+
+def test_a_name_is_taken_while_the_job_runs_and_free_afterwards(tmp_path: Path) -> None:
+    with launched(make_job(records=FOREVER), tmp_path) as first:
+        with pytest.raises(UserError, match="already runs"):
+            Launcher(make_job(records=8), Options(root=tmp_path, programs=PROGRAMS))
+        first.stop("enough")
+        end_of(first)
+    with launched(make_job(records=8), tmp_path) as second:
+        assert end_of(second).verdict.phase == "Succeeded"
+    assert second.checkpoints != first.checkpoints
+    assert list(first.checkpoints.glob("version-*")), "the stopped run's checkpoint is kept"
+
+
+def test_a_trace_of_all_processes_is_one_file(tmp_path: Path) -> None:
+    target = tmp_path / "trace.json"
+    options = Options(root=tmp_path / "state", programs=PROGRAMS, trace=target)
+    with launched(make_job(records=80), tmp_path, options) as launcher:
+        end_of(launcher)
+    events = json.loads(target.read_text())["traceEvents"]
+    assert {event["name"] for event in events} == {"step"}
+    assert len({event["pid"] for event in events}) == 2
+    assert not list(launcher.directory.path.glob("trace-*"))
+
+
+def test_cores_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with launched(make_job(steps=3, workers=1), tmp_path) as launcher:
+        end_of(launcher)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert f"has {threads} threads" in launcher.directory.log("worker", 0).read_text()
+
+
+def _members(outcome: Outcome) -> list[Member]:
+    assert outcome.record.last is not None
+    return outcome.record.last.members
+
+
+def _limit(failures: int) -> dict[str, dict[str, int]]:
+    return {"runPolicy": {"backoffLimit": failures}}

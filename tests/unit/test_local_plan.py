@@ -1,0 +1,234 @@
+"""The launcher's decisions, without processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from elastic_ps.env import EXIT_INVALID
+from elastic_ps.job import Progress
+from elastic_ps.local.plan import (
+    Conclude,
+    Desired,
+    Kill,
+    Observed,
+    Process,
+    Scale,
+    ScaleAt,
+    Start,
+    StopRequest,
+    Terminate,
+    Verdict,
+    describe_exit,
+    plan,
+    restart_delay,
+)
+
+NOW = 1000.0
+DESIRED = Desired(shards=1, workers=2, backoff_limit=1)
+SERVER = Process(role="ps", index=0, pid=1, started=NOW - 10, ready=True)
+FINISHED = Progress(finished=True, records_expected=100, records_applied=100)
+HALF = Progress(records_expected=100, records_applied=50)
+
+
+def worker(index: int, *, pid: int | None = None, **fields: Any) -> Process:
+    return Process(
+        role="worker", index=index, pid=100 + index if pid is None else pid, **{"started": NOW - 5, **fields}
+    )
+
+
+def ended(index: int, status: int, **fields: Any) -> Process:
+    return worker(index, **{"exit": status, "ended": NOW - 1, **fields})
+
+
+def observed(*workers: Process, **fields: Any) -> Observed:
+    return Observed(**{"started": NOW - 10, "processes": (SERVER, *workers), "asked_at": NOW, **fields})
+
+
+def verdict(*workers: Process, desired: Desired = DESIRED, **fields: Any) -> Verdict:
+    actions = plan(desired, observed(*workers, **fields), NOW)
+    assert len(actions) == 1
+    assert isinstance(actions[0], Conclude)
+    return actions[0].verdict
+
+
+def test_parameter_servers_start_before_workers() -> None:
+    desired = replace(DESIRED, shards=2)
+    start = Observed(started=NOW)
+    assert [(a.role, a.index) for a in plan(desired, start, NOW) if isinstance(a, Start)] == [
+        ("ps", 0),
+        ("ps", 1),
+    ]
+    second = Process(role="ps", index=1, pid=2, started=NOW)
+    waiting = Observed(started=NOW, processes=(SERVER, second))
+    assert plan(desired, waiting, NOW) == []
+    ready = Observed(started=NOW, processes=(SERVER, replace(second, ready=True)))
+    assert [(a.role, a.index) for a in plan(desired, ready, NOW) if isinstance(a, Start)] == [
+        ("worker", 0),
+        ("worker", 1),
+    ]
+
+
+def test_nothing_to_do_when_all_is_as_wanted() -> None:
+    assert plan(DESIRED, observed(worker(0), worker(1)), NOW) == []
+
+
+def test_scaling_up_starts_only_the_new_workers() -> None:
+    actions = plan(replace(DESIRED, workers=4), observed(worker(0), worker(1)), NOW)
+    assert [(a.role, a.index) for a in actions if isinstance(a, Start)] == [("worker", 2), ("worker", 3)]
+
+
+def test_scaling_down_asks_the_highest_indexes_and_nobody_else() -> None:
+    actions = plan(replace(DESIRED, workers=1), observed(worker(0), worker(1), worker(2)), NOW)
+    assert [a.pid for a in actions if isinstance(a, Terminate)] == [101, 102]
+    assert len(actions) == 2
+
+
+def test_a_worker_that_does_not_leave_is_killed_after_its_grace_period_and_once() -> None:
+    desired = replace(DESIRED, workers=1, leave_grace=timedelta(seconds=30))
+    assert plan(desired, observed(worker(0), worker(1, asked=NOW - 29)), NOW) == []
+    [action] = plan(desired, observed(worker(0), worker(1, asked=NOW - 31)), NOW)
+    assert isinstance(action, Kill)
+    assert action.pid == 101
+    assert plan(desired, observed(worker(0), worker(1, asked=NOW - 31, killed=True)), NOW) == []
+
+
+def test_a_worker_that_left_comes_back_when_it_is_wanted_again() -> None:
+    left = ended(1, 0, asked=NOW - 3)
+    [action] = plan(DESIRED, observed(worker(0), left), NOW)
+    assert isinstance(action, Start)
+    assert (action.index, action.replaces) == (1, None)
+    assert plan(DESIRED, observed(worker(0), left, progress=FINISHED), NOW) == []
+
+
+@pytest.mark.parametrize("status", [-9, -15, 137, 143])
+def test_a_worker_killed_from_outside_is_replaced_however_often(status: int) -> None:
+    history = [ended(1, status, pid=200 + n, started=NOW - 500, ended=NOW - 100) for n in range(8)]
+    [action] = plan(DESIRED, observed(worker(0), *history), NOW)
+    assert isinstance(action, Start)
+    assert (action.index, action.replaces) == (1, 207)
+
+
+def test_a_failed_worker_is_replaced_until_the_limit_is_exceeded() -> None:
+    first = ended(1, 1, pid=201, output="ValueError: no")
+    [action] = plan(DESIRED, observed(worker(0), first), NOW)
+    assert isinstance(action, Start)
+    result = verdict(worker(0), first, ended(1, 3, pid=202, output="ValueError: again", ended=NOW))
+    assert (result.phase, result.reason) == ("Failed", "BackoffLimitExceeded")
+    assert "exited with 3" in result.message
+    assert "ValueError: again" in result.message
+
+
+def test_replacements_wait_longer_and_longer_while_a_worker_dies_at_once() -> None:
+    died = ended(0, -9)
+    delays = [restart_delay([died] * count).total_seconds() for count in range(10)]
+    assert delays == [0, 0, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    lived_long = ended(0, -9, started=NOW - 100)
+    assert restart_delay([died, died, lived_long]) == timedelta(0)
+    assert plan(DESIRED, observed(worker(0), *[ended(1, -9)] * 4), NOW) == []
+
+
+def test_a_job_that_cannot_work_fails_at_once_with_the_workers_words() -> None:
+    result = verdict(worker(0), ended(1, EXIT_INVALID, output="model has no trainable parameters"))
+    assert result == Verdict("Failed", "InvalidJob", "model has no trainable parameters")
+
+
+def test_exit_codes_of_a_worker_that_was_asked_to_leave_count_against_nothing() -> None:
+    desired = replace(DESIRED, workers=1)
+    for status in (0, 1, -9, EXIT_INVALID):
+        assert plan(desired, observed(worker(0), ended(1, status, asked=NOW - 2)), NOW) == []
+
+
+def test_the_loss_of_a_parameter_server_fails_the_job() -> None:
+    lost = replace(SERVER, exit=-9, ended=NOW)
+    [action] = plan(DESIRED, Observed(started=NOW, processes=(lost, worker(0))), NOW)
+    assert isinstance(action, Conclude)
+    assert action.verdict.reason == "ParameterServerLost"
+    assert "SIGKILL" in action.verdict.message
+
+
+def test_a_parameter_server_that_never_answers_fails_the_job() -> None:
+    silent = replace(SERVER, ready=False, started=NOW - 1000)
+    [action] = plan(DESIRED, Observed(started=NOW - 1000, processes=(silent,)), NOW)
+    assert isinstance(action, Conclude)
+    assert action.verdict.reason == "ParameterServerSilent"
+
+
+def test_the_deadline_fails_the_job() -> None:
+    desired = replace(DESIRED, deadline=timedelta(seconds=9))
+    assert verdict(worker(0), worker(1), desired=desired).reason == "DeadlineExceeded"
+
+
+@pytest.mark.parametrize(
+    ("progress", "phase", "reason"),
+    [
+        (FINISHED, "Succeeded", "Finished"),
+        (Progress(version=10), "Succeeded", "Finished"),
+        (HALF, "Failed", "RecordsLeft"),
+    ],
+)
+def test_the_end_when_every_worker_has_ended_well(progress: Progress, phase: str, reason: str) -> None:
+    result = verdict(ended(0, 0), ended(1, 0), progress=progress)
+    assert (result.phase, result.reason) == (phase, reason)
+
+
+def test_the_end_is_judged_by_an_answer_from_after_the_last_worker() -> None:
+    workers = (ended(0, 0), ended(1, 0))
+    assert plan(DESIRED, observed(*workers, progress=HALF, asked_at=NOW - 2), NOW) == []
+    late = plan(DESIRED, observed(*workers, progress=HALF, asked_at=NOW - 2), NOW + 60)
+    assert [a.verdict.reason for a in late if isinstance(a, Conclude)] == ["NoAnswer"]
+
+
+def test_a_worker_that_is_done_is_not_replaced_while_others_go_on() -> None:
+    assert plan(DESIRED, observed(worker(0), ended(1, 0), progress=HALF), NOW) == []
+
+
+def test_nobody_new_starts_when_all_records_are_in_the_model() -> None:
+    desired = replace(DESIRED, workers=4)
+    assert plan(desired, observed(worker(0), worker(1), progress=FINISHED), NOW) == []
+    assert verdict(ended(0, 0), ended(1, 0), desired=desired, progress=FINISHED).phase == "Succeeded"
+
+
+def test_the_schedule_is_followed_when_its_version_is_reached() -> None:
+    desired = replace(DESIRED, schedule=(ScaleAt(400, 2), ScaleAt(150, 4)))
+    at = [observed(worker(0), worker(1), progress=Progress(version=v)) for v in (149, 150, 500)]
+    assert plan(desired, at[0], NOW) == []
+    assert [a.at for a in plan(desired, at[1], NOW) if isinstance(a, Scale)] == [ScaleAt(150, 4)]
+    assert [a.at.version for a in plan(desired, at[2], NOW) if isinstance(a, Scale)] == [150, 400]
+
+
+def test_stopping_ends_workers_first_and_then_parameter_servers() -> None:
+    stop = StopRequest("stopped by SIGINT")
+    concluded = verdict(worker(0), worker(1), stop=stop)
+    assert (concluded.phase, concluded.reason) == ("Suspended", "Stopped")
+
+    def close(*workers: Process, at: float = NOW) -> list[tuple[type, int]]:
+        actions = plan(DESIRED, observed(*workers, stop=stop, verdict=concluded), at)
+        return [(type(a), a.pid) for a in actions if isinstance(a, (Terminate, Kill))]
+
+    assert close(worker(0), worker(1)) == [(Terminate, 100), (Terminate, 101)]
+    asked = (worker(0, asked=NOW), worker(1, asked=NOW))
+    assert close(*asked) == []
+    assert close(*asked, at=NOW + 6) == [(Kill, 100), (Kill, 101)]
+    assert close(ended(0, 0), ended(1, -9)) == [(Terminate, SERVER.pid)]
+
+
+def test_stopping_at_once_kills_everything() -> None:
+    actions = plan(
+        DESIRED,
+        observed(
+            worker(0, asked=NOW), stop=StopRequest("twice", at_once=True), verdict=Verdict("Failed", "", "")
+        ),
+        NOW,
+    )
+    assert [a.pid for a in actions if isinstance(a, Kill)] == [1, 100]
+
+
+def test_exit_statuses_in_words() -> None:
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(137) == "was killed by SIGKILL"
+    assert describe_exit(1) == "exited with 1"
+    assert describe_exit(255) == "exited with 255"
