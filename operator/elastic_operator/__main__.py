@@ -34,10 +34,11 @@ def main() -> int:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
     metrics = Metrics()
     try:
-        cluster = Cluster(Api(given, metrics), status_timeout=given.status_timeout.total_seconds())
+        api = Api(given, metrics)
     except UserError as error:
         print(f"elastic-operator: {error}", file=sys.stderr)
         return 2
+    cluster = Cluster(api, status_timeout=given.status_timeout.total_seconds())
     controller = Controller(cluster, given, metrics)
     queue = Queue(controller.run_pass, concurrency=given.concurrency)
     metrics.queue.set_function(lambda: len(queue))
@@ -53,7 +54,7 @@ def main() -> int:
         controller.wait_until_served()
         queue.last_turn = time.monotonic()
         kopf.run(
-            registry=handlers.build_registry(controller, queue, given),
+            registry=handlers.build_registry(controller, queue, given, api),
             settings=handlers.build_settings(),
             standalone=True,
             clusterwide=not given.namespaces,

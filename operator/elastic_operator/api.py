@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import urllib3
@@ -38,6 +39,18 @@ class ApiError(ElasticPSError):
         self.status, self.reason, self.message = status, reason, message
 
 
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """How the API server is reached, for kopf; as a kubeconfig says."""
+
+    server: str
+    authority: str | None
+    insecure: bool
+    token: str | None
+    certificate: str | None
+    key: str | None
+
+
 class Api:
     """A thin client over the `kubernetes` package's connection handling. Thread-safe."""
 
@@ -57,6 +70,19 @@ class Api:
         self._metrics = metrics
         self._left = settings.fail_after_writes
         self._lock = threading.Lock()
+
+    def access(self) -> Access:
+        """How this client reaches the API server."""
+        configuration = self._client.configuration
+        token = configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        return Access(
+            server=configuration.host,
+            authority=configuration.ssl_ca_cert,
+            insecure=not configuration.verify_ssl,
+            token=token.split(" ", 1)[-1] if token else None,
+            certificate=configuration.cert_file,
+            key=configuration.key_file,
+        )
 
     def request(
         self,

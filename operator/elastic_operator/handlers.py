@@ -15,7 +15,7 @@ from typing import Any
 import kopf
 
 from elastic_operator import names
-from elastic_operator.api import ApiError
+from elastic_operator.api import Api, ApiError
 from elastic_operator.controller import Controller
 from elastic_operator.queue import Queue
 from elastic_operator.settings import Settings
@@ -53,7 +53,9 @@ def build_settings() -> kopf.OperatorSettings:
     return settings
 
 
-def build_registry(controller: Controller, queue: Queue, settings: Settings) -> kopf.OperatorRegistry:
+def build_registry(
+    controller: Controller, queue: Queue, settings: Settings, api: Api
+) -> kopf.OperatorRegistry:
     """The handlers. They block nothing and write nothing."""
     registry = kopf.OperatorRegistry()
     generations: dict[str, tuple[int | None, bool]] = {}
@@ -61,9 +63,17 @@ def build_registry(controller: Controller, queue: Queue, settings: Settings) -> 
 
     @kopf.on.login(registry=registry)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
-        if settings.kubeconfig is not None:
-            return kopf.login_with_kubeconfig(**kwargs)
-        return kopf.login_with_service_account(**kwargs)
+        if settings.kubeconfig is None:
+            return kopf.login_with_service_account(**kwargs)
+        access = api.access()
+        return kopf.ConnectionInfo(
+            server=access.server,
+            ca_path=access.authority,
+            insecure=access.insecure,
+            token=access.token,
+            certificate_path=access.certificate,
+            private_key_path=access.key,
+        )
 
     @kopf.on.startup(registry=registry)
     async def start(**_: Any) -> None:
