@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 
@@ -24,6 +25,8 @@ def watch_lifeline(descriptor: int | None) -> None:
     def watch() -> None:
         while os.read(descriptor, 1):
             pass
+        if os.getpgrp() == os.getpid():  # a group of its own: take its children (DataLoader's) along
+            os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()

@@ -7,17 +7,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from elastic_ps.local.gone import tell_parameter_server
 from elastic_ps.local.plan import ScaleAt, Verdict
 from elastic_ps.local.processes import Programs
 from elastic_ps.local.record import Record
 from elastic_ps.local.state import LocalStatus
 
-WorkerGone = Callable[[tuple[str, ...], int, int], None]
-"""Called with (addresses of the parameter servers, worker index, pid) when a worker process has died."""
-
-
-def ignore_worker_gone(addresses: tuple[str, ...], worker: int, pid: int) -> None:
-    """The parameter server finds out by itself, when the worker's lease ends."""
+WorkerGone = Callable[[str, tuple[str, ...], int, int], None]
+"""Called with (job, addresses of the shards, worker index, pid) when a worker process has died."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +37,7 @@ class Options:
     history: Path | None = None
     root: Path | None = None
     programs: Programs = field(default_factory=Programs)
-    on_worker_gone: WorkerGone = ignore_worker_gone
+    on_worker_gone: WorkerGone = tell_parameter_server
 
 
 @dataclass(frozen=True)

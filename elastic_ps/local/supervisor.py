@@ -236,7 +236,7 @@ class Launcher:
         status = process.exit or 0
         if process.role == "worker" and status != 0:
             gone = self.options.on_worker_gone
-            self._notices.submit(gone, self._addresses, process.index, process.pid)
+            self._notices.submit(gone, self.job.name, self._addresses, process.index, process.pid)
         if status != 0 and not (process.killed or process.asked):
             last = process.output.splitlines()[-1:] if process.ending != "killed" else []
             words = planning.describe_exit(status)

@@ -119,6 +119,7 @@ class Server(abc.ABC):
 
 def unary(connection: Connection, method: str, header: bytes, *, timeout: timedelta) -> bytes:
     """A call with headers only and exactly one answer; returns the answer's header. Blocks."""
-    for answer in connection.call(method, Frame(header), timeout=timeout):
-        return answer.header
+    headers = [answer.header for answer in connection.call(method, Frame(header), timeout=timeout)]
+    if headers:
+        return headers[0]
     raise Malformed(f"{method}: the server answered with nothing")

@@ -48,7 +48,8 @@ CALLS = 512
 """How many calls a server answers at the same time; the next ones wait. Each has a thread."""
 
 WINDOW = 1024 * 1024
-"""Bytes that a sender may send in one call before the receiver has asked for them."""
+"""Bytes that a sender may send in one call before the receiver has asked for them. A server of n calls with
+bodies that no handler reads holds about 1.2 n MiB; a larger window is no faster within a machine."""
 
 JOIN = timedelta(seconds=10)
 """How long `close` waits for threads that nothing should hold up."""
@@ -241,6 +242,8 @@ class GrpcConnection(Connection):
     def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
         """Send `frame` and iterate over the answers; see `Connection.call`."""
         what, seconds = f"{method} at {self._address}", timeout.total_seconds()
+        if seconds <= 0:
+            raise DeadlineExceeded(f"{what}: no time is left to call")
         outgoing, sending = messages(frame, method), None
         try:
             if fits(frame):
@@ -336,10 +339,9 @@ class _Responses:
         try:
             return next(self._messages, None)
         except grpc.RpcError as error:
-            lost = self._lost()
-            # The error is the call itself: chained, it would keep the call in a cycle with its frames.
+            # The error is the call itself: chained, or with a traceback, it would be part of a cycle.
             error.__traceback__ = None
-        raise lost
+        raise self._lost()
 
     def _lost(self) -> TransportError:
         code, details = self._call.code(), self._call.details()

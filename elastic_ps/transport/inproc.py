@@ -110,6 +110,8 @@ class InprocConnection(Connection):
     def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
         """Send `frame` and iterate over the answers; see `Connection.call`."""
         call = _Call(f"{method} at {self._server.address}", method, frame, timeout)
+        if timeout <= timedelta(0):
+            raise DeadlineExceeded(f"{call.what}: no time is left to call")
         answers = _Answers(call, self._limits)
         with self._lock:
             if self._closed:

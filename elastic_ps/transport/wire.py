@@ -17,8 +17,12 @@ from elastic_ps.transport.base import EMPTY, Frame, Limits
 from elastic_ps.transport.refusal import Kind, Refusal
 from elastic_ps.transport.views import flat, target_of
 
-CHUNK = 256 * 1024
-"""Bytes of header and body in a message. gRPC moves the most bytes in a second with this size."""
+CHUNK = 1024 * 1024
+"""Bytes of header and body in a message.
+
+Where training keeps every core busy this takes 1.2 to 1.7 s of CPU time for a GB, both sides together, and
+256 KiB take 1.8 to 2.6 s, because threads hand over to each other more often; 2 MiB gain nothing.
+"""
 
 MESSAGE_BYTES = CHUNK + 64 * 1024
 """The longest message that is accepted."""
@@ -97,7 +101,7 @@ class Receiver:
         header, body = self._header(piece, opening.header_size)
         if len(body) > opening.body_size:
             raise Malformed("a body is longer than announced")
-        self._frame = ReceivedFrame(opening.method, header, opening.body_size, body, self.continuation)
+        self._frame = ReceivedFrame(opening.method, header, opening.body_size, body, self._next_message)
         return self._frame
 
     def _header(self, piece: _Piece, size: int) -> tuple[bytes, memoryview]:
@@ -106,39 +110,34 @@ class Receiver:
         while missing > 0:
             if piece.body:
                 raise Malformed("a body begins before its header is complete")
-            piece = self.continuation()
+            piece = _continuation(self._next_message)
             parts.append(piece.header)
             missing -= len(piece.header)
         if missing:
             raise Malformed("a header is longer than announced")
         return b"".join(parts), piece.body
 
-    def continuation(self) -> _Piece:
-        """The next message of a frame that has begun."""
-        message = self._next_message()
-        if message is None:
-            raise Malformed("the stream ends within a frame")
-        piece = _parse(message)
-        if piece.refusal is not None:
-            raise piece.refusal.error()
-        if piece.opening is not None:
-            raise Malformed("a frame begins within another")
-        if not piece.header and not piece.body:
-            raise Malformed("an empty message within a frame")
-        return piece
-
 
 class ReceivedFrame:
-    """An `Incoming` of which the body is still in the stream."""
+    """An `Incoming` of which the body is still in the stream.
+
+    It does not refer to its receiver: a cycle would leave gRPC's objects to the garbage collector, and that
+    may run in a forked child, where freeing them can wait forever for threads that only the parent has.
+    """
 
     def __init__(
-        self, method: str, header: bytes, size: int, first: memoryview, more: Callable[[], _Piece]
+        self,
+        method: str,
+        header: bytes,
+        size: int,
+        first: memoryview,
+        next_message: Callable[[], bytes | None],
     ) -> None:
         self.method = method
         self._header = header
         self._size = size
         self._first = first
-        self._more = more
+        self._next_message = next_message
         self._taken = False
 
     @property
@@ -174,7 +173,7 @@ class ReceivedFrame:
         if chunk:
             yield chunk
         while missing > 0:
-            piece = self._more()
+            piece = _continuation(self._next_message)
             if piece.header:
                 raise Malformed("a header is longer than announced")
             missing -= len(piece.body)
@@ -191,6 +190,21 @@ class _Piece:
     body: memoryview = EMPTY
     opening: frame_pb2.Opening | None = None
     refusal: Refusal | None = None
+
+
+def _continuation(next_message: Callable[[], bytes | None]) -> _Piece:
+    """The next message of a frame that has begun."""
+    message = next_message()
+    if message is None:
+        raise Malformed("the stream ends within a frame")
+    piece = _parse(message)
+    if piece.refusal is not None:
+        raise piece.refusal.error()
+    if piece.opening is not None:
+        raise Malformed("a frame begins within another")
+    if not piece.header and not piece.body:
+        raise Malformed("an empty message within a frame")
+    return piece
 
 
 def _parse(message: bytes) -> _Piece:

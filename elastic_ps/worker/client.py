@@ -298,6 +298,7 @@ class Client:
 
 def _only(answers: Iterator[Incoming]) -> bytes:
     """The header of the one answer of a call."""
-    for incoming in answers:
-        return incoming.header
+    headers = [incoming.header for incoming in answers]
+    if headers:
+        return headers[0]
     raise ConnectionLost("the parameter server ended the call without an answer")

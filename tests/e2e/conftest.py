@@ -16,6 +16,7 @@ from tests.e2e.cluster import (
     Cluster,
     ClusterUnavailable,
     GivenCluster,
+    apt,
     base_image,
     given_cluster,
     host,
@@ -48,8 +49,9 @@ def cluster() -> Iterator[GivenCluster]:
     if given is not None:
         yield given
         return
-    before = host.inventory() if os.geteuid() == 0 else {}
     try:
+        apt.require_debian()
+        before = host.inventory()
         ours = Cluster.up()
     except ClusterUnavailable as error:
         unavailable(error)
@@ -57,7 +59,7 @@ def cluster() -> Iterator[GivenCluster]:
     with ours:
         yield ours
     if not ours.reused:
-        assert host.inventory() == before, "the cluster left something on the machine"
+        assert host.left_behind(before) == []
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -54,7 +55,11 @@ class Job:
     def session(self, worker: int) -> Session:
         """A new session, to be used in the calling thread."""
         session = Session(
-            "test", self.spec, worker, self.open_connections(), history=History(self.history, f"worker-{worker}")
+            "test",
+            self.spec,
+            worker,
+            self.open_connections(),
+            history=History(self.history, f"worker-{worker}"),
         )
         self.sessions.append(session)
         return session
@@ -173,6 +178,6 @@ def make_mlp(widths: Sequence[int] = (6, 16, 16, 1), seed: int = 0) -> torch.nn.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers: list[torch.nn.Module] = []
-        for a, b in zip(widths[:-1], widths[1:], strict=True):
+        for a, b in itertools.pairwise(widths):
             layers += [torch.nn.Linear(a, b), torch.nn.Tanh()]
         return torch.nn.Sequential(*layers[:-1])

@@ -22,7 +22,8 @@ from tests.integration.launching import FAKE, LIMIT, eventually, gone, job_docum
 
 FOREVER = 10_000_000
 COMMAND = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from elastic_ps.cli import main
 from elastic_ps.local import Programs
 programs = Programs(server=(sys.executable, {FAKE!r}, "ps"), worker=(sys.executable, {FAKE!r}, "worker"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -29,13 +30,13 @@ LONG = timedelta(seconds=60)
 MIB = 1024 * 1024
 
 SERVER = """
-import sys, threading
+import os, sys, threading
 from elastic_ps.transport.base import Frame
 from elastic_ps.transport.grpc import GrpcServer
 
 def handler(method, incoming):
     if method == "block":
-        print("entered", flush=True)
+        os.write(1, b"entered\\n")
         threading.Event().wait()
     yield Frame(incoming.header)
 
@@ -216,14 +217,14 @@ def test_calls_that_do_not_follow_the_schema_are_malformed_for_their_sender(
         (answer,) = call(iter([]), timeout=60)
         assert "no frame" in frame_pb2.Message.FromString(answer).refusal.message
         with pytest.raises(grpc.RpcError) as caught:
-            list(call(iter([bytes(MIB)]), timeout=60))
+            list(call(iter([bytes(2 * MIB)]), timeout=60))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert unary(connection, "echo", b"alive", timeout=LONG) == b"alive"
 
 
 def test_a_method_name_that_does_not_fit_is_malformed(connection: GrpcConnection) -> None:
     with pytest.raises(Malformed):
-        unary(connection, "x" * MIB, b"", timeout=LONG)
+        unary(connection, "x" * (2 * MIB), b"", timeout=LONG)
 
 
 def test_a_stranger_at_the_address_is_a_transport_error() -> None:
@@ -295,6 +296,26 @@ def test_more_calls_than_threads_wait_for_their_turn() -> None:
     assert [[answer.header for answer in call] for call in calls] == [[bytes([n])] for n in range(20)]
     connection.close()
     server.close()
+
+
+def test_calls_leave_nothing_to_the_garbage_collector(connection: GrpcConnection) -> None:
+    # It may run in a forked child, where freeing gRPC's objects can wait for threads of the parent.
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        unary(connection, "echo", b"", timeout=LONG)
+        for frame in (Frame(b""), Frame(b"", memoryview(bytes(5 * MIB)))):
+            assert len(list(connection.call("echo", frame, timeout=LONG))) == 1
+        with pytest.raises(Malformed):
+            unary(connection, "x" * (2 * MIB), b"", timeout=LONG)
+        gc.collect()
+        left = {type(item).__module__ for item in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert not [module for module in left if module.startswith(("grpc", "elastic_ps"))]
 
 
 def test_a_process_with_open_calls_may_fork() -> None:

@@ -111,7 +111,7 @@ def test_a_killed_worker_is_replaced_and_told_about(tmp_path: Path) -> None:
     options = Options(
         root=tmp_path,
         programs=PROGRAMS,
-        on_worker_gone=lambda addresses, worker, pid: told.append((worker, pid)),
+        on_worker_gone=lambda job, addresses, worker, pid: told.append((worker, pid)),
     )
     with launched(make_job(records=FOREVER, workers=2, spec=_limit(0)), tmp_path, options) as launcher:
         before = training(launcher, 2)
@@ -206,6 +206,7 @@ def test_a_name_is_taken_while_the_job_runs_and_free_afterwards(tmp_path: Path) 
     with launched(make_job(records=FOREVER), tmp_path) as first:
         with pytest.raises(UserError, match="already runs"):
             Launcher(make_job(records=8), Options(root=tmp_path, programs=PROGRAMS))
+        training(first, 2)
         first.stop("enough")
         end_of(first)
     with launched(make_job(records=8), tmp_path) as second:

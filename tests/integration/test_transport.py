@@ -312,6 +312,21 @@ def test_deadline_while_the_handler_blocks(world: World) -> None:
         unary(connection, "wait", b"", timeout=SHORT)
 
 
+def test_a_call_that_has_no_time_left_is_not_sent(world: World) -> None:
+    seen = []
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        seen.append(method)
+        yield Frame(b"")
+
+    connection = world.pair(handler)
+    for timeout in (timedelta(0), timedelta(seconds=-1)):
+        with pytest.raises(DeadlineExceeded):
+            unary(connection, "early", b"", timeout=timeout)
+    unary(connection, "now", b"", timeout=LONG)
+    assert seen == ["now"]
+
+
 def test_deadline_while_the_client_reads(world: World) -> None:
     body = bytes(50_000_000)
 

@@ -101,8 +101,9 @@ def _controller_manager(layout: Layout, binaries: Binaries) -> list[str]:
         # Dozens of controllers start at once, and by default wait for each other's requests.
         "--kube-api-qps=200",
         "--kube-api-burst=400",
-        "--allocate-node-cidrs=true",
-        f"--cluster-cidr={POD_CIDR}",
+        # The one node's addresses are in the CNI configuration; the allocator would hold all controllers that
+        # start after it up for ten seconds.
+        "--allocate-node-cidrs=false",
         f"--service-cluster-ip-range={SERVICE_CIDR}",
         *_serving("kube-controller-manager", layout, binaries),
     ]

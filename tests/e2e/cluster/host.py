@@ -80,6 +80,16 @@ def inventory() -> dict[str, list[str]]:
     }
 
 
+def left_behind(before: Mapping[str, list[str]]) -> list[str]:
+    """What is on the machine now and was not in an earlier `inventory`, in words."""
+    return [
+        f"{kind}: {entry}"
+        for kind, entries in inventory().items()
+        for entry in entries
+        if entry not in before[kind]
+    ]
+
+
 def check_free() -> None:
     """Raise ClusterUnavailable where another cluster's network or pods are in the way."""
     if BRIDGE in _links():

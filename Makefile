@@ -1,0 +1,45 @@
+# Everything sets up what it needs by itself; nothing has to be done before.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+SCALE ?= --scale 150:4 --scale 600:2
+
+.PHONY: run test check bench proto format cluster cluster-down clean
+
+run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
+	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
+
+test: $(VENV)/ready  ## Every test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/ready  ## Format, lint, types, layers, generated files
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/generate_protobuf.py --check
+
+bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
+	$(BIN)/python benchmarks/transport.py
+
+proto: $(VENV)/ready  ## Regenerate the protobuf modules
+	$(BIN)/python tools/generate_protobuf.py
+
+format: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+cluster: $(VENV)/ready  ## A real Kubernetes on this machine (Debian, root)
+	$(BIN)/python -m tests.e2e.cluster up
+
+cluster-down: $(VENV)/ready
+	$(BIN)/python -m tests.e2e.cluster down
+
+# The constraints pin torch, so that pip takes the CPU build where that is the one on offer.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
