@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,7 +136,7 @@ def test_helm_test_upgrade_and_schema(installed: None, cluster: GivenCluster, he
 
 
 def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: Jobs) -> None:
-    """Every verb of the role is used in a life of jobs, and none is missing: the API server refuses nothing."""
+    """Every verb of the role is used in the life of jobs, and none is missing: nothing is refused."""
     invalid = digits()
     invalid["spec"] |= {"entrypoint": "no.such.module:main", "runPolicy": {"ttlSecondsAfterFinished": 0}}
     jobs.cluster.apply(invalid, namespace=jobs.namespace)
@@ -163,7 +162,7 @@ def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: J
 
 
 def test_uninstall_keeps_definition_and_jobs(
-    installed: None, cluster: GivenCluster, helm: Config, jobs: Jobs, tmp_path: Path
+    installed: None, cluster: GivenCluster, helm: Config, jobs: Jobs
 ) -> None:
     jobs.cluster.apply(digits(), namespace=jobs.namespace)
     helm.uninstall("elastic-ps")
