@@ -17,9 +17,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from elastic_operator.builders import merge
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic_operator.builders import merge
 from tests.e2e.cluster import GivenCluster, wait_for
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ from subprocess import TimeoutExpired
 from typing import Any
 
 import pytest
+
 from elastic_operator.api import EXIT_TEST
 from elastic_operator.crd import crd
-
 from tests.e2e.cluster import Cluster, ClusterError, GivenCluster, wait_for
 from tests.e2e.operator_process import LIMIT, Jobs, OperatorProcess, requests, writes
 

@@ -11,9 +11,9 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from elastic_operator import builders, crd
 from helm_python import Chart, HelmError, lint
 
+from elastic_operator import builders, crd
 from elastic_ps.job import TrainingJobSpec, load_job
 from tests.unit.simulation import job_document
 from tools.render_install import CHART, ROOT, TARGET, install_manifest, render

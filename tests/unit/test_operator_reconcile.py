@@ -6,13 +6,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from elastic_operator.cluster import with_refusals
 from elastic_operator.plan import Create, DeleteJob, DeletePod, Options, Plan
 from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from elastic_ps.job import Progress, ServerStatus
 from tests.unit.simulation import Simulation, job_document
 
