@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -51,10 +52,10 @@ class Queue:
                 ready = [due for key, due in self._due.items() if key not in self._busy]
                 wait = 5.0 if not ready or len(self._busy) >= self._concurrency else min(ready) - now
                 self._wake.clear()
-                try:
-                    await asyncio.wait_for(self._wake.wait(), timeout=min(5.0, max(0.0, wait)))
-                except TimeoutError:
-                    continue
+                # Not `wait_for`: before Python 3.12 it may swallow a cancellation.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(5.0, max(0.0, wait))):
+                        await self._wake.wait()
         finally:
             if self._tasks:
                 await asyncio.wait(self._tasks)
