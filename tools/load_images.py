@@ -11,9 +11,6 @@ IMAGES = {
     "operator/Dockerfile": "localhost/elastic-ps-operator:0.1.0",
     "Dockerfile": "localhost/elastic-ps:0.1.0",
 }
-    "operator/Dockerfile": "localhost/elastic-ps-operator:0.1.0",
-    "Dockerfile": "localhost/elastic-ps:0.1.0",
-}
 
 
 def main() -> None:

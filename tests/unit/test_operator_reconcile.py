@@ -133,7 +133,7 @@ def test_success_is_final_and_cleans_up_what_runs() -> None:
     assert simulation.status["phase"] == "Succeeded"
     assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
     assert "digits-ps-0" not in simulation.pods
-    assert simulation.status["summary"] == {"workers": "2/2", "progress": "100%", "loss": ""}
+    assert simulation.status["summary"] == {"workers": "2/2", "progress": "100%"}
     simulation.scale(4)
     simulation.settle()
     assert len(simulation.workers()) == 2
