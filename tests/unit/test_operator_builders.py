@@ -88,7 +88,9 @@ def test_the_template_is_merged_and_cannot_break_what_is_relied_on() -> None:
 
 
 def test_an_empty_probe_removes_the_default() -> None:
-    probes = {"containers": [{"name": "parameter-server", "livenessProbe": {}, "startupProbe": None}]}
+    probes: dict[str, Any] = {
+        "containers": [{"name": "parameter-server", "livenessProbe": {}, "startupProbe": None}]
+    }
     main = container(build("ps", parameterServer={"template": {"spec": probes}}))
     assert "livenessProbe" not in main
     assert "startupProbe" not in main
