@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from typing import Any
 
 import kopf
 
@@ -50,12 +51,15 @@ def main() -> int:
     )
     where = ", ".join(given.namespaces) or "all namespaces"
     logger.info("serving TrainingJobs in %s; probes and metrics on port %d", where, health.port)
+    # Otherwise kopf asks for the user's name, and a container's user may have none.
+    identity: Any = "elastic-ps-operator"
     try:
         controller.wait_until_served()
         queue.last_turn = time.monotonic()
         kopf.run(
             registry=handlers.build_registry(controller, queue, given, api),
             settings=handlers.build_settings(),
+            identity=identity,
             standalone=True,
             clusterwide=not given.namespaces,
             namespaces=given.namespaces,

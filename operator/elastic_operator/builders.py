@@ -224,7 +224,12 @@ def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -
         "name": names.CONTAINER[role],
         "command": ["python", "-m", "elastic_ps.server" if role == "ps" else "elastic_ps.worker"],
         "imagePullPolicy": "IfNotPresent",
-        "env": [{"name": "HOME", "value": "/tmp"}, {"name": "PYTHONUNBUFFERED", "value": "1"}],
+        # The user has no entry in /etc/passwd, so what asks for its name or home finds them here.
+        "env": [
+            {"name": "HOME", "value": "/tmp"},
+            {"name": "USER", "value": "elastic-ps"},
+            {"name": "PYTHONUNBUFFERED", "value": "1"},
+        ],
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": mounts,
         "securityContext": {

@@ -41,10 +41,17 @@ def helm(cluster: GivenCluster) -> Iterator[Config]:
 @pytest.fixture(scope="module")
 def installed(cluster: GivenCluster, helm: Config, images: None) -> Iterator[None]:
     # Another test may have made the definition without Helm; Helm takes over nothing that is not its own.
+    helm.uninstall("elastic-ps", ignore_not_found=True)
     cluster.kubectl("delete", "crd", "trainingjobs.elastic-ps.dev", "--ignore-not-found")
-    helm.install(str(CHART), "elastic-ps", {"operator": {"poll": "2s"}}, create_namespace=True)
-    cluster.kubectl("-n", SYSTEM, "rollout", "status", "deployment/elastic-ps", "--timeout=120s")
-    yield
+    try:
+        helm.install(str(CHART), "elastic-ps", {"operator": {"poll": "2s"}}, create_namespace=True)
+        cluster.kubectl("-n", SYSTEM, "rollout", "status", "deployment/elastic-ps", "--timeout=120s")
+        yield
+    finally:
+        _remove(cluster, helm)
+
+
+def _remove(cluster: GivenCluster, helm: Config) -> None:
     log = cluster.kubectl("-n", SYSTEM, "logs", "deployment/elastic-ps", check=False).stdout
     print(log[-8000:])
     helm.uninstall("elastic-ps", ignore_not_found=True)
