@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-SCALE ?= --scale 150:4 --scale 600:2
+SCALE ?= --scale 200:4 --scale 1000:2
 
 .PHONY: run test check bench proto manifests format cluster cluster-down clean
 

@@ -246,6 +246,7 @@ class ServerStatus(_Model):
     epoch: int = Field(description="How often this parameter server has been started.")
     ready: bool = Field(description="Whether the model is initialised.")
     progress: Progress = Field(default_factory=Progress)
+    problem: str = Field(default="", description="What is wrong though training goes on, e.g. a full disk.")
     members: list[Member] = Field(
         default_factory=list, description="Live members and those gone, in joining order."
     )

@@ -6,12 +6,14 @@ process at a time commits and prunes. Nothing here is pickled.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from elastic_ps.errors import CheckpointCorrupt, CheckpointError, NoCheckpoint
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -95,10 +97,12 @@ class Store:
         """The directory of a whole checkpoint."""
         return self.directory / f"version-{version:010d}"
 
-    def _partial(self, version: int) -> Path:
-        return self.directory / f"partial-{version:010d}"
+    def _partial(self, epoch: int, version: int) -> Path:
+        return self.directory / f"partial-{epoch}-{version:010d}"
 
-    def write_shard(self, version: int, shard: int, shards: int, tensors: Iterator[Stored]) -> ShardFile:
+    def write_shard(
+        self, epoch: int, version: int, shard: int, shards: int, tensors: Iterator[Stored]
+    ) -> ShardFile:
         """Write and flush a shard's file. Blocks for the disk.
 
         Raises:
@@ -106,7 +110,7 @@ class Store:
         """
         name = f"shard-{shard}-of-{shards}.safetensors"
         try:
-            directory = self._partial(version)
+            directory = self._partial(epoch, version)
             directory.mkdir(parents=True, exist_ok=True)
             path = directory / name
             safetensors.torch.save_file({t.name: t.value for t in tensors}, path)
@@ -120,24 +124,29 @@ class Store:
 
         Raises:
             CheckpointError: the disk is full, read-only, or failing; the older checkpoints are untouched.
+            Fenced: another parameter server has taken over.
         """
-        partial, final = self._partial(manifest.version), self.path(manifest.version)
         try:
-            path = partial / MANIFEST
-            path.write_text(json.dumps(asdict(manifest), indent=1))
-            _flush(path)
-            _flush(partial)
-            if final.exists():
-                shutil.rmtree(final)
-            partial.rename(final)
-            _flush(self.directory)
-            for version in self.versions()[:-keep]:
-                shutil.rmtree(self.path(version))
+            with self._locked():
+                self.require_epoch(manifest.epoch)
+                self._finish(manifest, keep)
         except OSError as error:
-            raise CheckpointError(
-                f"cannot finish the checkpoint of version {manifest.version}: {error}"
-            ) from error
-        return final
+            text = f"cannot finish the checkpoint of version {manifest.version}: {error}"
+            raise CheckpointError(text) from error
+        return self.path(manifest.version)
+
+    def _finish(self, manifest: Manifest, keep: int) -> None:
+        partial, final = self._partial(manifest.epoch, manifest.version), self.path(manifest.version)
+        path = partial / MANIFEST
+        path.write_text(json.dumps(asdict(manifest), indent=1))
+        _flush(path)
+        _flush(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _flush(self.directory)
+        for version in self.versions()[:-keep]:
+            shutil.rmtree(self.path(version))
 
     def discard_partial(self) -> None:
         """Delete what an interrupted write left behind."""
@@ -192,17 +201,45 @@ class Store:
                     tensor, start, key, kind = name.split("/")
                     yield Stored(int(tensor), int(start), key, opened.get_tensor(name), kind == "scalar")
 
-    def next_epoch(self) -> int:
-        """Count a start of the parameter server, durably: 1 the first time, then one more each time."""
-        path = self.directory / "epoch.json"
+    # --- epochs
+
+    @property
+    def _epoch_file(self) -> Path:
+        return self.directory / "epoch.json"
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Nobody else changes the epoch or finishes a checkpoint meanwhile."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        epoch = 1 + (json.loads(path.read_text())["epoch"] if path.exists() else 0)
-        temporary = path.with_suffix(".partial")
-        temporary.write_text(json.dumps({"epoch": epoch}))
-        _flush(temporary)
-        temporary.rename(path)
-        _flush(self.directory)
-        return int(epoch)
+        with (self.directory / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def epoch(self) -> int:
+        """The number of the last start of the parameter server; 0 if there was none."""
+        try:
+            return int(json.loads(self._epoch_file.read_text())["epoch"])
+        except FileNotFoundError:
+            return 0
+
+    def next_epoch(self) -> int:
+        """Count a start of the parameter server, durably. Who had the number before is fenced from now on."""
+        with self._locked():
+            epoch = self.epoch() + 1
+            temporary = self._epoch_file.with_suffix(".partial")
+            temporary.write_text(json.dumps({"epoch": epoch}))
+            _flush(temporary)
+            temporary.rename(self._epoch_file)
+            _flush(self.directory)
+        return epoch
+
+    def require_epoch(self, epoch: int) -> None:
+        """Raise Fenced if the parameter server was started again since `epoch`."""
+        current = self.epoch()
+        if current != epoch:
+            raise Fenced(
+                f"epoch {current} has taken over from epoch {epoch}, which may write nothing any more"
+            )
 
 
 class Assembled:

@@ -67,6 +67,10 @@ class SyncRounds:
             self.waiting.add(worker)
             self._open_if_empty()
 
+    def knows(self, worker: int) -> bool:
+        """Whether `worker` takes part, in the open round or from the next one on."""
+        return worker in self.waiting or self.takes_part(worker)
+
     def takes_part(self, worker: int) -> bool:
         """Whether the open round waits for `worker`, so that `version` is the one for it to compute on."""
         return worker in self.expected and worker not in self.gone

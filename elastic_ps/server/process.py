@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint.store import Manifest, Store
 from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import NoCheckpoint
 from elastic_ps.job import ServerStatus
@@ -54,6 +54,7 @@ class ParameterServer:
         self.epoch = 1
         if index == 0:
             self.epoch = store.next_epoch() if store else 1
+            keeper, found = self._keeper(environment, store) if store else (None, None)
             self._remotes = [RemoteShard(environment.job, connect(shard)) for shard in range(1, shards)]
             controls: list[ShardControl] = [self.node, *self._remotes]
             self.coordinator = Coordinator(
@@ -61,35 +62,35 @@ class ParameterServer:
                 spec,
                 self.epoch,
                 controls,
-                keeper=self._keeper(environment, store) if store else None,
+                keeper=keeper,
                 history=self._history,
             )
             self._history.record("start", epoch=self.epoch)
-            self.coordinator.start()
-        server.serve(Service(environment.job, self.epoch, self.node, self.coordinator))
+            self.coordinator.start(found)
+        server.serve(Service(environment.job, self.node, self.coordinator))
 
-    def _keeper(self, environment: ProcessEnvironment, store: Store) -> Keeper:
+    def _keeper(self, environment: ProcessEnvironment, store: Store) -> tuple[Keeper, Manifest | None]:
+        """The keeper of the checkpoints, and the one to go on from."""
         store.discard_partial()
-        found = None
-        if environment.resume != "no":
-            try:
-                found, problems = store.newest()
-                for problem in problems:
-                    logger.warning("set aside a broken checkpoint: %s", problem)
-            except NoCheckpoint:
-                if environment.resume == "require":
-                    raise
         checkpoint = environment.spec.parameter_server.checkpoint
-        return Keeper(
+        keeper = Keeper(
             store,
             job=environment.job,
             epoch=self.epoch,
             shards=self._shards,
             interval=checkpoint.interval,
             keep=checkpoint.keep,
-            found=found,
             now=time.monotonic(),
         )
+        found = None
+        if environment.resume != "no":
+            try:
+                found = keeper.newest()
+            except NoCheckpoint:
+                if environment.resume == "require":
+                    keeper.close()
+                    raise
+        return keeper, found
 
     def status(self) -> ServerStatus:
         """What GET /status says; only shard 0 knows of members and progress."""

@@ -84,6 +84,7 @@ class Shard:
         self._changed = threading.Condition()
         self._log = PushLog(epoch=epoch)
         self._deterministic = deterministic
+        self._retired = False
         self._trace = trace
         self._receiving: set[tuple[int, int]] = set()
         self._buckets: dict[int, BucketValues] = {}
@@ -182,7 +183,19 @@ class Shard:
 
     def _await(self, ready: Callable[[], bool]) -> bool:
         """Wait, holding the lock, until `ready` or until `WAIT` is over; `ready` may raise."""
-        return self._changed.wait_for(ready, timeout=WAIT.total_seconds())
+
+        def look() -> bool:
+            if self._retired:
+                raise Refused(RefusalCode.STALE_EPOCH, f"epoch {self._log.epoch} of this shard is over")
+            return ready()
+
+        return self._changed.wait_for(look, timeout=WAIT.total_seconds())
+
+    def retire(self) -> None:
+        """Another state takes this one's place: refuse whoever waits."""
+        with self._changed:
+            self._retired = True
+            self._changed.notify_all()
 
     def pull(
         self, buckets: Sequence[int], version: int, *, attempt: int | None, contributor: bool

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,8 +39,11 @@ from elastic_ps.transport.convert import (
     tensors_to_message,
 )
 
-PATIENCE = timedelta(seconds=20)
-"""For how long a call is repeated before the parameter server counts as lost."""
+PATIENCE = timedelta(minutes=15)
+"""For how long a call is repeated before the parameter server counts as lost: it may wait for a node."""
+
+GOODBYE = timedelta(seconds=2)
+"""For how long a leaving worker tries to say so."""
 
 TIMEOUT = timedelta(seconds=60)
 """Deadline of one try. Servers answer blocked calls long before, so only a lost answer takes this long."""
@@ -88,6 +92,12 @@ class Ending:
     metrics: Mapping[str, float]
 
 
+def expelled(error: BaseException) -> bool:
+    """Whether the parameter server does not know this worker (any more), so that it has to join again."""
+    codes = (RefusalCode.STALE_EPOCH, RefusalCode.STALE_INCARNATION)
+    return isinstance(error, Refused) and error.code in codes
+
+
 class Client:
     """A worker's connections to all shards. Thread-safe after `join`.
 
@@ -104,6 +114,7 @@ class Client:
         self.shards = len(connections)
         self._connections = connections
         self._patience = patience
+        self._closed = threading.Event()
         self._caller = pb.Caller(job=job, worker=worker)
 
     @property
@@ -116,15 +127,26 @@ class Client:
         """The number of this stay in the job."""
         return self._caller.incarnation
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is to be tried again."""
+        return self._closed.is_set()
+
     def close(self) -> None:
-        """Cancel what is under way and free the connections."""
+        """Cancel what is under way, also what waits to be repeated, and free the connections."""
+        self._closed.set()
         for connection in self._connections:
             connection.close()
 
     # --- members
 
-    def join(self, tensors: Sequence[TensorSpec], optimizer: str, settings: Settings) -> Membership:
+    def join(
+        self, tensors: Sequence[TensorSpec], optimizer: str, settings: Settings, *, again: bool = False
+    ) -> Membership:
         """Become a member. Blocks while another worker initialises the model.
+
+        Args:
+            again: this process was a member before, so it does not take the place of a newer one.
 
         Raises:
             ModelMismatch, InvalidModel: the parameter server cannot train this model in this job.
@@ -135,6 +157,7 @@ class Client:
             host=socket.gethostname(),
             tensors=tensors_to_message(tensors),
             optimizer=pb.Optimizer(name=optimizer, groups=settings.to_json()),
+            again=again,
         )
         while True:
             try:
@@ -150,7 +173,9 @@ class Client:
                 raise
             if not reply.pending:
                 break
-        self._caller.epoch, self._caller.incarnation = reply.epoch, reply.incarnation
+        self._caller = pb.Caller(
+            job=self._caller.job, worker=self.worker, epoch=reply.epoch, incarnation=reply.incarnation
+        )
         return Membership(
             layout=layout_from_message(reply.layout),
             version=reply.version,
@@ -173,11 +198,13 @@ class Client:
         self._ask(0, "Heartbeat", pb.HeartbeatRequest(caller=self._caller), pb.Done)
 
     def leave(self) -> None:
-        """Say goodbye; what this worker holds goes to others."""
+        """Say goodbye; what this worker holds goes to others. Tried for `GOODBYE` only."""
+        self._patience = GOODBYE
         self._ask(0, "Leave", pb.LeaveRequest(caller=self._caller), pb.Done)
 
     def gone(self) -> None:
-        """End the stay in the middle of a step, which is void by that."""
+        """End the stay in the middle of a step, which is void by that. Tried for `GOODBYE` only."""
+        self._patience = GOODBYE
         request = pb.GoneRequest(job=self._caller.job, worker=self.worker, pid=os.getpid())
         self._ask(0, "Gone", request, pb.Done)
 
@@ -285,14 +312,16 @@ class Client:
             try:
                 return attempt()
             except (ConnectionLost, DeadlineExceeded) as error:
+                if self.closed:
+                    raise
                 if time.monotonic() > deadline:
                     seconds = self._patience.total_seconds()
                     text = f"the parameter server has not answered for {seconds:.0f} s: {error}"
                     raise ConnectionLost(text) from error
             except Refused as refusal:
-                if refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline:
+                if refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline or self.closed:
                     raise
-            time.sleep(pause * (0.5 + random.random()))
+            self._closed.wait(pause * (0.5 + random.random()))
             pause = min(1.0, pause * 2)
 
 

@@ -85,6 +85,7 @@ class ElasticLoader:
         self._only: int | None = None
         self._over = False
         self._kept: list[Range] = []
+        self._generation = session.generation
 
     def __len__(self) -> int:
         """Batches of one epoch if this worker were alone."""
@@ -93,7 +94,7 @@ class ElasticLoader:
     def epochs(self) -> Iterator[int]:
         """Yield the number of each epoch that still has records to train; iterate over the loader inside."""
         while not self._over:
-            if not self._kept and not self._wait():
+            if not self._in_hand() and not self._wait():
                 return
             self._only = self._kept[0].epoch
             self.epoch = self._only
@@ -107,11 +108,13 @@ class ElasticLoader:
             SystemExit: this worker was asked to leave (SIGTERM); the records it holds are given back.
         """
         try:
-            while self._kept or self._wait():
+            while self._in_hand() or self._wait():
                 if self._only is not None and self._kept[0].epoch != self._only:
                     return
-                sampler = _Sampler(self)
+                sampler, generation = _Sampler(self), self._session.generation
                 for batch in DataLoader(self._source, batch_sampler=sampler, **self._options):
+                    if self._session.generation != generation:
+                        break  # joined again: what was fetched ahead belongs to others now
                     ranges = sampler.issued.popleft()
                     self.epoch = ranges[0].epoch
                     self._session._begin_batch(ranges)
@@ -126,22 +129,31 @@ class ElasticLoader:
 
     def _wait(self) -> bool:
         """Block until there are records, which are kept; False when all records are in the model."""
-        ranges = self._session._take(self._records, self._epochs, self.batch_size, wait=True)
-        self._over = not ranges
+        self._over = not self._take(wait=True)
+        return not self._over
+
+    def _take(self, *, wait: bool) -> bool:
+        """Get more records; without `wait` only if there are any at the moment."""
+        ranges = self._session._take(self._records, self._epochs, self.batch_size, wait=wait)
+        self._forget()
         self._kept.extend(ranges)
         return bool(ranges)
 
-    def _more(self) -> bool:
-        """Get more records if there are any at the moment."""
-        ranges = self._session._take(self._records, self._epochs, self.batch_size, wait=False)
-        self._kept.extend(ranges)
-        return bool(ranges)
+    def _in_hand(self) -> bool:
+        self._forget()
+        return bool(self._kept)
+
+    def _forget(self) -> None:
+        """Drop the records in hand if this worker had to join again: others are handed them."""
+        if self._session.generation != self._generation:
+            self._generation = self._session.generation
+            self._kept.clear()
 
     def _next(self) -> list[Range]:
         """The positions of the next batch, all of one epoch; [] if there are none at the moment."""
         batch: list[Range] = []
         missing = self.batch_size
-        while missing and (self._kept or self._more()):
+        while missing and (self._kept or self._take(wait=False)):
             first = self._kept[0]
             if (batch and first.epoch != batch[0].epoch) or (self._only not in (None, first.epoch)):
                 break

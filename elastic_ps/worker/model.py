@@ -40,7 +40,8 @@ class Described:
                 "runs classes of torch.optim only, not subclasses or others"
             )
         check_optimizer(self.optimizer)
-        if optimizer.state:
+        # Adagrad has a state from the beginning, of step 0.
+        if any(not isinstance(state, dict) or state.get("step", 1) > 0 for state in optimizer.state.values()):
             raise InvalidModel("the optimizer has made steps already; give session.optimizer a new one")
         groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         parameters = dict(model.named_parameters())

@@ -19,12 +19,12 @@ from elastic_ps import env
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
+from elastic_ps.errors import ElasticPSError, Refused, UsageError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection
-from elastic_ps.worker.client import Client, Ending, Step
+from elastic_ps.worker.client import Client, Ending, Granted, Step, expelled
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.model import Described, Flat
@@ -75,6 +75,7 @@ class Session:
         self._heart: _Heart | None = None
         self._batches: list[Range] = []
         self._steps = 0
+        self._generation = 0
         self._metrics: dict[str, Any] = {}
         self._computing = False
         self._chief = False
@@ -133,6 +134,7 @@ class Session:
             self._client.initialised()
         else:
             exchange.fetch(member.version, contributor=False)
+        self._signature = (described.specs, described.optimizer)
         self._optimizer = ElasticOptimizer(optimizer, described, flat, self, overlap=overlap)
         if not member.initialise:
             self._optimizer.adopt(member.settings)
@@ -237,12 +239,46 @@ class Session:
         if step.samples != sum(r.records for r in self._batches):
             raise UsageError("a batch was loaded between backward() and optimizer.step(); call step() first")
         metrics = {key: float(value) for key, value in self._metrics.items()}
-        with self._phases.waiting(step.number):
-            self._exchange.finish(Ending(ranges=tuple(self._batches), settings=settings, metrics=metrics))
+        ending = Ending(ranges=tuple(self._batches), settings=settings, metrics=metrics)
+        try:
+            with self._phases.waiting(step.number):
+                self._exchange.finish(ending)
+        except Refused as refusal:
+            if not expelled(refusal):
+                raise
+            self._join_again(refusal)
+            return
         self._steps += 1
         self._batches, self._metrics = [], {}
         if self._exchange.settings and self._exchange.settings != settings:
             self._optimizer.adopt(Settings.from_json(self._exchange.settings))
+
+    def _join_again(self, reason: Refused) -> None:
+        """The parameter server does not know this worker (any more): go on as a new member.
+
+        The step under way and all records in hand are dropped; whoever is handed them computes them again.
+        """
+        assert self._optimizer is not None
+        assert self._exchange is not None
+        logger.warning("joining again: %s", reason)
+        while True:
+            self._generation += 1
+            self._steps += 1
+            self._batches, self._metrics = [], {}
+            member = self._client.join(*self._signature, self._optimizer.settings(), again=True)
+            self._exchange.reset()
+            try:
+                self._exchange.fetch(member.version, contributor=False)
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                continue
+            break
+        self._optimizer.adopt(member.settings)
+        self._history.record(
+            "join", incarnation=self._client.incarnation, version=member.version, epoch=self._client.epoch
+        )
+        logger.info("joined again at version %d", member.version)
 
     def _optimizer_state(self) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:
         for shard in range(self._client.shards):
@@ -263,9 +299,23 @@ class Session:
             raise UsageError("call session.optimizer(...) before iterating over session.loader(...)")
         while True:
             self._between_batches()
-            granted = self._client.take(records=records, epochs=epochs, batch=batch, wait=wait)
-            if not granted.pending:
-                break
+            try:
+                granted = self._client.take(records=records, epochs=epochs, batch=batch, wait=wait)
+                if granted.pending:
+                    continue
+                self._accept(granted, wait=wait)
+                return granted.ranges
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                self._join_again(refusal)
+                if not wait:
+                    return ()
+
+    def _accept(self, granted: Granted, *, wait: bool) -> None:
+        """Get the version to compute on."""
+        assert self._exchange is not None
+        assert self._optimizer is not None
         if granted.ranges and wait:
             self._computing = True
             if granted.version != self._exchange.version:
@@ -276,7 +326,11 @@ class Session:
             self._chief = granted.chief
             if granted.version != self._exchange.version:
                 self._exchange.fetch(granted.version, contributor=False)
-        return granted.ranges
+
+    @property
+    def generation(self) -> int:
+        """Changes when this worker had to join again, so that all records in hand were dropped."""
+        return self._generation
 
     def _begin_batch(self, ranges: list[Range]) -> None:
         self._batches.extend(ranges)
@@ -292,7 +346,11 @@ class Session:
         """The script has stopped iterating: give back what it has not computed on."""
         if self._computing and not self._closed and not self._batches:
             self._computing = False
-            self._client.release()
+            try:
+                self._client.release()
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
 
 
 class _Heart:
@@ -310,8 +368,7 @@ class _Heart:
             try:
                 self._client.heartbeat()
             except Refused as refusal:
-                if refusal.code is RefusalCode.STALE_INCARNATION:
-                    return  # whatever the script does next is told so
+                logger.debug("heartbeat: %s", refusal)  # whatever the script does next is told so too
             except ElasticPSError as error:
                 logger.debug("heartbeat: %s", error)
 

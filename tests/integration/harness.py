@@ -26,6 +26,8 @@ from elastic_ps.worker.session import Session
 DEADLINE = 60.0
 """Seconds that anything in a test may take."""
 
+_SEEDING = threading.Lock()
+
 
 def make_spec(**fields: Any) -> TrainingJobSpec:
     """A spec; `fields` are top-level ones, as in YAML."""
@@ -48,6 +50,7 @@ class Job:
     servers: list[ParameterServer]
     open_connections: Callable[[], list[Connection]]
     history: Path
+    traces: Path | None = None
     threads: list[threading.Thread] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
@@ -117,6 +120,7 @@ def running_job(
     transport: str = "inproc",
     checkpoints: Path | None = None,
     resume: Resume = "no",
+    traces: Path | None = None,
     **fields: Any,
 ) -> Iterator[Job]:
     """A job with its parameter servers running; everything is closed at the end."""
@@ -144,9 +148,10 @@ def running_job(
                 checkpoints=checkpoints,
                 resume=resume,
                 history=history if shard == 0 else None,
+                trace=traces,
             )
             servers.insert(0, ParameterServer(environment, listeners[shard], open_connection))
-        job = Job(spec, servers, lambda: [open_connection(s) for s in range(shards)], history)
+        job = Job(spec, servers, lambda: [open_connection(s) for s in range(shards)], history, traces)
         yield job
     finally:
         if job is not None:
@@ -175,7 +180,7 @@ class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def make_mlp(widths: Sequence[int] = (6, 16, 16, 1), seed: int = 0) -> torch.nn.Sequential:
     """A multi-layer perceptron; the same seed gives the same values."""
-    with torch.random.fork_rng():
+    with _SEEDING, torch.random.fork_rng():  # the workers' threads share torch's generator
         torch.manual_seed(seed)
         layers: list[torch.nn.Module] = []
         for a, b in itertools.pairwise(widths):

@@ -1,0 +1,103 @@
+"""What the parameters should be: the recorded rounds, replayed by plain torch in one process.
+
+The parameter server's history says which records made each version. The replay computes one ordinary
+optimizer step for each version, on the joined batch of all contributions. So whatever workers came, went
+or died, and however the records were handed out, there is one right answer, up to round-off.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from elastic_ps.core.ledger import Range
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.worker.loader import permutation
+
+Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+Commit = dict[str, Any]
+
+
+def mse(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The mean over the batch, so that a joined batch weighs each record the same."""
+    return torch.nn.functional.mse_loss(model(x), y)
+
+
+def ranges_of(commit: Commit) -> list[Range]:
+    """The positions whose gradients made this version."""
+    return [Range(*r) for c in commit["contributions"] for r in c["records"]]
+
+
+def replay(
+    commits: Sequence[Commit],
+    data: torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]],
+    model: torch.nn.Module,
+    make_optimizer: MakeOptimizer,
+    spec: TrainingJobSpec,
+    *,
+    loss: Loss = mse,
+    before: Callable[[int, torch.nn.Module, torch.optim.Optimizer], None] | None = None,
+    after: Callable[[int, torch.optim.Optimizer], None] | None = None,
+) -> torch.optim.Optimizer:
+    """Train `model` in place as the commits say; returns the optimizer.
+
+    Args:
+        before, after: called around the step that makes version `v + 1` out of `v`, with `v`.
+    """
+    optimizer = make_optimizer(model)
+    records: int = len(data)  # type: ignore[arg-type]
+    dtype = next(model.parameters()).dtype
+    for number, commit in enumerate(commits):
+        assert commit["version"] == commits[0]["version"] + number, "versions have no gap"
+        version = commit["version"] - 1
+        pairs = []
+        for r in ranges_of(commit):
+            order = permutation(records, r.epoch, shuffle=spec.data.shuffle, seed=spec.data.seed)
+            pairs += [data[i] for i in order[r.start : r.stop]]
+        x, y = (torch.stack(column).to(dtype) for column in zip(*pairs, strict=True))
+        if before is not None:
+            before(version, model, optimizer)
+        optimizer.zero_grad()
+        loss(model, x, y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        if after is not None:
+            after(version, optimizer)
+    return optimizer
+
+
+def assert_equal_up_to_round_off(
+    model: torch.nn.Module,
+    initial: torch.nn.Module,
+    replayed: Callable[[torch.nn.Module], object],
+) -> None:
+    """`model` is as near to the right answer as one process is.
+
+    `replayed` trains a model in place. It is called in the model's own precision and in double precision;
+    the difference between the two is what round-off does to this computation.
+    """
+    plain, exact = copy.deepcopy(initial), copy.deepcopy(initial).double()
+    replayed(plain)
+    replayed(exact)
+    ours, single, double = (_flat(m) for m in (model, plain, exact))
+    assert not torch.equal(double, _flat(initial)), "the replay has trained nothing"
+    noise = float((single - double).abs().max())
+    epsilon = torch.finfo(next(model.parameters()).dtype).eps * float(double.abs().max())
+    error = float((ours - double).abs().max())
+    assert error <= 6 * noise + 8 * epsilon, f"error {error:.2e}, one process has {noise:.2e}"
+
+
+def _flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
+
+
+def assert_each_record_once(commits: Iterable[Commit], *, records: int, epochs: int) -> None:
+    """The multiset of records in the commits is the data set, for every epoch."""
+    counted = Counter((r.epoch, i) for c in commits for r in ranges_of(c) for i in range(r.start, r.stop))
+    expected = Counter((epoch, i) for epoch in range(epochs) for i in range(records))
+    missing, surplus = expected - counted, counted - expected
+    assert counted == expected, f"missing {list(missing)[:9]}, too many {list(surplus)[:9]}"
