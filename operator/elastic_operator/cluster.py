@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import logging
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,14 +13,12 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
-from pydantic import ValidationError
-
 from elastic_operator import builders, names, pods
 from elastic_operator.api import Api, ApiError
 from elastic_operator.builders import Manifest
 from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, stamp
 from elastic_operator.pods import Pod, Problem
-from elastic_operator.status import dump_status
+from elastic_operator.status import dump_status, read_server_status
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.errors import ConnectionLost
 from elastic_ps.job import GROUP, VERSION, ServerStatus, TrainingJobStatus
@@ -203,8 +201,8 @@ class Cluster:
         url = f"http://{host}:{DEFAULT_HTTP_PORT}/status"
         try:
             with opener.open(url, timeout=self._status_timeout) as answer:
-                status = ServerStatus.model_validate(json.loads(answer.read(_STATUS_LIMIT)))
-        except (OSError, ValueError, ValidationError, urllib.error.URLError) as error:
+                status = read_server_status(dict(json.loads(answer.read(_STATUS_LIMIT))))
+        except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
             logger.debug("%s does not tell its status: %s", first.name, error)
             return None
         return status if status.job == job else None

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from elastic_operator import names
 from elastic_operator.plan import Note, Observed, stamp
 from elastic_operator.pods import Pod, Problem
-from elastic_ps.job import Condition, Progress, Summary, TrainingJobStatus, WorkerStatus
+from elastic_ps.job import Condition, Progress, ServerStatus, Summary, TrainingJobStatus, WorkerStatus
 
 ConditionType: TypeAlias = Literal["Created", "Running", "Degraded", "Suspended", "Succeeded", "Failed"]
 
@@ -32,6 +32,21 @@ def read_status(job: Mapping[str, Any]) -> TrainingJobStatus:
             for item in error.errors():
                 _drop(document, item["loc"])
     return TrainingJobStatus()
+
+
+def read_server_status(document: dict[str, Any]) -> ServerStatus:
+    """What a parameter server answered; fields of a newer version than the operator's are dropped.
+
+    Raises:
+        ValidationError: it is something else.
+    """
+    try:
+        return ServerStatus.model_validate(document)
+    except ValidationError as error:
+        for item in error.errors():
+            if item["type"] == "extra_forbidden":
+                _drop(document, item["loc"])
+    return ServerStatus.model_validate(document)
 
 
 def _drop(document: Any, location: Sequence[int | str]) -> None:

@@ -13,6 +13,7 @@ from elastic_operator.cluster import with_refusals
 from elastic_operator.plan import Create, DeleteJob, DeletePod, Options, Plan
 from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
+from elastic_operator.status import read_server_status, read_status
 from elastic_ps.job import Progress, ServerStatus
 from tests.unit.simulation import Simulation, job_document
 
@@ -284,6 +285,14 @@ def test_pod_of_a_lost_node_is_removed_by_force() -> None:
     simulation.now += timedelta(minutes=10)
     forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
     assert [(a.name, a.force) for a in forced] == [("digits-worker-0", True)]
+
+
+def test_fields_of_other_versions_are_dropped() -> None:
+    answer = {"job": "digits", "shard": 0, "shards": 1, "epoch": 2, "ready": True, "new": 1}
+    status = read_server_status({**answer, "progress": {"version": 3, "alsoNew": {}}})
+    assert (status.epoch, status.progress.version) == (2, 3)
+    old = read_status({"status": {"phase": "Running", "gone": 1, "worker": {"failures": 2, "gone": 1}}})
+    assert (old.phase, old.worker.failures) == ("Running", 2)
 
 
 events = st.one_of(
