@@ -50,35 +50,11 @@ COLUMNS = (
 
 def crd(*, rules: bool) -> Schema:
     """The whole definition; `rules` says whether with those in CEL."""
-    spec = structural(TrainingJobSpec.model_json_schema(by_alias=True))
-    example = TrainingJobSpec(entrypoint="module:function").model_dump(mode="json", by_alias=True)
-    _write_defaults(spec, example)
-    if rules:
-        _add_rules(spec)
-    root: Schema = {
-        "description": "One training run: parameter servers, workers, and what to train.",
-        "type": "object",
-        "required": ["spec"],
-        "properties": {
-            "apiVersion": {"type": "string"},
-            "kind": {"type": "string"},
-            "metadata": {"type": "object"},
-            "spec": spec,
-            "status": structural(TrainingJobStatus.model_json_schema(by_alias=True), defaults=False),
-        },
-    }
-    if rules:
-        root["x-kubernetes-validations"] = [
-            {
-                "rule": "self.metadata.name.size() <= 52",
-                "message": "metadata.name may have at most 52 characters, as its pods' names are longer",
-            }
-        ]
     version: Schema = {
         "name": VERSION,
         "served": True,
         "storage": True,
-        "schema": {"openAPIV3Schema": root},
+        "schema": {"openAPIV3Schema": _schema(rules=rules)},
         "subresources": {
             "status": {},
             "scale": {
@@ -110,6 +86,34 @@ def crd(*, rules: bool) -> Schema:
             "versions": [version],
         },
     }
+
+
+def _schema(*, rules: bool) -> Schema:
+    spec = structural(TrainingJobSpec.model_json_schema(by_alias=True))
+    example = TrainingJobSpec(entrypoint="module:function").model_dump(mode="json", by_alias=True)
+    _write_defaults(spec, example)
+    if rules:
+        _add_rules(spec)
+    root: Schema = {
+        "description": "One training run: parameter servers, workers, and what to train.",
+        "type": "object",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": spec,
+            "status": structural(TrainingJobStatus.model_json_schema(by_alias=True), defaults=False),
+        },
+    }
+    if rules:
+        root["x-kubernetes-validations"] = [
+            {
+                "rule": "self.metadata.name.size() <= 52",
+                "message": "metadata.name may have at most 52 characters, as its pods' names are longer",
+            }
+        ]
+    return root
 
 
 def structural(document: Mapping[str, Any], *, defaults: bool = True) -> Schema:

@@ -63,17 +63,8 @@ def build_registry(
 
     @kopf.on.login(registry=registry)
     def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
-        if settings.kubeconfig is None:
-            return kopf.login_with_service_account(**kwargs)
-        access = api.access()
-        return kopf.ConnectionInfo(
-            server=access.server,
-            ca_path=access.authority,
-            insecure=access.insecure,
-            token=access.token,
-            certificate_path=access.certificate,
-            private_key_path=access.key,
-        )
+        inside = settings.kubeconfig is None
+        return kopf.login_with_service_account(**kwargs) if inside else _connection(api)
 
     @kopf.on.startup(registry=registry)
     async def start(**_: Any) -> None:
@@ -106,6 +97,19 @@ def build_registry(
         queue.add((metadata["namespace"], metadata["labels"][names.JOB_LABEL]), _BURST)
 
     return registry
+
+
+def _connection(api: Api) -> kopf.ConnectionInfo:
+    """kopf's words for how our own client reaches the API server."""
+    access = api.access()
+    return kopf.ConnectionInfo(
+        server=access.server,
+        ca_path=access.authority,
+        insecure=access.insecure,
+        token=access.token,
+        certificate_path=access.certificate,
+        private_key_path=access.key,
+    )
 
 
 async def _resync(controller: Controller, queue: Queue, settings: Settings) -> None:
