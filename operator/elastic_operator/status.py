@@ -192,7 +192,8 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
         key = f"{after.type}/{after.status}/{after.reason}/{since}"
         if after.status == "True" and after.type != "Created":
             bad = after.type in ("Degraded", "Failed")
-            reason = after.type if after.reason == after.type else f"{after.type}{after.reason}"
+            plain = after.reason in (after.type, "Finished")
+            reason = after.type if plain else f"{after.type}{after.reason}"
             notes.append(Note(key, "Warning" if bad else "Normal", reason, after.message))
         elif after.type == "Degraded" and before is not None and new.phase == "Running":
             notes.append(Note(key, "Normal", "Recovered", after.message))
