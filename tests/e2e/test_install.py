@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,24 +130,27 @@ def test_suspended_training_goes_on_from_its_checkpoint(installed: None, jobs: J
     assert jobs.job("digits")["status"]["parameterServer"]["epoch"] == 2
 
 
-def test_helm_test_upgrade_and_schema(installed: None, cluster: GivenCluster, helm: Config) -> None:
+def test_helm_test_upgrade_and_schema(
+    installed: None, cluster: GivenCluster, helm: Config, tmp_path: Path
+) -> None:
     helm.test("elastic-ps", timeout=120)
     with pytest.raises(HelmError, match="concurrency"):
         helm.upgrade(str(CHART), "elastic-ps", {"operator": {"concurrency": 0}})
-    cluster.kubectl(
-        "patch", "crd", "trainingjobs.elastic-ps.dev", "--type=json",
-        "-p", '[{"op": "replace", "path": "/spec/names/shortNames", "value": ["tj", "old"]}]',
-    )  # fmt: skip
-    helm.upgrade(str(CHART), "elastic-ps", {"operator": {"poll": "3s"}})
+    older = tmp_path / "elastic-ps"
+    shutil.copytree(CHART, older)
+    template = older / "templates" / "crd.yaml"
+    template.write_text(template.read_text().replace("    - tj\n", "    - tj\n    - tjob\n"))
+    for chart, short in ((older, ["tj", "tjob"]), (CHART, ["tj"])):
+        helm.upgrade(str(chart), "elastic-ps", {"operator": {"poll": "2s"}})
+        names = cluster.get("crd", "trainingjobs.elastic-ps.dev")["spec"]["names"]
+        assert names["shortNames"] == short, "an upgrade of the chart upgrades the definition"
     cluster.kubectl("-n", SYSTEM, "rollout", "status", "deployment/elastic-ps", "--timeout=120s")
-    names = cluster.get("crd", "trainingjobs.elastic-ps.dev")["spec"]["names"]
-    assert "tj" in names["shortNames"]
 
 
 def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: Jobs) -> None:
     """Every verb of the role is used in the life of jobs, and none is missing: nothing is refused."""
     invalid = digits()
-    invalid["spec"] |= {"entrypoint": "no.such.module:main", "runPolicy": {"ttlSecondsAfterFinished": 0}}
+    invalid["spec"] |= {"entrypoint": "no.such.module:main", "runPolicy": {"ttlSecondsAfterFinished": 5}}
     jobs.cluster.apply(invalid, namespace=jobs.namespace)
     wait_for(
         lambda: not cluster.get("-n", jobs.namespace, "tj")["items"],
