@@ -84,7 +84,7 @@ class Shard:
         self._changed = threading.Condition()
         self._log = PushLog(epoch=epoch)
         self._deterministic = deterministic
-        self._retired = False
+        self._retired: RefusalCode | None = None
         self._trace = trace
         self._receiving: set[tuple[int, int]] = set()
         self._buckets: dict[int, BucketValues] = {}
@@ -143,7 +143,9 @@ class Shard:
             )
         slot = (key.bucket, key.worker)
         with self._changed:
-            self._await(lambda: slot not in self._receiving and self._may_add(key))
+            if not self._await(lambda: slot not in self._receiving and self._may_add(key)):
+                text = f"bucket {key.bucket} waits for workers before worker {key.worker}; push again"
+                raise Refused(RefusalCode.NOT_READY, text)
             if self._log.decide(key) is Verdict.DUPLICATE:
                 return False
             self._receiving.add(slot)
@@ -185,16 +187,16 @@ class Shard:
         """Wait, holding the lock, until `ready` or until `WAIT` is over; `ready` may raise."""
 
         def look() -> bool:
-            if self._retired:
-                raise Refused(RefusalCode.STALE_EPOCH, f"epoch {self._log.epoch} of this shard is over")
+            if self._retired is not None:
+                raise Refused(self._retired, f"epoch {self._log.epoch} of this shard is over")
             return ready()
 
         return self._changed.wait_for(look, timeout=WAIT.total_seconds())
 
-    def retire(self) -> None:
-        """Another state takes this one's place: refuse whoever waits."""
+    def retire(self, code: RefusalCode) -> None:
+        """Refuse whoever waits: STALE_EPOCH if another state takes this one's place, NOT_READY at the end."""
         with self._changed:
-            self._retired = True
+            self._retired = code
             self._changed.notify_all()
 
     def pull(
