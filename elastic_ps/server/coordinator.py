@@ -126,6 +126,12 @@ class Coordinator:
             self._resume(self._keeper.found)
         self._ticker.start()
 
+    def abandon(self) -> None:
+        """End the threads, and nothing else: for a coordinator that could not start."""
+        self._fan_out.shutdown(cancel_futures=True)
+        if self._keeper is not None:
+            self._keeper.close()
+
     def close(self) -> None:
         """Stop committing, write a last checkpoint if there is something to keep, end the threads. Blocks."""
         with self._changed:
@@ -145,9 +151,7 @@ class Coordinator:
                     self._send(Advance(version, self._rounds.attempt, frozenset()))
             except (Refused, TransportError, CheckpointError) as error:
                 logger.warning("the last checkpoint, of version %d, was not written: %s", version, error)
-        self._fan_out.shutdown(cancel_futures=True)
-        if self._keeper is not None:
-            self._keeper.close()
+        self.abandon()
 
     @property
     def lease(self) -> timedelta:

@@ -172,5 +172,5 @@ def test_another_model_cannot_go_on(tmp_path: Path) -> None:
         job.join()
     with running_job(tmp_path / "2", checkpoints=checkpoints, resume="require") as job:
         job.start(0, trainer(CLASSES["Adam"]))
-        with pytest.raises(ModelMismatch, match="Adam.*SGD"):
+        with pytest.raises(ModelMismatch, match=r"Adam.*SGD"):
             job.join()
