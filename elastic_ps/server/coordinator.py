@@ -112,6 +112,12 @@ class Coordinator:
             self._restore(found, self.epoch)
         self._ticker.start()
 
+    def abandon(self) -> None:
+        """End the threads, and nothing else: for a coordinator that could not start."""
+        self._fan_out.shutdown(cancel_futures=True)
+        if self._keeper is not None:
+            self._keeper.close()
+
     def close(self, *, keep: bool = True) -> None:
         """Stop committing and end the threads; with `keep`, write a last checkpoint before. Blocks."""
         with self._changed:
@@ -124,9 +130,7 @@ class Coordinator:
             with self._changed:
                 self._changed.wait_for(lambda: not self._driving, timeout=PATIENCE.total_seconds())
             self._keep_now()
-        self._fan_out.shutdown(cancel_futures=True)
-        if self._keeper is not None:
-            self._keeper.close()
+        self.abandon()
 
     @property
     def epoch(self) -> int:

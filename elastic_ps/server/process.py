@@ -52,22 +52,32 @@ class ParameterServer:
         self._index, self._job, self._shards = index, environment.job, shards
         self.coordinator: Coordinator | None = None
         self.epoch = 1
-        if index == 0:
-            self.epoch = store.next_epoch() if store else 1
-            keeper, found = self._keeper(environment, store) if store else (None, None)
-            self._remotes = [RemoteShard(environment.job, connect(shard)) for shard in range(1, shards)]
-            controls: list[ShardControl] = [self.node, *self._remotes]
-            self.coordinator = Coordinator(
-                environment.job,
-                spec,
-                self.epoch,
-                controls,
-                keeper=keeper,
-                history=self._history,
-            )
-            self._history.record("start", epoch=self.epoch)
-            self.coordinator.start(found)
-        server.serve(Service(environment.job, self.node, self.coordinator))
+        try:
+            if index == 0:
+                self._coordinate(environment, store, connect)
+            server.serve(Service(environment.job, self.node, self.coordinator))
+        except BaseException:
+            self.close(keep=False)
+            raise
+
+    def _coordinate(
+        self, environment: ProcessEnvironment, store: Store | None, connect: Callable[[int], Connection]
+    ) -> None:
+        """Shard 0: count this start, find the checkpoint, look after the members."""
+        self.epoch = store.next_epoch() if store else 1
+        keeper, found = self._keeper(environment, store) if store else (None, None)
+        self._remotes = [RemoteShard(environment.job, connect(shard)) for shard in range(1, self._shards)]
+        controls: list[ShardControl] = [self.node, *self._remotes]
+        self._history.record("start", epoch=self.epoch)
+        coordinator = Coordinator(
+            environment.job, environment.spec, self.epoch, controls, keeper=keeper, history=self._history
+        )
+        try:
+            coordinator.start(found)
+        except BaseException:
+            coordinator.abandon()
+            raise
+        self.coordinator = coordinator
 
     def _keeper(self, environment: ProcessEnvironment, store: Store) -> tuple[Keeper, Manifest | None]:
         """The keeper of the checkpoints, and the one to go on from."""
