@@ -198,9 +198,11 @@ class Coordinator:
         if configure:
             self._configure(tensors, optimizer, settings)
         with self._settled() as state:
+            self._drop(worker, "lost")
+            if not self._may_join():  # another one has begun to initialise the model since
+                return None
             _require_same(state.model, tensors, optimizer)
             assert state.model is not None
-            self._drop(worker, "lost")
             stay = state.members.join(worker, pid=pid, host=host, version=state.version, now=self._clock())
             initialise = not state.initialised
             if initialise:
