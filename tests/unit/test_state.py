@@ -1,4 +1,4 @@
-"""What shard 0 knows of a job: whose records stay where when workers vanish, come again, or repeat themselves."""
+"""What shard 0 knows of a job: whose records stay where when workers vanish or repeat themselves."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def contribution(state: JobState, stay: Stay, *, step: int = 0) -> Contribution:
     """A step on all that the worker holds."""
     assert state.ledger is not None
     held = tuple(state.ledger.held(stay.incarnation))
-    return Contribution(
-        worker=stay.worker, incarnation=stay.incarnation, step=step, samples=10, records=held
-    )
+    return Contribution(worker=stay.worker, incarnation=stay.incarnation, step=step, samples=10, records=held)
 
 
 def finish(state: JobState, stay: Stay, *, step: int = 0) -> Contribution:
