@@ -63,8 +63,8 @@ class Settings:
     def check_follows(self, later: Settings) -> None:
         """Raise InvalidModel unless an optimizer that was built with these settings can step with `later`.
 
-        A hyperparameter may change its value, not its kind; one that is missing stays as it is, and schedulers
-        may add keys of their own.
+        A hyperparameter may change its value, not its kind; one that is missing stays as it is, and
+        schedulers may add keys of their own.
         """
         if len(later.groups) != len(self.groups):
             raise InvalidModel(f"{len(later.groups)} parameter groups; the model has {len(self.groups)}")

@@ -79,7 +79,9 @@ def test_one_worker_initialises_the_model_also_when_two_come_at_once(
     assert joined[0] is None, "to ask again"
 
 
-@pytest.mark.parametrize("groups", [(), ({"lr": None},), ({"lr": float("nan")},), ({"lr": 0.1, "params": []},)])
+@pytest.mark.parametrize(
+    "groups", [(), ({"lr": None},), ({"lr": float("nan")},), ({"lr": 0.1, "params": []},)]
+)
 def test_settings_that_no_optimizer_can_step_with_are_refused_before_the_round_is_decided(
     coordinator: Coordinator, shard: Notes, groups: tuple[dict[str, Any], ...]
 ) -> None:
@@ -101,7 +103,7 @@ def test_settings_that_no_optimizer_can_step_with_are_refused_before_the_round_i
         )
         return coordinator.finish(contribution, version=0, attempt=0)
 
-    with pytest.raises(Refused, match="parameter groups|lr|params") as refused:
+    with pytest.raises(Refused, match=r"parameter groups|lr|params") as refused:
         finish(Settings(groups))
     assert refused.value.code is RefusalCode.INVALID
     assert all(order.apply is None for order in shard.orders)
