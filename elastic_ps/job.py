@@ -151,7 +151,9 @@ class Consistency(_Model):
     )
     deterministic: bool = Field(
         default=False,
-        description="Add contributions in the order of worker index, so that runs agree to the bit.",
+        description="Runs agree to the bit: worker.replicas workers each have a fixed share of the records, "
+        "contributions are added in the order of worker index, and a round waits for a lost worker's "
+        "replacement. Scaling has no effect.",
     )
 
 

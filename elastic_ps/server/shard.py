@@ -85,7 +85,7 @@ class Shard:
         self._advancing = threading.Lock()
         self._log = PushLog(epoch=epoch)
         self._deterministic = deterministic
-        self._retired = False
+        self._retired: RefusalCode | None = None
         self._trace = trace
         self._receiving: set[tuple[int, int]] = set()
         self._buckets: dict[int, BucketValues] = {}
@@ -210,16 +210,16 @@ class Shard:
         """Wait, holding the lock, until `ready` or until `WAIT` is over; `ready` may raise."""
 
         def look() -> bool:
-            if self._retired:
-                raise Refused(RefusalCode.STALE_EPOCH, f"epoch {self._log.epoch} of this shard is over")
+            if self._retired is not None:
+                raise Refused(self._retired, f"epoch {self._log.epoch} of this shard is over")
             return ready()
 
         return self._changed.wait_for(look, timeout=WAIT.total_seconds())
 
-    def retire(self) -> None:
-        """Another state takes this one's place: refuse whoever waits."""
+    def retire(self, code: RefusalCode) -> None:
+        """Refuse whoever waits: STALE_EPOCH if another state takes this one's place, NOT_READY at the end."""
         with self._changed:
-            self._retired = True
+            self._retired = code
             self._changed.notify_all()
 
     def pull(

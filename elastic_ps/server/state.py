@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 from elastic_ps.core.consistency import Contribution, SyncRounds
-from elastic_ps.core.ledger import Ledger
+from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.core.membership import Membership, Stay
 from elastic_ps.core.partition import Layout, Rule, TensorSpec
 from elastic_ps.core.progress import Curve, Rate
@@ -47,7 +48,7 @@ class JobState:
     lease: timedelta
     members: Membership = field(init=False)
     rounds: SyncRounds = field(default_factory=SyncRounds)
-    ledger: Ledger | None = None
+    ledger: Ledger | Lanes | None = None
     model: Model | None = None
     initialised: bool = False
     initialiser: int | None = None
@@ -69,6 +70,39 @@ class JobState:
     def finished(self) -> bool:
         """Whether every record of every epoch is in the model."""
         return self.ledger is not None and self.ledger.finished
+
+    @property
+    def required(self) -> frozenset[int]:
+        """Workers without whom no round is complete: with a fixed schedule, all that have records left."""
+        return self.ledger.open_lanes if isinstance(self.ledger, Lanes) else frozenset()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the open round can be committed."""
+        return self.rounds.ready and self.required <= self.rounds.done.keys()
+
+    @property
+    def expected(self) -> frozenset[int]:
+        """Whose contributions the open round is made of, as far as is known."""
+        return frozenset(self.rounds.expected) | self.required
+
+    def open_ledger(self, records: int, epochs: int, *, shard_records: int, lanes: int) -> None:
+        """The first worker names its data set; with `lanes`, the schedule is fixed for that many workers."""
+        if self.ledger is None and lanes:
+            self.ledger = Lanes(records, epochs, shard_records, lanes)
+        elif self.ledger is None:
+            self.ledger = Ledger(records, epochs, shard_records)
+
+    def take(self, worker: int, incarnation: int, batch: int) -> list[Range]:
+        """Hand records to a worker."""
+        if isinstance(self.ledger, Lanes):
+            return self.ledger.take(incarnation, worker=worker, batch=batch)
+        assert self.ledger is not None
+        return self.ledger.take(incarnation, batch=batch, workers=len(self.members.live))
+
+    def admit(self, worker: int) -> None:
+        """A worker has records to compute on. With a fixed schedule the open round waits for it."""
+        self.rounds.admit(worker, at_once=isinstance(self.ledger, Lanes))
 
     def drop(self, worker: int, outcome: str) -> Stay | None:
         """End a stay; what it holds goes to others, except the records of a step that it has finished."""
@@ -150,7 +184,8 @@ class JobState:
             state.members.departed.append(stay)
         state.rounds.version = version
         if saved["ledger"] is not None:
-            state.ledger = Ledger.from_state(saved["ledger"], shard_records=shard_records)
+            kind = Lanes if "lanes" in saved["ledger"] else Ledger
+            state.ledger = kind.from_state(saved["ledger"], shard_records=shard_records)
         state.metrics = dict(saved["metrics"])
         state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
         return state

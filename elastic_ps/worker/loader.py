@@ -111,10 +111,10 @@ class ElasticLoader:
             while self._in_hand() or self._wait():
                 if self._only is not None and self._kept[0].epoch != self._only:
                     return
-                sampler, generation = _Sampler(self), self._session.generation
+                sampler = _Sampler(self)
                 for batch in DataLoader(self._source, batch_sampler=sampler, **self._options):
-                    if self._session.generation != generation:
-                        break  # joined again: what was fetched ahead belongs to others now
+                    if self._outdated:
+                        break  # what was fetched ahead belongs to others now
                     ranges = sampler.issued.popleft()
                     self.epoch = ranges[0].epoch
                     self._session._begin_batch(ranges)
@@ -143,17 +143,24 @@ class ElasticLoader:
         self._forget()
         return bool(self._kept)
 
+    @property
+    def _outdated(self) -> bool:
+        """Whether this worker had to join again, so that the records in hand are handed to others."""
+        return self._session.generation != self._generation
+
     def _forget(self) -> None:
-        """Drop the records in hand if this worker had to join again: others are handed them."""
-        if self._session.generation != self._generation:
+        if self._outdated:
             self._generation = self._session.generation
             self._kept.clear()
 
     def _next(self) -> list[Range]:
-        """The positions of the next batch, all of one epoch; [] if there are none at the moment."""
+        """The positions of the next batch, all of one epoch; [] if there are none at the moment.
+
+        After joining again there are none until `_wait` has got some: only that takes part in rounds again.
+        """
         batch: list[Range] = []
         missing = self.batch_size
-        while missing and (self._kept or self._take(wait=False)):
+        while missing and not self._outdated and (self._kept or self._take(wait=False)):
             first = self._kept[0]
             if (batch and first.epoch != batch[0].epoch) or (self._only not in (None, first.epoch)):
                 break
@@ -163,7 +170,7 @@ class ElasticLoader:
             self._kept[0] = first._replace(start=taken.stop)
             if not self._kept[0].records:
                 self._kept.pop(0)
-        return batch
+        return [] if self._outdated else batch
 
     def indices(self, ranges: list[Range]) -> list[int]:
         """The data set's indexes of the records at these positions."""

@@ -75,6 +75,9 @@ class Session:
         self._heart: _Heart | None = None
         self._batches: list[Range] = []
         self._steps = 0
+        self._settings = Settings(groups=())
+        self._adopted = (self._settings, False)
+        self._dropped = False  # the last step was not made; the script does not know
         self._generation = 0
         self._metrics: dict[str, Any] = {}
         self._computing = False
@@ -171,7 +174,8 @@ class Session:
             raise UsageError("call session.optimizer(...) before session.scheduler(...)")
         self._optimizer.add_scheduler(scheduler)
         if self._exchange.settings:
-            self._optimizer.adopt(Settings.from_json(self._exchange.settings), catch_up=True)
+            settings = Settings.from_json(self._exchange.settings)
+            self._optimizer.adopt(settings, catch_up=settings.stepped)
         return scheduler
 
     def report(self, **metrics: Any) -> None:
@@ -219,6 +223,9 @@ class Session:
                 "this step's batch did not come from session.loader(...), so its records cannot be counted. "
                 "Iterate over session.loader(dataset or DataLoader, ...)"
             )
+        if self._dropped and self._optimizer is not None:
+            self._dropped = False
+            self._adopt(*self._adopted)
         samples = sum(r.records for r in self._batches)
         self._phases.backward()
         self._exchange.begin(Step(number=self._steps, version=self._exchange.version, samples=samples))
@@ -246,12 +253,25 @@ class Session:
         except Refused as refusal:
             if not expelled(refusal):
                 raise
+            stepped = self._optimizer.stepped
             self._join_again(refusal)
+            self._dropped = True
+            self._adopt(self._settings, stepped)
             return
         self._steps += 1
         self._batches, self._metrics = [], {}
         if self._exchange.settings and self._exchange.settings != settings:
             self._optimizer.adopt(Settings.from_json(self._exchange.settings))
+
+    def _adopt(self, settings: Settings, stepped: bool) -> None:
+        """Take over the settings of the last step, one scheduler step later if `stepped`.
+
+        After a step that was dropped the script goes on as if it had been made, and may step its schedulers;
+        so they are set once more before the next step.
+        """
+        assert self._optimizer is not None
+        self._optimizer.adopt(settings, catch_up=stepped)
+        self._adopted = (settings, stepped)
 
     def _join_again(self, reason: Refused) -> None:
         """The parameter server does not know this worker (any more): go on as a new member.
@@ -274,7 +294,7 @@ class Session:
                     raise
                 continue
             break
-        self._optimizer.adopt(member.settings)
+        self._settings = member.settings
         self._history.record(
             "join", incarnation=self._client.incarnation, version=member.version, epoch=self._client.epoch
         )
@@ -308,7 +328,9 @@ class Session:
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
+                stepped = self._optimizer.stepped
                 self._join_again(refusal)
+                self._adopt(self._settings, stepped)
                 if not wait:
                     return ()
 
@@ -320,7 +342,8 @@ class Session:
             self._computing = True
             if granted.version != self._exchange.version:
                 self._exchange.fetch(granted.version, contributor=True)
-                self._optimizer.adopt(Settings.from_json(self._exchange.settings), catch_up=True)
+                settings = Settings.from_json(self._exchange.settings)
+                self._adopt(settings, settings.stepped)
         elif granted.finished and wait:
             self._computing = False
             self._chief = granted.chief

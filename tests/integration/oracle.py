@@ -63,7 +63,7 @@ def replay(
         if before is not None:
             before(version, model, optimizer)
         optimizer.zero_grad()
-        loss(model, x, y).backward()  # type: ignore[no-untyped-call]
+        loss(model, x, y).backward()
         optimizer.step()
         if after is not None:
             after(version, optimizer)

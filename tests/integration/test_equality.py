@@ -42,7 +42,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 
 def optimizer_of(name: str, **options: Any) -> MakeOptimizer:
     cls = getattr(torch.optim, name)
-    return lambda model: cls(model.parameters(), **(options or CLASSES[name]))  # type: ignore[no-any-return]
+    return lambda model: cls(model.parameters(), **(options or CLASSES[name]))
 
 
 def trainer(

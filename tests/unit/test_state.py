@@ -1,4 +1,4 @@
-"""What shard 0 knows of a job: whose records stay where when workers vanish or repeat themselves."""
+"""What shard 0 knows of a job: whose records stay where when workers vanish, come again, or repeat."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ def state() -> JobState:
 def join(state: JobState, worker: int) -> Stay:
     """A worker comes, is handed records and wants to compute on them."""
     stay = state.members.join(worker, pid=worker, host="here", version=state.version, now=0)
-    assert state.ledger is not None
-    state.ledger.take(stay.incarnation, batch=10, workers=1)
-    state.rounds.admit(worker)
+    state.take(worker, stay.incarnation, 10)
+    state.admit(worker)
     return stay
 
 
@@ -46,8 +45,7 @@ def two(state: JobState) -> tuple[Stay, Stay]:
     first, second = join(state, 0), join(state, 1)
     finish(state, first, step=-2)
     state.book(state.rounds.begin_commit(), 0)
-    assert state.ledger is not None
-    state.ledger.take(first.incarnation, batch=10, workers=1)
+    state.take(first.worker, first.incarnation, 10)
     return first, second
 
 
