@@ -39,7 +39,7 @@ def test_a_part_is_never_answered_by_the_order_to_write_it(tmp_path: Path) -> No
     """The coordinator takes note of a checkpoint when all shards have been told, and drops earlier parts."""
     node = Node(0, 1, store=InstantStore(tmp_path), deterministic=False, trace=Trace(None, ""))
     layout = partition([TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0)], bucket_bytes=1 << 20, shards=1)
-    node.configure(Configuration(layout, "SGD", Settings(({"lr": 0.1},)), 1, 0))
+    node.configure(Configuration(layout, "SGD", Settings(({"lr": 0.1},)), 1, None))
     try:
         for _ in range(300):
             assert node.advance(Advance(0, 0, frozenset(), checkpoint=True)) == []
