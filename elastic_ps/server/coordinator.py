@@ -24,7 +24,7 @@ from elastic_ps.core.ledger import LedgerError, Range
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Layout, TensorSpec, difference, partition
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import CheckpointError, RefusalCode, Refused, TransportError, UserError
+from elastic_ps.errors import CheckpointError, InvalidModel, RefusalCode, Refused, TransportError, UserError
 from elastic_ps.job import ServerStatus, TrainingJobSpec
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.node import Advance, Configuration, ShardControl, Written
@@ -209,9 +209,11 @@ class Coordinator:
         if configure:
             self._configure(tensors, optimizer, settings)
         with self._settled() as state:
+            self._drop(worker, "lost")
+            if not self._may_join():  # another one has begun to initialise the model since
+                return None
             _require_same(state.model, tensors, optimizer)
             assert state.model is not None
-            self._drop(worker, "lost")
             stay = state.members.join(worker, pid=pid, host=host, version=state.version, now=self._clock())
             initialise = not state.initialised
             if initialise:
@@ -370,7 +372,8 @@ class Coordinator:
         The call that completes a round commits it and returns when the shards have applied it.
 
         Raises:
-            Refused: see `SyncRounds.finish`; INVALID: records that the worker does not hold.
+            Refused: see `SyncRounds.finish`; INVALID: records that the worker does not hold, or settings that
+                the optimizer cannot step with.
         """
         with self._settled() as state:
             stay = self._check(contribution.worker, contribution.incarnation)
@@ -379,7 +382,9 @@ class Coordinator:
             try:
                 if state.ledger is not None:
                     state.ledger.check(contribution.incarnation, contribution.records)
-            except LedgerError as error:
+                if contribution.settings:
+                    state.settings.check_follows(Settings.from_json(contribution.settings))
+            except (LedgerError, InvalidModel) as error:
                 raise Refused(RefusalCode.INVALID, str(error)) from error
             new = state.rounds.finish(contribution, version=version, attempt=attempt)
         self._drive()

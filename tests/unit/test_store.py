@@ -135,10 +135,9 @@ def test_no_character_of_the_manifest_can_change(store: Store) -> None:
     path = write(store, 2) / "manifest.json"
     text = path.read_bytes()
     for place in range(len(text)):
-        for change in (1, 2, 32):
-            path.write_bytes(text[:place] + bytes([text[place] ^ change]) + text[place + 1 :])
-            with pytest.raises(CheckpointCorrupt):
-                store.manifest(2)
+        path.write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
+        with pytest.raises(CheckpointCorrupt):
+            store.manifest(2)
     path.write_bytes(text)
     assert store.manifest(2).version == 2
 
