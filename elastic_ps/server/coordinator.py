@@ -409,6 +409,7 @@ class Coordinator:
 
     def _tell(self, advance: Advance, contributions: Sequence[Contribution]) -> bool:
         """Send an order to the shards and book what came of it. Returns False if it has to be tried again."""
+        decided = time.monotonic()  # before the look at the fence
         if contributions and self._keeper is not None and self._keeper.check_fence():
             return False
         try:
@@ -424,7 +425,7 @@ class Coordinator:
                 self._checkpoint_wanted = False
                 self._keeper.begin(self._state.version, self._clock(), self._state.to_checkpoint())
         if contributions:
-            self._record(contributions, advance.version)
+            self._record(contributions, advance.version, decided)
         return True
 
     def _current(self) -> Advance:
@@ -498,13 +499,15 @@ class Coordinator:
         self._history.record("restore", epoch=epoch, version=found.version)
         logger.info("epoch %d goes on from version %d", epoch, found.version)
 
-    def _record(self, contributions: Sequence[Contribution], version: int) -> None:
+    def _record(self, contributions: Sequence[Contribution], version: int, decided: float) -> None:
         steps = [
             {"worker": c.worker, "incarnation": c.incarnation, "step": c.step, "records": c.records}
             | {"samples": c.samples}
             for c in contributions
         ]
-        self._history.record("commit", version=version, contributions=steps)
+        self._history.record(
+            "commit", epoch=self.epoch, version=version, decided=decided, contributions=steps
+        )
 
     def _send(self, advance: Advance) -> None:
         """Tell all shards; this process's own last, because its workers' pulls are answered by that."""
