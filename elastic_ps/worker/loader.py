@@ -143,9 +143,14 @@ class ElasticLoader:
         self._forget()
         return bool(self._kept)
 
+    @property
+    def _outdated(self) -> bool:
+        """Whether this worker had to join again, so that it must wait for records before it computes."""
+        return self._session.generation != self._generation
+
     def _forget(self) -> None:
         """Drop the records in hand if this worker had to join again: others are handed them."""
-        if self._session.generation != self._generation:
+        if self._outdated:
             self._generation = self._session.generation
             self._kept.clear()
 
@@ -153,7 +158,7 @@ class ElasticLoader:
         """The positions of the next batch, all of one epoch; [] if there are none at the moment."""
         batch: list[Range] = []
         missing = self.batch_size
-        while missing and (self._kept or self._take(wait=False)):
+        while missing and not self._outdated and (self._kept or self._take(wait=False)):
             first = self._kept[0]
             if (batch and first.epoch != batch[0].epoch) or (self._only not in (None, first.epoch)):
                 break
