@@ -117,6 +117,7 @@ class Store:
             _flush(path)
             return ShardFile(name, _digest(path), path.stat().st_size)
         except (OSError, safetensors.SafetensorError) as error:
+            shutil.rmtree(self._partial(epoch, version), ignore_errors=True)  # else it keeps the disk full
             raise CheckpointError(f"cannot write {name} of version {version}: {error}") from error
 
     def commit(self, manifest: Manifest, *, keep: int) -> Path:
@@ -131,6 +132,7 @@ class Store:
                 self.require_epoch(manifest.epoch)
                 self._finish(manifest, keep)
         except OSError as error:
+            shutil.rmtree(self._partial(manifest.epoch, manifest.version), ignore_errors=True)
             text = f"cannot finish the checkpoint of version {manifest.version}: {error}"
             raise CheckpointError(text) from error
         return self.path(manifest.version)

@@ -117,6 +117,7 @@ class Coordinator:
         with self._changed:
             due = self._keeper is not None and self._state.initialised and not self._spoiled
             due = due and self._keeper is not None and self._keeper.durable_version != self._state.version
+            due = due and not self.fenced
             self._closing = True
             self._changed.notify_all()
         self._ticker.join()
@@ -133,6 +134,11 @@ class Coordinator:
         """Of the parameter server; grows when the job goes back to a checkpoint."""
         with self._changed:
             return self._state.epoch
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another parameter server has taken over: this one may apply and write nothing any more."""
+        return self._keeper is not None and self._keeper.fenced
 
     @property
     def lease(self) -> timedelta:
@@ -519,8 +525,13 @@ class Coordinator:
                 self._keeper.parts(shard, parts)
 
     def _tick(self) -> None:
-        """Every `TICK`: declare silent members gone, collect checkpoint parts, try again what failed."""
+        """Every `TICK`: declare silent members gone, collect checkpoint parts, try again what failed.
+
+        Also look at the fence: workers that wait for records must not go on waiting here.
+        """
         while True:
+            if self._keeper is not None:
+                self._keeper.check_fence()
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, timeout=TICK.total_seconds()):
                     return
