@@ -1,4 +1,4 @@
-"""The training script of the fault tests: a small model, as many records as wanted, steps that take a while."""
+"""The training script of the fault tests: a small model, and steps that take a while."""
 
 from __future__ import annotations
 
