@@ -20,7 +20,7 @@ from datetime import timedelta
 
 from elastic_ps.checkpoint.store import Manifest
 from elastic_ps.core.consistency import Contribution
-from elastic_ps.core.ledger import Ledger, LedgerError, Range
+from elastic_ps.core.ledger import LedgerError, Range
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Layout, TensorSpec, difference, partition
 from elastic_ps.core.settings import Settings
@@ -112,10 +112,10 @@ class Coordinator:
             self._restore(found, self.epoch)
         self._ticker.start()
 
-    def close(self) -> None:
-        """Stop committing, write a last checkpoint if there is something to keep, end the threads. Blocks."""
+    def close(self, *, keep: bool = True) -> None:
+        """Stop committing and end the threads; with `keep`, write a last checkpoint before. Blocks."""
         with self._changed:
-            due = self._keeper is not None and self._state.initialised and not self._spoiled
+            due = keep and self._keeper is not None and self._state.initialised and not self._spoiled
             due = due and self._keeper is not None and self._keeper.durable_version != self._state.version
             due = due and not self.fenced
             self._closing = True
@@ -157,7 +157,11 @@ class Coordinator:
     def _settled(self) -> Iterator[JobState]:
         """Hold the lock, at a moment at which no round is being committed."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._state.rounds.committing and not self._spoiled)
+            self._changed.wait_for(
+                lambda: self._closing or not (self._state.rounds.committing or self._spoiled)
+            )
+            if self._closing:
+                raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
             yield self._state
 
     def _told(self) -> None:
@@ -193,7 +197,10 @@ class Coordinator:
                 text = f"worker {worker} is now process {current.pid} on {current.host}"
                 raise Refused(RefusalCode.SUPERSEDED, text)
             self._drop(worker, "lost")
-            if not self._changed.wait_for(self._may_join, timeout=WAIT.total_seconds()):
+            may_join = self._changed.wait_for(
+                lambda: self._closing or self._may_join(), timeout=WAIT.total_seconds()
+            )
+            if not may_join or self._closing:
                 return None
             if again and not self._state.initialised:
                 raise Refused(
@@ -230,7 +237,7 @@ class Coordinator:
         try:
             layout = self._partition(tensors)
             for shard in self._shards:
-                shard.configure(Configuration(layout, optimizer, settings, self.epoch, 0))
+                shard.configure(Configuration(layout, optimizer, settings, self.epoch, None))
             model = Model(layout, optimizer)
         except UserError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
@@ -301,10 +308,9 @@ class Coordinator:
         """
         with self._settled() as state:
             self._check(worker, incarnation)
-            ledger = self._open_ledger(records, epochs)
+            self._open_ledger(records, epochs)
             if not wait:
-                ranges = ledger.take(incarnation, batch=batch, workers=len(state.members.live))
-                return Taken(ranges, finished=ledger.finished)
+                return Taken(state.take(worker, incarnation, batch), finished=state.finished)
             if worker not in state.rounds.waiting:
                 state.give_back(incarnation)
                 state.rounds.withdraw(worker)
@@ -320,7 +326,7 @@ class Coordinator:
                 if held and state.rounds.takes_part(worker) and not (self._stale or self._driving):
                     return Taken(held, state.version)
                 left = deadline - self._clock()
-                if left <= 0 or self._closing:
+                if left <= 0:
                     return Taken(pending=True)
                 self._changed.wait(min(left, TICK.total_seconds()))
 
@@ -328,25 +334,23 @@ class Coordinator:
         """The records of a worker that waits for some; with them it is admitted. The lock is held."""
         state = self._state
         assert state.ledger is not None
-        held = state.ledger.held(incarnation)
-        if not held:
-            held = state.ledger.take(incarnation, batch=batch, workers=len(state.members.live))
+        held = state.ledger.held(incarnation) or state.take(worker, incarnation, batch)
         if held and not state.rounds.knows(worker):  # else two that wait would wake each other
-            state.rounds.admit(worker)
+            state.admit(worker)
             self._told()
         return held
 
-    def _open_ledger(self, records: int, epochs: int) -> Ledger:
-        state = self._state
-        if state.ledger is None:
-            state.ledger = Ledger(records, epochs, self._spec.data.shard_records)
+    def _open_ledger(self, records: int, epochs: int) -> None:
+        state, spec = self._state, self._spec
+        lanes = spec.worker.replicas if spec.consistency.deterministic else 0
+        state.open_ledger(records, epochs, shard_records=spec.data.shard_records, lanes=lanes)
+        assert state.ledger is not None
         if (state.ledger.records, state.ledger.epochs) != (records, epochs):
             raise Refused(
                 RefusalCode.INVALID,
                 f"this worker's data set has {records} records for {epochs} epochs; the job trains "
                 f"{state.ledger.records} records for {state.ledger.epochs} epochs",
             )
-        return state.ledger
 
     def _is_chief(self, worker: int) -> bool:
         if self._state.chief not in self._state.members.live:
@@ -398,7 +402,7 @@ class Coordinator:
                 if self._driving or self._closing or self._state.model is None:
                     return
                 spoiled = self._spoiled
-                contributions = self._state.rounds.begin_commit() if self._state.rounds.ready else []
+                contributions = self._state.rounds.begin_commit() if self._state.ready else []
                 if not (spoiled or contributions or self._stale):
                     return
                 self._driving = True
@@ -427,6 +431,7 @@ class Coordinator:
         with self._changed:
             if contributions:
                 self._state.book(contributions, self._clock())
+                self._stale |= self._state.expected != advance.expected
             if advance.checkpoint and self._keeper is not None:
                 self._checkpoint_wanted = False
                 self._keeper.begin(self._state.version, self._clock(), self._state.to_checkpoint())
@@ -436,13 +441,15 @@ class Coordinator:
 
     def _current(self) -> Advance:
         rounds = self._state.rounds
-        expected, wanted = frozenset(rounds.expected), self._checkpoint_wanted
-        return Advance(rounds.version, rounds.attempt, expected, checkpoint=wanted)
+        wanted = self._checkpoint_wanted
+        return Advance(rounds.version, rounds.attempt, self._state.expected, checkpoint=wanted)
 
     def _commit(self, contributions: Sequence[Contribution]) -> Advance:
         """The order to apply a round, with the lock held."""
         state, rounds = self._state, self._state.rounds
-        eldest = min(contributions, key=lambda c: c.incarnation)
+        # Who has made most steps: one that joined first may have been overtaken before its first step.
+        steps = {stay.incarnation: stay.steps for stay in state.members.stays()}
+        eldest = min(contributions, key=lambda c: (-steps[c.incarnation], c.incarnation))
         if eldest.settings:
             state.settings = Settings.from_json(eldest.settings)
         application = Application(
@@ -451,7 +458,7 @@ class Coordinator:
             samples=sum(c.samples for c in contributions),
             settings=state.settings,
         )
-        following = frozenset((rounds.expected - rounds.gone) | rounds.waiting)
+        following = frozenset((rounds.expected - rounds.gone) | rounds.waiting) | state.required
         due = self._keeper is not None and self._keeper.due(self._clock())
         return Advance(rounds.version + 1, 0, following, application, checkpoint=due)
 

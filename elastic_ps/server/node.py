@@ -45,7 +45,7 @@ class Configuration:
     optimizer: str
     settings: Settings
     epoch: int
-    load_version: int
+    load_version: int | None
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Node:
             deterministic=self._deterministic,
             trace=self._trace,
         )
-        if configuration.load_version:
+        if configuration.load_version is not None:
             if self.store is None:
                 raise CheckpointError(f"shard {self.index} has no checkpoint directory to load from")
             manifest = self.store.manifest(configuration.load_version)
@@ -130,7 +130,7 @@ class Node:
             before, self._shard = self._shard, shard
             self._epoch = configuration.epoch
         if before is not None:
-            before.retire()
+            before.retire(RefusalCode.STALE_EPOCH)
 
     def advance(self, advance: Advance) -> list[Written]:
         """See ShardControl."""
@@ -168,6 +168,11 @@ class Node:
             del tensors, snapshot
             with self._lock:
                 self._written.append(Written(version, file, error, pause))
+
+    def retire(self) -> None:
+        """Let nobody wait any longer: the process is about to end."""
+        if self.configured:
+            self.shard.retire(RefusalCode.NOT_READY)
 
     def close(self) -> None:
         """Write what is still to be written and end the thread. Blocks."""

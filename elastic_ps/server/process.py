@@ -113,10 +113,11 @@ class ParameterServer:
         """The loss curve; empty on other shards than 0."""
         return self.coordinator.loss() if self.coordinator is not None else []
 
-    def close(self) -> None:
-        """Write a last checkpoint, stop serving, end all threads. Blocks."""
+    def close(self, *, keep: bool = True) -> None:
+        """Stop serving and end all threads; with `keep`, write a last checkpoint before. Blocks."""
         if self.coordinator is not None:
-            self.coordinator.close()
+            self.coordinator.close(keep=keep)
+        self.node.retire()
         self._server.close(timedelta(seconds=1))
         for remote in self._remotes:
             remote.close()

@@ -159,7 +159,7 @@ class Service:
                 optimizer=request.optimizer.name,
                 settings=_settings(request.optimizer.groups),
                 epoch=request.epoch,
-                load_version=request.load_version,
+                load_version=request.load_version if request.HasField("load_version") else None,
             )
         )
         yield _done()

@@ -11,7 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 from elastic_ps.core.consistency import Contribution, SyncRounds
-from elastic_ps.core.ledger import Ledger
+from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.core.membership import Membership, Stay
 from elastic_ps.core.partition import Layout, Rule, TensorSpec
 from elastic_ps.core.progress import Curve, Rate
@@ -47,7 +48,7 @@ class JobState:
     lease: timedelta
     members: Membership = field(init=False)
     rounds: SyncRounds = field(default_factory=SyncRounds)
-    ledger: Ledger | None = None
+    ledger: Ledger | Lanes | None = None
     model: Model | None = None
     initialised: bool = False
     initialiser: int | None = None
@@ -70,6 +71,39 @@ class JobState:
         """Whether every record of every epoch is in the model."""
         return self.ledger is not None and self.ledger.finished
 
+    @property
+    def required(self) -> frozenset[int]:
+        """Workers without whom no round is complete: with a fixed schedule, all that have records left."""
+        return self.ledger.open_lanes if isinstance(self.ledger, Lanes) else frozenset()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the open round can be committed."""
+        return self.rounds.ready and self.required <= self.rounds.done.keys()
+
+    @property
+    def expected(self) -> frozenset[int]:
+        """Whose contributions the open round is made of, as far as is known."""
+        return frozenset(self.rounds.expected) | self.required
+
+    def open_ledger(self, records: int, epochs: int, *, shard_records: int, lanes: int) -> None:
+        """The first worker names its data set; with `lanes`, the schedule is fixed for that many workers."""
+        if self.ledger is None and lanes:
+            self.ledger = Lanes(records, epochs, shard_records, lanes)
+        elif self.ledger is None:
+            self.ledger = Ledger(records, epochs, shard_records)
+
+    def take(self, worker: int, incarnation: int, batch: int) -> list[Range]:
+        """Hand records to a worker."""
+        if isinstance(self.ledger, Lanes):
+            return self.ledger.take(incarnation, worker=worker, batch=batch)
+        assert self.ledger is not None
+        return self.ledger.take(incarnation, batch=batch, workers=len(self.members.live))
+
+    def admit(self, worker: int) -> None:
+        """A worker has records to compute on. With a fixed schedule the open round waits for it."""
+        self.rounds.admit(worker, at_once=isinstance(self.ledger, Lanes))
+
     def drop(self, worker: int, outcome: str) -> Stay | None:
         """End a stay; what it holds goes to others, except the records of a step that it has finished."""
         stay = self.members.remove(worker, outcome=outcome, version=self.version)
@@ -77,17 +111,16 @@ class JobState:
             return None
         for void in self.rounds.lose(worker):
             self.give_back(void.incarnation)
-        kept = self.rounds.done.get(worker)
-        if self.ledger is not None:
-            self.ledger.give_back(stay.incarnation, keep=kept.records if kept else ())
+        self.give_back(stay.incarnation)
         if self.initialiser == worker:
             self.initialiser, self.model = None, None
         return stay
 
     def give_back(self, incarnation: int) -> None:
-        """Records that a worker holds go to others."""
+        """Records that a worker holds go to others, except those of a step that it has finished."""
+        finished = (c.records for c in self.rounds.done.values() if c.incarnation == incarnation)
         if self.ledger is not None:
-            self.ledger.give_back(incarnation)
+            self.ledger.give_back(incarnation, keep=next(finished, ()))
 
     def restart_round(self) -> None:
         """The shards' sums are void: the open round starts again."""
@@ -151,7 +184,8 @@ class JobState:
             state.members.departed.append(stay)
         state.rounds.version = version
         if saved["ledger"] is not None:
-            state.ledger = Ledger.from_state(saved["ledger"], shard_records=shard_records)
+            kind = Lanes if "lanes" in saved["ledger"] else Ledger
+            state.ledger = kind.from_state(saved["ledger"], shard_records=shard_records)
         state.metrics = dict(saved["metrics"])
         state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
         return state

@@ -5,6 +5,7 @@ Fetching, collating and worker processes are torch's own `DataLoader`; only its 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
@@ -18,6 +19,8 @@ from elastic_ps.errors import InvalidModel, UsageError
 
 if TYPE_CHECKING:
     from elastic_ps.worker.session import Session
+
+logger = logging.getLogger(__name__)
 
 _CARRIED = (
     "num_workers",
@@ -93,13 +96,16 @@ class ElasticLoader:
 
     def epochs(self) -> Iterator[int]:
         """Yield the number of each epoch that still has records to train; iterate over the loader inside."""
-        while not self._over:
-            if not self._in_hand() and not self._wait():
-                return
-            self._only = self._kept[0].epoch
-            self.epoch = self._only
-            yield self._only
-        self._only = None
+        try:
+            while not self._over:
+                if not self._in_hand() and not self._wait():
+                    return
+                self._only = self._kept[0].epoch
+                self.epoch = self._only
+                yield self._only
+        finally:
+            self._only = None
+            self._give_up()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield collated batches. Blocks while other workers hold the last records.
@@ -111,24 +117,47 @@ class ElasticLoader:
             while self._in_hand() or self._wait():
                 if self._only is not None and self._kept[0].epoch != self._only:
                     return
-                sampler, generation = _Sampler(self), self._session.generation
+                sampler = _Sampler(self)
                 for batch in DataLoader(self._source, batch_sampler=sampler, **self._options):
-                    if self._session.generation != generation:
-                        break  # joined again: what was fetched ahead belongs to others now
+                    if self._outdated:
+                        break  # what was fetched ahead belongs to others now
                     ranges = sampler.issued.popleft()
                     self.epoch = ranges[0].epoch
                     self._session._begin_batch(ranges)
                     yield batch
                     self._session._between_batches()
                 if self._session._has_unfinished_batch:
+                    self._session._ended_early = self
                     return
+        except GeneratorExit:  # the script broke out of the loop; what it has not computed on is not its own
+            self._session._drop_batches()
+            raise
         finally:
-            if not self._over and self._only is None:
-                self._kept.clear()
-                self._session._stop_computing()
+            if self._only is None:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Nobody iterates any more."""
+        if not self._over:
+            self._kept.clear()
+            self._session._stop_computing()
+
+    def _await_end(self) -> None:
+        """Block until all records are in the model; what others give back meanwhile is left to others."""
+        if self._wait():
+            logger.warning(
+                "records were given back after the loop over the loader had ended. A script that accumulates "
+                "gradients trains them too if it iterates over loader.epochs(), and over the loader inside"
+            )
+            self._give_up()
 
     def _wait(self) -> bool:
         """Block until there are records, which are kept; False when all records are in the model."""
+        if self._session._has_unfinished_batch:
+            raise UsageError(
+                "the loop over the loader has ended with batches that no optimizer.step() was called for. "
+                "When accumulating gradients, call optimizer.step() for the last batches after the loop"
+            )
         self._over = not self._take(wait=True)
         return not self._over
 
@@ -145,17 +174,19 @@ class ElasticLoader:
 
     @property
     def _outdated(self) -> bool:
-        """Whether this worker had to join again, so that it must wait for records before it computes."""
+        """Whether this worker had to join again, so that the records in hand are handed to others."""
         return self._session.generation != self._generation
 
     def _forget(self) -> None:
-        """Drop the records in hand if this worker had to join again: others are handed them."""
         if self._outdated:
             self._generation = self._session.generation
             self._kept.clear()
 
     def _next(self) -> list[Range]:
-        """The positions of the next batch, all of one epoch; [] if there are none at the moment."""
+        """The positions of the next batch, all of one epoch; [] if there are none at the moment.
+
+        After joining again there are none until `_wait` has got some: only that takes part in rounds again.
+        """
         batch: list[Range] = []
         missing = self.batch_size
         while missing and not self._outdated and (self._kept or self._take(wait=False)):
@@ -168,7 +199,7 @@ class ElasticLoader:
             self._kept[0] = first._replace(start=taken.stop)
             if not self._kept[0].records:
                 self._kept.pop(0)
-        return batch
+        return [] if self._outdated else batch
 
     def indices(self, ranges: list[Range]) -> list[int]:
         """The data set's indexes of the records at these positions."""

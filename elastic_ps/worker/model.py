@@ -61,10 +61,12 @@ class Described:
         for name, buffer in buffers.items():
             self._add(name, buffer, Rule.MEAN if buffer.is_floating_point() else Rule.MAXIMUM, -1)
         pairs = zip(self.specs, self.tensors, strict=True)
-        if not any(spec.rule is Rule.GRADIENT and tensor.requires_grad for spec, tensor in pairs):
+        if not any(
+            spec.rule is Rule.GRADIENT and tensor.requires_grad and tensor.numel() for spec, tensor in pairs
+        ):
             raise InvalidModel(
                 f"{type(model).__name__} has no trainable parameter: none of those given to the optimizer "
-                "has requires_grad=True"
+                "has requires_grad=True and elements"
             )
 
     def _add(self, name: str, tensor: torch.Tensor, rule: Rule, group: int) -> None:

@@ -74,7 +74,13 @@ class Session:
         self._optimizer: ElasticOptimizer | None = None
         self._heart: _Heart | None = None
         self._batches: list[Range] = []
+        self._computed = 0  # how many of `_batches` a backward() has run for
+        self._stopping = False
+        self._ended_early: ElasticLoader | None = None
         self._steps = 0
+        self._settings = Settings(groups=())
+        self._adopted = (self._settings, False)
+        self._dropped = False  # the last step was not made; the script does not know
         self._generation = 0
         self._metrics: dict[str, Any] = {}
         self._computing = False
@@ -98,8 +104,12 @@ class Session:
     def is_chief(self) -> bool:
         """Whether this worker is the one to evaluate and save, when the loader has come to its end.
 
-        True on exactly one worker, and only after all records are in the model.
+        True on exactly one worker, and only after all records are in the model. Blocks until they are when
+        the loader ended before, because the script had batches to make a last step with.
         """
+        loader, self._ended_early = self._ended_early, None
+        if loader is not None and not self._closed and not self._batches:
+            loader._await_end()
         return self._chief
 
     def optimizer(
@@ -171,7 +181,8 @@ class Session:
             raise UsageError("call session.optimizer(...) before session.scheduler(...)")
         self._optimizer.add_scheduler(scheduler)
         if self._exchange.settings:
-            self._optimizer.adopt(Settings.from_json(self._exchange.settings), catch_up=True)
+            settings = Settings.from_json(self._exchange.settings)
+            self._optimizer.adopt(settings, catch_up=settings.stepped)
         return scheduler
 
     def report(self, **metrics: Any) -> None:
@@ -219,6 +230,9 @@ class Session:
                 "this step's batch did not come from session.loader(...), so its records cannot be counted. "
                 "Iterate over session.loader(dataset or DataLoader, ...)"
             )
+        if self._dropped and self._optimizer is not None:
+            self._dropped = False
+            self._adopt(*self._adopted)
         samples = sum(r.records for r in self._batches)
         self._phases.backward()
         self._exchange.begin(Step(number=self._steps, version=self._exchange.version, samples=samples))
@@ -246,12 +260,27 @@ class Session:
         except Refused as refusal:
             if not expelled(refusal):
                 raise
+            stepped = self._optimizer.stepped
             self._join_again(refusal)
+            self._dropped = True
+            self._adopt(self._settings, stepped)
             return
         self._steps += 1
-        self._batches, self._metrics = [], {}
+        self._batches, self._metrics, self._computed = [], {}, 0
         if self._exchange.settings and self._exchange.settings != settings:
             self._optimizer.adopt(Settings.from_json(self._exchange.settings))
+        if self._stopping:
+            self._stop_computing()
+
+    def _adopt(self, settings: Settings, stepped: bool) -> None:
+        """Take over the settings of the last step, one scheduler step later if `stepped`.
+
+        After a step that was dropped the script goes on as if it had been made, and may step its schedulers;
+        so they are set once more before the next step.
+        """
+        assert self._optimizer is not None
+        self._optimizer.adopt(settings, catch_up=stepped)
+        self._adopted = (settings, stepped)
 
     def _join_again(self, reason: Refused) -> None:
         """The parameter server does not know this worker (any more): go on as a new member.
@@ -274,7 +303,7 @@ class Session:
                     raise
                 continue
             break
-        self._optimizer.adopt(member.settings)
+        self._settings = member.settings
         self._history.record(
             "join", incarnation=self._client.incarnation, version=member.version, epoch=self._client.epoch
         )
@@ -308,7 +337,9 @@ class Session:
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
+                stepped = self._optimizer.stepped
                 self._join_again(refusal)
+                self._adopt(self._settings, stepped)
                 if not wait:
                     return ()
 
@@ -317,10 +348,11 @@ class Session:
         assert self._exchange is not None
         assert self._optimizer is not None
         if granted.ranges and wait:
-            self._computing = True
+            self._computing, self._stopping = True, False
             if granted.version != self._exchange.version:
                 self._exchange.fetch(granted.version, contributor=True)
-                self._optimizer.adopt(Settings.from_json(self._exchange.settings), catch_up=True)
+                settings = Settings.from_json(self._exchange.settings)
+                self._adopt(settings, settings.stepped)
         elif granted.finished and wait:
             self._computing = False
             self._chief = granted.chief
@@ -342,9 +374,18 @@ class Session:
             self.close()
             raise Drained
 
+    def _computed_on_batches(self) -> None:
+        """A backward() has run: the batches so far belong to the next step."""
+        self._computed = len(self._batches)
+
+    def _drop_batches(self) -> None:
+        """The script stopped iterating: forget the batches that it has not computed on."""
+        del self._batches[self._computed :]
+
     def _stop_computing(self) -> None:
-        """The script has stopped iterating: give back what it has not computed on."""
-        if self._computing and not self._closed and not self._batches:
+        """Give back what was not computed on, after the step of what was; no round waits for this worker."""
+        self._stopping = bool(self._batches)
+        if self._computing and not self._closed and not self._stopping:
             self._computing = False
             try:
                 self._client.release()

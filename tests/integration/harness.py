@@ -17,13 +17,13 @@ import torch
 from elastic_ps.env import ProcessEnvironment, Resume
 from elastic_ps.job import TrainingJobSpec, parse_spec
 from elastic_ps.server.process import ParameterServer
-from elastic_ps.telemetry import History
+from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import Connection
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocServer, connect
 from elastic_ps.worker.session import Session
 
-DEADLINE = 60.0
+DEADLINE = 30.0
 """Seconds that anything in a test may take."""
 
 _SEEDING = threading.Lock()
@@ -50,7 +50,8 @@ class Job:
     servers: list[ParameterServer]
     open_connections: Callable[[], list[Connection]]
     history: Path
-    traces: Path | None = None
+    traces: Path | None
+    restart: Callable[[int], None]
     threads: list[threading.Thread] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
@@ -62,6 +63,7 @@ class Job:
             self.spec,
             worker,
             self.open_connections(),
+            trace=Trace(self.traces, f"worker-{worker}"),
             history=History(self.history, f"worker-{worker}"),
         )
         self.sessions.append(session)
@@ -95,6 +97,16 @@ class Job:
         if self.errors:
             raise self.errors[0]
 
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        """Poll until `condition`; fails at once when a worker does."""
+
+        def met() -> bool:
+            if self.errors:
+                raise self.errors[0]
+            return condition()
+
+        wait_until(met, what)
+
     def status(self) -> Any:
         return self.servers[0].status()
 
@@ -107,9 +119,9 @@ class Job:
         return [e for e in events(self.history, "ps-0") if e["event"] == "commit"]
 
 
-def events(directory: Path, process: str) -> list[dict[str, Any]]:
-    """What a process has recorded."""
-    files = sorted(directory.glob(f"{process}-*.jsonl"))
+def events(directory: Path, process: str, pid: int | None = None) -> list[dict[str, Any]]:
+    """What a process has recorded, or the one with this pid among those with its name."""
+    files = sorted(directory.glob(f"{process}-{pid or '*'}.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
@@ -135,23 +147,35 @@ def running_job(
         listener = listeners[shard]
         return GrpcConnection(listener.address) if transport == "grpc" else connect(listener)
 
+    def start_server(shard: int, resume: Resume) -> ParameterServer:
+        environment = ProcessEnvironment(
+            job="test",
+            spec=spec,
+            role="ps",
+            index=shard,
+            addresses=tuple(listener.address for listener in listeners),
+            checkpoints=checkpoints,
+            resume=resume,
+            history=history if shard == 0 else None,
+            trace=traces,
+        )
+        return ParameterServer(environment, listeners[shard], open_connection)
+
+    def restart(shard: int) -> None:
+        """Lose a parameter server with all that it knows, and start it again at the same address."""
+        servers[shard].close(keep=False)
+        if transport == "grpc":
+            listeners[shard] = GrpcServer(listeners[shard].address)
+        servers[shard] = start_server(shard, "auto")
+
     servers: list[ParameterServer] = []
     job: Job | None = None
     try:
         for shard in reversed(range(shards)):  # shard 0 configures the others when it resumes
-            environment = ProcessEnvironment(
-                job="test",
-                spec=spec,
-                role="ps",
-                index=shard,
-                addresses=tuple(listener.address for listener in listeners),
-                checkpoints=checkpoints,
-                resume=resume,
-                history=history if shard == 0 else None,
-                trace=traces,
-            )
-            servers.insert(0, ParameterServer(environment, listeners[shard], open_connection))
-        job = Job(spec, servers, lambda: [open_connection(s) for s in range(shards)], history, traces)
+            servers.insert(0, start_server(shard, resume))
+        job = Job(
+            spec, servers, lambda: [open_connection(s) for s in range(shards)], history, traces, restart
+        )
         yield job
     finally:
         if job is not None:

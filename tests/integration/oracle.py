@@ -18,12 +18,13 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.worker.loader import permutation
 
-Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], Any]
+"""Gives a tensor. It is called Any because torch leaves `Tensor.backward` without annotations."""
 MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
 Commit = dict[str, Any]
 
 
-def mse(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def mse(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
     """The mean over the batch, so that a joined batch weighs each record the same."""
     return torch.nn.functional.mse_loss(model(x), y)
 
@@ -43,6 +44,7 @@ def replay(
     loss: Loss = mse,
     before: Callable[[int, torch.nn.Module, torch.optim.Optimizer], None] | None = None,
     after: Callable[[int, torch.optim.Optimizer], None] | None = None,
+    set_to_none: bool = True,
 ) -> torch.optim.Optimizer:
     """Train `model` in place as the commits say; returns the optimizer.
 
@@ -62,8 +64,8 @@ def replay(
         x, y = (torch.stack(column).to(dtype) for column in zip(*pairs, strict=True))
         if before is not None:
             before(version, model, optimizer)
-        optimizer.zero_grad()
-        loss(model, x, y).backward()  # type: ignore[no-untyped-call]
+        optimizer.zero_grad(set_to_none)
+        loss(model, x, y).backward()
         optimizer.step()
         if after is not None:
             after(version, optimizer)

@@ -42,7 +42,7 @@ CLASSES: dict[str, dict[str, Any]] = {
 
 def optimizer_of(name: str, **options: Any) -> MakeOptimizer:
     cls = getattr(torch.optim, name)
-    return lambda model: cls(model.parameters(), **(options or CLASSES[name]))  # type: ignore[no-any-return]
+    return lambda model: cls(model.parameters(), **(options or CLASSES[name]))
 
 
 def trainer(
@@ -221,11 +221,11 @@ def test_workers_join_leave_and_vanish(tmp_path: Path, name: str, shards: int) -
 
         job.start(0, trainer(make, data, models, before_step=late))
         job.start(1, trainer(make, data, gone, before_step=leave))
-        wait_until(lambda: job.version > 5, "some steps")
+        job.until(lambda: job.version > 5, "some steps")
         job.start(2, trainer(make, data, models))
         vanishing = job.start(3, swallow(Halt, trainer(make, data, gone, before_step=vanish)))
         hold.set()
-        wait_until(lambda: not vanishing.is_alive(), "worker 3 vanishes")
+        job.until(lambda: not vanishing.is_alive(), "worker 3 vanishes")
         check(job, data, models, make)
         outcomes = {member.worker: member.state for member in job.status().members}
         assert outcomes[1] == "left"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from elastic_ps.server.node import Node
+from elastic_ps.server.node import Advance, Node, Written
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job, wait_until
+from tests.integration.harness import Job, Numbers, make_mlp, running_job
 from tests.integration.oracle import mse
 
 
@@ -23,9 +22,14 @@ def computing(job: Job) -> set[int]:
 def test_workers_that_wait_for_a_round_do_not_keep_the_server_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[Any] = []
-    advance = Node.advance
-    monkeypatch.setattr(Node, "advance", lambda self, order: told.append(order) or advance(self, order))
+    told: list[Advance] = []
+    original = Node.advance
+
+    def advance(node: Node, order: Advance) -> list[Written]:
+        told.append(order)
+        return original(node, order)
+
+    monkeypatch.setattr(Node, "advance", advance)
     hold = threading.Event()
 
     def script(session: Session) -> None:
@@ -40,13 +44,37 @@ def test_workers_that_wait_for_a_round_do_not_keep_the_server_busy(
     with running_job(tmp_path) as job:
         try:
             job.start(0, script)
-            wait_until(lambda: computing(job) == {0}, "worker 0 computes")
+            job.until(lambda: computing(job) == {0}, "worker 0 computes")
             for worker in (1, 2, 3):
                 job.start(worker, script)
-            wait_until(lambda: computing(job) == {0, 1, 2, 3}, "all wait for worker 0")
+            job.until(lambda: computing(job) == {0, 1, 2, 3}, "all wait for worker 0")
             before = len(told)
             threading.Event().wait(0.5)
             assert len(told) - before < 10
         finally:
             hold.set()
         job.join()
+
+
+def test_a_newcomer_gets_what_is_not_trained_as_well(tmp_path: Path) -> None:
+    """Parameters that the optimizer does not have keep the first worker's values; they have no versions."""
+    models: dict[int, torch.nn.Module] = {}
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = make_mlp(seed=session.worker)
+        sgd = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        optimizer = session.optimizer(sgd, model)
+        for x, y in session.loader(Numbers(64), 4):
+            if session.worker == 0 and session.version == 3:
+                job.start(1, script)
+                job.until(lambda: 1 in computing(job), "worker 1 waits")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert any(len(commit["contributions"]) == 2 for commit in job.commits())
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,60 @@
+"""A worker's script for jobs of real processes: a small model, and steps that take a while."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import torch
+
+import elastic_ps
+from tests.integration.harness import Numbers, make_mlp
+from tests.integration.oracle import mse
+
+
+def main(
+    records: int,
+    epochs: int = 1,
+    batch_size: int = 4,
+    seconds: float = 0.0,
+    hurry: str = "",
+    fork_every: int = 0,
+    widths: tuple[int, ...] = (6, 16, 16, 1),
+) -> None:
+    """Train.
+
+    Args:
+        seconds: what a batch takes at least, until the file `hurry` exists.
+        fork_every: fork in a step, after so many steps; 0 for never.
+    """
+    model = make_mlp(widths)
+    session = elastic_ps.connect()
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model)
+    data = Numbers(records, features=widths[0])
+    compute = threading.Event()
+    for step, (x, y) in enumerate(session.loader(data, batch_size, epochs=epochs)):
+        if seconds and not Path(hurry).exists():
+            compute.wait(seconds)  # the work of a larger model
+        optimizer.zero_grad()
+        loss = mse(model, x, y)
+        loss.backward()
+        if fork_every and step % fork_every == 0:
+            fork()
+        session.report(loss=loss)
+        optimizer.step()
+    if session.is_chief:
+        session.report(trained=1.0)
+
+
+def fork() -> None:
+    """Fork in both of the ways that scripts use, while pushes are under way."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    process = multiprocessing.get_context("fork").Process(target=torch.zeros, args=(3,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0

@@ -1,0 +1,132 @@
+"""Memory and threads stay as they are: over time, and on the parameter server with more workers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+
+from elastic_ps.env import ProcessEnvironment, inherited
+from elastic_ps.local import Launcher, Options
+from elastic_ps.local.processes import free_addresses
+from elastic_ps.transport.grpc import GrpcConnection
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, make_spec, wait_until
+from tests.integration.launching import LIMIT, eventually, make_job
+from tests.integration.oracle import mse
+
+MB = 1e6
+
+
+def test_two_thousand_steps(tmp_path: Path) -> None:
+    """Between step 400 and the end, no process gains a thread, or more than a few megabytes."""
+    job = make_job(
+        workers=1,
+        spec={"entrypoint": "tests.integration.scripts.steady:main"},
+        records=2400,
+        batch_size=1,
+        widths=[6, 8, 1],
+    )
+    samples: dict[int, list[tuple[float, int]]] = {}
+
+    def ended() -> bool:
+        status = launcher.status()
+        version = status.server.progress.version if status.server else 0
+        for process in status.processes:
+            if process.exit is None and 400 < version < 2400:
+                try:
+                    seen = psutil.Process(process.pid)
+                    samples.setdefault(process.pid, []).append((seen.memory_info().rss, seen.num_threads()))
+                except psutil.NoSuchProcess:
+                    continue
+        return launcher.wait(timedelta(0))
+
+    with Launcher(job, Options(root=tmp_path)) as launcher:
+        launcher.start()
+        eventually(ended, "the job ends")
+        outcome = launcher.outcome()
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    assert outcome.status.server is not None
+    assert outcome.status.server.progress.version == 2400
+    assert len(samples) == 2, "parameter server and worker were looked at"
+    for seen in samples.values():
+        assert len(seen) >= 5
+        early = max(rss for rss, _ in seen[: len(seen) // 4 + 1])
+        late = max(rss for rss, _ in seen)
+        assert late - early < 6 * MB, f"grew by {(late - early) / MB:.1f} MB"
+        assert seen[-1][1] <= seen[0][1] + 1
+
+
+def test_the_servers_memory_does_not_grow_with_the_workers(tmp_path: Path) -> None:
+    """Six workers push 16 MB each. Keeping their contributions would take 80 MB more than with one."""
+    address, http = free_addresses(2)
+    spec = make_spec(parameterServer={"bucketBytes": 1 << 20}, data={"shardRecords": 2})
+    environment = ProcessEnvironment(
+        job="test", spec=spec, role="ps", index=0, addresses=(address,), bind=address, http=http, resume="no"
+    )
+    peak: dict[int, int] = {}
+    members = [threading.Event() for _ in range(6)]
+    log = tmp_path / "ps.log"
+
+    def script(session: Session) -> None:
+        model = make_mlp((6, *[1024] * 5, 1))
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
+        members[session.worker].set()
+        for step, (x, y) in enumerate(session.loader(Numbers(10_000), 2)):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if session.worker == 0:
+                count = sum(member.is_set() for member in members)
+                peak[count] = max(peak.get(count, 0), seen.memory_info().rss)
+                if step == 8:
+                    for worker in range(1, 6):
+                        start(worker)
+                if len(members) == count:
+                    counted.append(step)
+            if len(counted) > 10:
+                break
+
+    counted: list[int] = []
+    errors: list[BaseException] = []
+    threads: list[threading.Thread] = []
+
+    def start(worker: int) -> None:
+        def run() -> None:
+            session = Session("test", spec, worker, [GrpcConnection(address)])
+            try:
+                script(session)
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+            finally:
+                session.close()
+
+        threads.append(threading.Thread(target=run, name=f"worker-{worker}"))
+        threads[-1].start()
+
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "elastic_ps.server"],
+            env={**inherited(), **environment.to_variables(), "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        seen = psutil.Process(server.pid)
+        start(0)
+        wait_until(lambda: not any(t.is_alive() for t in threads), "the workers end", LIMIT)
+    finally:
+        server.terminate()
+        server.wait(30)
+        for thread in threads:
+            thread.join(30)
+    assert not errors, (errors, log.read_text()[-2000:])
+    assert os.cpu_count()
+    grown = peak[6] - peak[1]
+    assert grown < 32 * MB, f"grew by {grown / MB:.1f} MB"

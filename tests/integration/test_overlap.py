@@ -1,0 +1,97 @@
+"""Pushes overlap with backward: seen in the trace that workers and parameter server write."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.core.partition import Layout
+from elastic_ps.local.trace import merge_traces
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.oracle import mse
+
+Event = dict[str, Any]
+WIDTHS = (6, *[320] * 10, 1)
+"""Nine layers of 400 KB, and two small ones."""
+
+
+def spans(traces: Path, process: str) -> list[Event]:
+    """The spans that a process has written, in order of beginning."""
+    (file,) = traces.glob(f"{process}-*.jsonl")
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    return sorted((e for e in events if e["ph"] == "X"), key=lambda e: float(e["ts"]))
+
+
+def named(events: list[Event], name: str) -> list[Event]:
+    return [event for event in events if event["name"] == name]
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+def test_pushes_begin_while_backward_runs(tmp_path: Path, transport: str) -> None:
+    layouts: list[Layout] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp(WIDTHS)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        layouts.append(optimizer._flat.layout)
+        for x, y in session.loader(Numbers(40 * 32), 32):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    traces = tmp_path / "traces"
+    with running_job(tmp_path, transport=transport, traces=traces) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        versions = job.version
+    layout = layouts[0]
+    assert len(layout.pushed) >= 6
+    tensors = [piece.tensor for bucket in layout.pushed for piece in bucket.pieces]
+    assert tensors == sorted(tensors, reverse=True), "buckets are filled from the last layer on"
+
+    early = total = 0
+    for worker in range(2):
+        events = spans(traces, f"worker-{worker}")
+        assert {"forward", "backward", "queue", "push", "pull", "wait"} <= {e["name"] for e in events}
+        pushes: dict[int, list[Event]] = defaultdict(list)
+        for event in named(events, "push"):
+            pushes[event["args"]["step"]].append(event)
+        backward = named(events, "backward")
+        assert len(backward) == len(pushes) == len(named(events, "forward"))
+        for step, end in enumerate(e["ts"] + e["dur"] for e in backward):
+            buckets = [e["args"]["bucket"] for e in pushes[step]]
+            assert buckets == [b.index for b in layout.pushed], "in the reverse of the forward order"
+            early += pushes[step][0]["ts"] < end
+            total += 1
+        pulled = sorted(named(events, "pull"), key=lambda e: (e["args"]["version"], e["ts"]))
+        for version, group in groupby(pulled, key=lambda e: e["args"]["version"]):
+            if version:
+                order = [e["args"]["bucket"] for e in group]
+                assert order == [b.index for b in layout.pull_order], "the first layers come first"
+    assert early >= 0.9 * total, f"in {early} of {total} steps the first push began before backward ended"
+    assert len(named(spans(traces, "ps-0"), "apply")) == versions
+
+    merged = tmp_path / "trace.json"
+    merge_traces(traces, merged)
+    check_chrome_trace(json.loads(merged.read_text()))
+
+
+def check_chrome_trace(document: dict[str, Any]) -> None:
+    """The fields that chrome://tracing and Perfetto need, and a name for every row."""
+    events = document["traceEvents"]
+    named_rows = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    processes = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    assert processes == {"ps-0", "worker-0", "worker-1"}
+    for event in events:
+        assert event["ph"] in "MX"
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert (event["pid"], event["tid"]) in named_rows

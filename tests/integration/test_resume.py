@@ -1,0 +1,176 @@
+"""A job goes on from a checkpoint as if it had never been interrupted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, NoCheckpoint
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Job, Numbers, make_mlp, running_job
+from tests.integration.oracle import (
+    Commit,
+    MakeOptimizer,
+    assert_each_record_once,
+    assert_equal_up_to_round_off,
+    mse,
+    replay,
+)
+
+RECORDS, EPOCHS = 150, 2
+DATA = Numbers(RECORDS)
+CLASSES: dict[str, MakeOptimizer] = {
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True),
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, amsgrad=True),
+    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.003),
+    "NAdam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.005),
+    "ASGD": lambda m: torch.optim.ASGD(m.parameters(), lr=0.05),
+    "Rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.005),
+}
+
+
+def decay(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+
+
+def server(shards: int, interval: str = "1h", keep: int = 3) -> dict[str, Any]:
+    return {"replicas": shards, "bucketBytes": 1024, "checkpoint": {"interval": interval, "keep": keep}}
+
+
+def trainer(
+    make: MakeOptimizer, *, until: int = 10**9, seed: int = 0, models: list[torch.nn.Module] | None = None
+) -> Callable[[Session], None]:
+    """Train to the end, or to a version."""
+
+    def script(session: Session) -> None:
+        model = make_mlp(seed=seed)
+        optimizer = session.optimizer(make(model), model)
+        schedule = session.scheduler(decay(optimizer))
+        for x, y in session.loader(DATA, 4, epochs=EPOCHS):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            schedule.step()
+            if session.version >= until:
+                session.drain()
+        if models is not None:
+            models.append(model)
+
+    return script
+
+
+def check_replay(commits: list[Commit], model: torch.nn.Module, make: MakeOptimizer, job: Job) -> None:
+    assert_each_record_once(commits, records=RECORDS, epochs=EPOCHS)
+
+    def replayed(fresh: torch.nn.Module) -> None:
+        optimizer = make(fresh)
+        schedule = decay(optimizer)
+        replay(commits, DATA, fresh, lambda _: optimizer, job.spec, after=lambda version, _: schedule.step())
+
+    assert_equal_up_to_round_off(model, make_mlp(), replayed)
+
+
+@pytest.mark.parametrize(("name", "before", "after"), [(name, 1, 2) for name in CLASSES] + [("Adam", 3, 1)])
+def test_stopping_and_going_on_with_other_shards(tmp_path: Path, name: str, before: int, after: int) -> None:
+    make, checkpoints = CLASSES[name], tmp_path / "checkpoints"
+    with running_job(tmp_path / "1", checkpoints=checkpoints, parameterServer=server(before)) as job:
+        for worker in range(2):
+            job.start(worker, trainer(make, until=12))
+        job.join()
+        first = job.commits()
+    assert len(first) >= 12
+    models: list[torch.nn.Module] = []
+    with running_job(
+        tmp_path / "2", checkpoints=checkpoints, resume="require", parameterServer=server(after)
+    ) as job:
+        assert job.version == len(first)
+        for worker in range(3):
+            job.start(worker, trainer(make, seed=1 + worker, models=models))
+        job.join()
+        assert job.status().epoch == 2
+        assert job.status().progress.records_applied == RECORDS * EPOCHS
+        check_replay(first + job.commits(), models[0], make, job)
+
+
+def test_going_on_from_a_checkpoint_that_was_written_while_training_ran(tmp_path: Path) -> None:
+    """What came after the checkpoint is as if it had never been: its records are handed out again."""
+    make, checkpoints, copied = CLASSES["Adam"], tmp_path / "checkpoints", tmp_path / "copied"
+    with running_job(tmp_path / "1", checkpoints=checkpoints, parameterServer=server(2, "1ms")) as job:
+
+        def script(session: Session) -> None:
+            trainer(make, until=30)(session)
+
+        for worker in range(2):
+            job.start(worker, script)
+        store = Store(checkpoints)
+        job.until(lambda: any(v > 3 for v in store.versions()), "a checkpoint while training runs")
+        job.join()
+        first = job.commits()
+    version = next(v for v in store.versions() if v > 3)
+    shutil.copytree(store.path(version), Store(copied).path(version))
+    models: list[torch.nn.Module] = []
+    with running_job(tmp_path / "2", checkpoints=copied, resume="require", parameterServer=server(2)) as job:
+        assert job.version == version
+        for worker in range(2):
+            job.start(worker, trainer(make, seed=4, models=models))
+        job.join()
+        check_replay(first[:version] + job.commits(), models[0], make, job)
+
+
+def test_a_broken_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: Path) -> None:
+    make, checkpoints = CLASSES["SGD"], tmp_path / "checkpoints"
+    with running_job(tmp_path / "1", checkpoints=checkpoints, parameterServer=server(2, "1ms")) as job:
+        job.start(0, trainer(make, until=20))
+        job.join()
+        first = job.commits()
+    *_, previous, newest = Store(checkpoints).versions()
+    path = next(Store(checkpoints).path(newest).glob("shard-1*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    models: list[torch.nn.Module] = []
+    with running_job(
+        tmp_path / "2", checkpoints=checkpoints, resume="require", parameterServer=server(2)
+    ) as job:
+        assert job.version == previous
+        assert list(checkpoints.glob("corrupt-*")), "it is kept for a look"
+        job.start(0, trainer(make, models=models))
+        job.join()
+        check_replay(first[:previous] + job.commits(), models[0], make, job)
+
+
+def test_a_checkpoint_is_required(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpoint), running_job(tmp_path, checkpoints=tmp_path / "none", resume="require"):
+        pass
+
+
+def test_part_of_a_checkpoint_is_not_enough(tmp_path: Path) -> None:
+    make, checkpoints = CLASSES["SGD"], tmp_path / "checkpoints"
+    with running_job(tmp_path / "1", checkpoints=checkpoints, parameterServer=server(2, keep=1)) as job:
+        job.start(0, trainer(make, until=5))
+        job.join()
+    (version,) = Store(checkpoints).versions()
+    next(Store(checkpoints).path(version).glob("shard-1*.safetensors")).unlink()
+    with (
+        pytest.raises((NoCheckpoint, CheckpointCorrupt), match="shard-1"),
+        running_job(tmp_path / "2", checkpoints=checkpoints, resume="require", parameterServer=server(2)),
+    ):
+        pass
+
+
+def test_another_model_cannot_go_on(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    with running_job(tmp_path / "1", checkpoints=checkpoints) as job:
+        job.start(0, trainer(CLASSES["SGD"], until=5))
+        job.join()
+    with running_job(tmp_path / "2", checkpoints=checkpoints, resume="require") as job:
+        job.start(0, trainer(CLASSES["Adam"]))
+        with pytest.raises(ModelMismatch, match=r"Adam.*SGD"):
+            job.join()
