@@ -123,6 +123,7 @@ class Coordinator:
         with self._changed:
             due = keep and self._keeper is not None and self._state.initialised and not self._spoiled
             due = due and self._keeper is not None and self._keeper.durable_version != self._state.version
+            due = due and not self.fenced
             self._closing = True
             self._changed.notify_all()
         self._ticker.join()
@@ -137,6 +138,11 @@ class Coordinator:
         """Of the parameter server; grows when the job goes back to a checkpoint."""
         with self._changed:
             return self._state.epoch
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another parameter server has taken over: this one may apply and write nothing any more."""
+        return self._keeper is not None and self._keeper.fenced
 
     @property
     def lease(self) -> timedelta:
@@ -422,6 +428,7 @@ class Coordinator:
 
     def _tell(self, advance: Advance, contributions: Sequence[Contribution]) -> bool:
         """Send an order to the shards and book what came of it. Returns False if it has to be tried again."""
+        decided = time.monotonic()  # before the look at the fence
         if contributions and self._keeper is not None and self._keeper.check_fence():
             return False
         try:
@@ -438,7 +445,7 @@ class Coordinator:
                 self._checkpoint_wanted = False
                 self._keeper.begin(self._state.version, self._clock(), self._state.to_checkpoint())
         if contributions:
-            self._record(contributions, advance.version)
+            self._record(contributions, advance.version, decided)
         return True
 
     def _current(self) -> Advance:
@@ -514,13 +521,15 @@ class Coordinator:
         self._history.record("restore", epoch=epoch, version=found.version)
         logger.info("epoch %d goes on from version %d", epoch, found.version)
 
-    def _record(self, contributions: Sequence[Contribution], version: int) -> None:
+    def _record(self, contributions: Sequence[Contribution], version: int, decided: float) -> None:
         steps = [
             {"worker": c.worker, "incarnation": c.incarnation, "step": c.step, "records": c.records}
             | {"samples": c.samples}
             for c in contributions
         ]
-        self._history.record("commit", version=version, contributions=steps)
+        self._history.record(
+            "commit", epoch=self.epoch, version=version, decided=decided, contributions=steps
+        )
 
     def _send(self, advance: Advance) -> None:
         """Tell all shards; this process's own last, because its workers' pulls are answered by that."""
@@ -532,8 +541,13 @@ class Coordinator:
                 self._keeper.parts(shard, parts)
 
     def _tick(self) -> None:
-        """Every `TICK`: declare silent members gone, collect checkpoint parts, try again what failed."""
+        """Every `TICK`: declare silent members gone, collect checkpoint parts, try again what failed.
+
+        Also look at the fence: workers that wait for records must not go on waiting here.
+        """
         while True:
+            if self._keeper is not None:
+                self._keeper.check_fence()
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, timeout=TICK.total_seconds()):
                     return

@@ -114,6 +114,11 @@ class ParameterServer:
             ready=self.node.configured,
         )
 
+    @property
+    def fenced(self) -> bool:
+        """Whether another process has taken this one's place, so that it has to end."""
+        return self.coordinator is not None and self.coordinator.fenced
+
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve; empty on other shards than 0."""
         return self.coordinator.loss() if self.coordinator is not None else []
