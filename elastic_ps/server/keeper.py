@@ -81,17 +81,11 @@ class Keeper:
             self._store.require_epoch(epoch)
         except Fenced as error:
             with self._lock:
-<<<<<<< HEAD
                 if epoch == self._epoch and not self.fenced:  # else this process has begun a new one itself
                     logger.error("%s", error)
                     self.fenced = True
-        except OSError as error:
-            logger.warning("the epoch cannot be read: %s", error)
-=======
-                self.fenced = True
         except CheckpointError as error:
             logger.warning("%s", error)
->>>>>>> main
         return self.fenced
 
     def roll_back(self) -> Manifest:

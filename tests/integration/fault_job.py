@@ -26,7 +26,7 @@ def main(records: int = 800, epochs: int = 2, pause: float = 0.01, poisoned: str
         if poisoned and session.worker == 1 and step == 5 and not Path(poisoned).exists():
             Path(poisoned).touch()
             loss = loss * float("nan")
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         session.report(loss=loss)
         time.sleep(pause)
         optimizer.step()

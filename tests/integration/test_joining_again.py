@@ -22,7 +22,7 @@ def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path
         model = make_mlp()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for step, (x, y) in enumerate(session.loader(data, 4)):
-            mse(model, x, y).backward()  # type: ignore[no-untyped-call]
+            mse(model, x, y).backward()
             if session.worker == 0 and step == 3:
                 assert job.servers[0].coordinator is not None
                 job.servers[0].coordinator.gone(0, os.getpid())
