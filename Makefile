@@ -23,6 +23,7 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files
 
 bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
 	$(BIN)/python benchmarks/transport.py
+	$(BIN)/python benchmarks/recovery.py
 
 proto: $(VENV)/ready  ## Regenerate the protobuf modules
 	$(BIN)/python tools/generate_protobuf.py

@@ -249,6 +249,10 @@ class ServerStatus(_Model):
     ready: bool = Field(description="Whether the model is initialised.")
     progress: Progress = Field(default_factory=Progress)
     problem: str = Field(default="", description="What is wrong though training goes on, e.g. a full disk.")
+    checkpoint_pause_seconds: float = Field(
+        default=0.0,
+        description="Time that training stood still for checkpoints since this parameter server's start.",
+    )
     members: list[Member] = Field(
         default_factory=list, description="Live members and those gone, in joining order."
     )

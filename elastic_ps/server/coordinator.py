@@ -592,6 +592,7 @@ class Coordinator:
                 ready=state.initialised,
                 progress=state.progress(self._clock(), keeper.durable_version if keeper else None),
                 problem=keeper.problem if keeper else "",
+                checkpoint_pause_seconds=keeper.paused.total_seconds() if keeper else 0.0,
                 members=[state.member(stay) for stay in state.members.stays()],
             )
 

@@ -28,7 +28,7 @@ class Keeper:
     Attributes:
         problem: why the last checkpoint could not be written; "" if it was.
         fenced: another parameter server has taken over; nothing will be written any more.
-        pauses: how long training stood still for the copies of the last checkpoints.
+        paused: how long training stood still for the copies in memory; the mean over the shards.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Keeper:
     ) -> None:
         self.problem = ""
         self.fenced = False
-        self.pauses: list[timedelta] = []
+        self.paused = timedelta(0)
         self._store = store
         self._job, self._epoch, self._shards = job, epoch, shards
         self._interval, self._keep = interval, keep
@@ -135,7 +135,7 @@ class Keeper:
             for part in written:
                 if self._pending is None or part.version != self._pending.version:
                     continue
-                self.pauses = [*self.pauses, part.pause][-1000:]
+                self.paused += part.pause / self._shards
                 if part.file is None:
                     logger.warning("no checkpoint of version %d: %s", part.version, part.error)
                     self._pending, self.problem = None, part.error

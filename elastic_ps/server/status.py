@@ -91,6 +91,11 @@ def metrics(status: ServerStatus) -> str:
         "loss": ("gauge", "Last reported training loss.", progress.loss),
         "durable_version": ("gauge", "Version of the newest checkpoint.", progress.durable_version),
         "epoch": ("counter", "Starts of this parameter server.", status.epoch),
+        "checkpoint_pause_seconds": (
+            "counter",
+            "Time that training stood still for checkpoints.",
+            status.checkpoint_pause_seconds,
+        ),
     }
     lines: list[str] = []
     for name, (kind, text, value) in values.items():

@@ -1,0 +1,231 @@
+"""How long training stands still after a SIGKILL: of a parameter server, beside one of a rank of DDP.
+
+`python benchmarks/recovery.py` trains one model twice, with as many processes that compute and the same time
+between checkpoints: as a job of elastic-ps whose parameter server is killed, and with
+DistributedDataParallel (gloo) under `torchrun` with elastic restarts, of which one rank is killed. It
+prints the seconds from the kill until the model is further than it was before, so the steps that are made
+again count, and the share of time that elastic-ps stands still to copy checkpoints. The two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+WIDTH, BATCH, RECORDS, EPOCHS = 512, 64, 100_000, 100_000
+LIMIT = 120.0
+
+
+def make_model() -> torch.nn.Sequential:
+    """A multi-layer perceptron of 0.8 million parameters."""
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(3):
+        layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 1))
+
+
+class Zeros(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Records of which it does not matter here what is in them."""
+
+    def __init__(self) -> None:
+        self.x, self.y = torch.randn(WIDTH), torch.zeros(1)
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x, self.y
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def train_with_parameter_server() -> None:
+    """What a worker of the job runs."""
+    import elastic_ps
+
+    torch.set_num_threads(1)
+    session = elastic_ps.connect()
+    model = make_model()
+    optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=1e-4), model)
+    for x, y in session.loader(Zeros(), BATCH, epochs=EPOCHS):
+        step(model, optimizer, x, y)
+
+
+def train_with_ddp(directory: Path, interval: float) -> None:
+    """What `torchrun` runs in each rank: the usual script, with a checkpoint by time."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    (directory / f"rank-{rank}.pid").write_text(str(os.getpid()))
+    model = torch.nn.parallel.DistributedDataParallel(make_model())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    saved, number = directory / "checkpoint.pt", 0
+    if saved.exists():
+        state = torch.load(saved, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        number = state["step"]
+    x, y = torch.randn(BATCH, WIDTH), torch.zeros(BATCH, 1)
+    last = time.monotonic()
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    progress = (directory / "step").open("r+" if (directory / "step").exists() else "w", buffering=1)
+    while True:
+        step(model, optimizer, x, y)
+        number += 1
+        if rank == 0:
+            progress.seek(0)
+            progress.write(f"{start:4} {number:12}\n")
+            if time.monotonic() - last >= interval:
+                last = time.monotonic()
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": number}
+                torch.save(state, saved.with_suffix(".partial"))
+                saved.with_suffix(".partial").rename(saved)
+
+
+Read = Callable[[], tuple[int, int]]
+"""How often training was started again, and the step that it has reached."""
+
+
+def seconds_until_passed(read: Read, kill: Callable[[], None]) -> float:
+    """Kill, and the time until a later start has passed the step that was reached before."""
+    start, reached = read()
+    began = time.monotonic()
+    kill()
+    while True:
+        now, number = read()
+        if now == start:  # what was under way when the kill came
+            reached = max(reached, number)
+        elif number > reached:
+            return time.monotonic() - began
+        if time.monotonic() - began > LIMIT:
+            raise TimeoutError(f"not recovered within {LIMIT:.0f} s")
+        time.sleep(0.01)
+
+
+def wait_for(read: Read, step_number: int) -> None:
+    deadline = time.monotonic() + LIMIT
+    while read()[1] < step_number:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"step {step_number} not within {LIMIT:.0f} s")
+        time.sleep(0.05)
+
+
+def measure_parameter_server(workers: int, interval: float, train: float) -> tuple[float, float]:
+    """(seconds to recover, share of time in checkpoint pauses)."""
+    from elastic_ps.job import parse_job
+    from elastic_ps.local import Launcher, Options
+    from elastic_ps.local.poller import fetch_status
+
+    spec = {
+        "entrypoint": "benchmarks.recovery:train_with_parameter_server",
+        "worker": {"replicas": workers},
+        "parameterServer": {"checkpoint": {"interval": f"{round(interval * 1000)}ms"}},
+        "data": {"shuffle": False},
+    }
+    document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
+    job = parse_job({**document, "metadata": {"name": "recovery"}, "spec": spec}, source="benchmark")
+    with tempfile.TemporaryDirectory() as root, Launcher(job, Options(root=Path(root))) as launcher:
+        launcher.start()
+
+        def version() -> tuple[int, int]:
+            http = launcher.status().http
+            status = fetch_status(http[0]) if http else None
+            return (status.epoch, status.progress.version) if status else (1, 0)
+
+        wait_for(version, 1)
+        began = time.monotonic()
+        time.sleep(train)
+        status = fetch_status(launcher.status().http[0])
+        share = status.checkpoint_pause_seconds / (time.monotonic() - began) if status else 0.0
+        pid = next(p.pid for p in launcher.status().processes if p.role == "ps")
+        seconds = seconds_until_passed(version, lambda: os.kill(pid, signal.SIGKILL))
+        launcher.stop("measured", at_once=True)
+        launcher.wait(timedelta(seconds=30))
+    return seconds, share
+
+
+@contextlib.contextmanager
+def torchrun(directory: Path, workers: int, interval: float) -> Iterator[None]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
+    command += ["--nproc-per-node", str(workers), "--monitor-interval", "0.1", __file__]
+    command += ["--ddp", str(directory), "--interval", str(interval)]
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield
+    finally:
+        pids = [int(path.read_text()) for path in directory.glob("rank-*.pid")]
+        for pid in [process.pid, *pids]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+def measure_ddp(workers: int, interval: float, train: float) -> float:
+    """Seconds to recover."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+
+        def number() -> tuple[int, int]:
+            with contextlib.suppress(OSError, ValueError):
+                start, reached = (directory / "step").read_text().split()
+                return int(start), int(reached)
+            return 0, 0
+
+        with torchrun(directory, workers, interval):
+            wait_for(number, 1)
+            time.sleep(train)
+            pid = int((directory / f"rank-{workers - 1}.pid").read_text())
+            return seconds_until_passed(number, lambda: os.kill(pid, signal.SIGKILL))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--interval", type=float, default=2.0, help="seconds between checkpoints")
+    parser.add_argument("--train", type=float, default=7.0, help="seconds of training before the kill")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ddp", type=Path, help=argparse.SUPPRESS)
+    parsed = parser.parse_args()
+    if parsed.ddp is not None:
+        train_with_ddp(parsed.ddp, parsed.interval)
+        return
+    sys.path.insert(0, str(ROOT))
+    os.chdir(ROOT)
+    ours, theirs, shares = [], [], []
+    for number in range(parsed.rounds):
+        seconds, share = measure_parameter_server(parsed.workers, parsed.interval, parsed.train)
+        ours.append(seconds)
+        shares.append(share)
+        theirs.append(measure_ddp(parsed.workers, parsed.interval, parsed.train))
+        print(f"round {number + 1}: elastic-ps {ours[-1]:.1f} s, torchrun {theirs[-1]:.1f} s", flush=True)
+    a, b = statistics.median(ours), statistics.median(theirs)
+    print(
+        f"{parsed.workers} workers, a checkpoint every {parsed.interval:g} s, {parsed.rounds} rounds (median)"
+    )
+    print(f"elastic-ps, parameter server killed      {a:6.1f} s until the version passes the one before")
+    print(f"torchrun elastic DDP (gloo), rank killed {b:6.1f} s until the step passes the one before")
+    print(f"ratio elastic-ps / torchrun              {a / b:6.2f}")
+    print(f"elastic-ps in checkpoint pauses          {100 * statistics.median(shares):6.2f} % of the time")
+
+
+if __name__ == "__main__":
+    main()
