@@ -167,8 +167,10 @@ def torchrun(directory: Path, workers: int, interval: float) -> Iterator[None]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
     command += ["--nproc-per-node", str(workers), "--monitor-interval", "0.1", __file__]
     command += ["--ddp", str(directory), "--interval", str(interval)]
+    # With the agent's store shared, the ranks of torch 2.13 hang in init_process_group after a restart.
+    variables = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (directory / "log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=variables)
     try:
         yield
     finally:
