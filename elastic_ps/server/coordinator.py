@@ -433,7 +433,7 @@ class Coordinator:
             return False
         try:
             self._send(advance)
-        except (TransportError, Refused) as error:
+        except Exception as error:  # noqa: BLE001 (an order that failed for whatever reason is given again)
             with self._changed:
                 self._undo(advance, error)
             return False
@@ -473,7 +473,9 @@ class Coordinator:
 
     def _undo(self, advance: Advance, problem: Exception) -> None:
         """A shard could not be told: the ticker tries again. Wrong sums: again from the workers' buckets."""
-        logger.warning("a shard did not take the round of version %d: %s", advance.version, problem)
+        expected = isinstance(problem, TransportError | Refused)
+        text = "a shard did not take the round of version %d: %s"
+        logger.warning(text, advance.version, problem, exc_info=None if expected else problem)
         self._state.rounds.committing = False
         self._stale = True
         if isinstance(problem, Refused):
