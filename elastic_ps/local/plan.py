@@ -253,7 +253,8 @@ def _verdict(desired: Desired, observed: Observed, now: float) -> Verdict | None
         return Verdict("Suspended", "Stopped", observed.stop.why)
     for process in observed.processes:
         if process.ending == "invalid":
-            return Verdict("Failed", "InvalidJob", process.output or f"{process.name} refused the job")
+            message = process.output.removeprefix("error: ") or f"{process.name} refused the job"
+            return Verdict("Failed", "InvalidJob", message)
     return (
         _deadline_exceeded(desired, observed, now)
         or _parameter_server_silent(desired, observed, now)

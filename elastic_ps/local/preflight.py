@@ -104,7 +104,9 @@ def check_entrypoint(entrypoint: str, programs: Programs) -> None:
         minutes = CHECK_TIMEOUT.total_seconds() / 60
         raise UserError(f"importing the entrypoint {entrypoint} takes more than {minutes:g} min") from error
     if done.returncode == EXIT_INVALID:
-        raise UserError(done.stderr.strip() or f"the entrypoint {entrypoint} cannot be used")
+        raise UserError(
+            done.stderr.strip().removeprefix("error: ") or f"the entrypoint {entrypoint} cannot be used"
+        )
     if done.returncode != 0:
         output = (done.stderr or done.stdout).strip()
         raise UserError(f"the entrypoint {entrypoint} cannot be imported:\n{output}")

@@ -43,7 +43,9 @@ def load_entrypoint(entrypoint: str) -> Callable[..., Any]:
     if function is None:
         raise InvalidJob(f"the entrypoint {entrypoint} does not exist: {module.__file__} has no {name!r}")
     if not callable(function):
-        raise InvalidJob(f"the entrypoint {entrypoint} is a {type(function).__name__}, not a function")
+        raise InvalidJob(
+            f"the entrypoint {entrypoint} is not a function but of type {type(function).__name__}"
+        )
     return function  # type: ignore[no-any-return]
 
 

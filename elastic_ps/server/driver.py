@@ -1,0 +1,347 @@
+"""How the shards of a job are told what to do: one order at a time, and before the workers can notice.
+
+One condition variable guards the state of the job, and no I/O happens under it. Whatever the shards have to
+be told (apply a round, start it again, who takes part, go back to a checkpoint) is told by `_drive`, by one
+thread at a time: the one whose call made it necessary, or the ticker. Shards are told before the workers can
+notice, so that a worker never pushes for a round that a shard does not know.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+
+from elastic_ps.checkpoint.store import Manifest
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.partition import Layout, TensorSpec, partition
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import CheckpointError, RefusalCode, Refused, TransportError, UserError
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.node import Advance, Configuration, ShardControl, Written
+from elastic_ps.server.shard import Application
+from elastic_ps.server.state import JobState, Model
+from elastic_ps.telemetry import History
+
+logger = logging.getLogger(__name__)
+
+TICK = timedelta(milliseconds=250)
+"""How often leases and checkpoints are looked after."""
+
+PATIENCE = timedelta(seconds=60)
+"""How long the first worker waits for the model's first checkpoint, and a closing server for its last."""
+
+
+class Driver:
+    """The state of a job under one lock, and what the shards are told of it.
+
+    Args:
+        job: the job's name.
+        spec: how it is to be trained.
+        epoch: how often shard 0 has been started.
+        shards: in order; the first is this process's own.
+        keeper: decides when checkpoints are written and finishes them; None for none.
+        history: where commits are recorded.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        spec: TrainingJobSpec,
+        epoch: int,
+        shards: Sequence[ShardControl],
+        *,
+        keeper: Keeper | None,
+        history: History,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._job, self._spec = job, spec
+        self._shards = shards
+        self._keeper = keeper
+        self._history = history
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._state = JobState(epoch=epoch, lease=spec.worker.lease_duration)
+        self._configuring = False
+        self._driving = False
+        self._stale = False  # the shards do not know yet who takes part in the open round
+        self._spoiled = False  # a shard has lost the model: all go back to a checkpoint
+        self._checkpoint_wanted = False
+        self._closing = False
+        self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
+        self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
+
+    def start(self, found: Manifest | None) -> None:
+        """Begin, with the checkpoint `found` if there is one."""
+        if found is not None:
+            self._restore(found, self.epoch)
+        self._ticker.start()
+
+    def abandon(self) -> None:
+        """End the threads, and nothing else: for a coordinator that could not start."""
+        self._fan_out.shutdown(cancel_futures=True)
+        if self._keeper is not None:
+            self._keeper.close()
+
+    def close(self, *, keep: bool = True) -> None:
+        """Stop committing and end the threads; with `keep`, write a last checkpoint before. Blocks."""
+        with self._changed:
+            due = keep and self._keeper is not None and self._state.initialised and not self._spoiled
+            due = due and self._keeper is not None and self._keeper.durable_version != self._state.version
+            due = due and not self.fenced
+            self._closing = True
+            self._changed.notify_all()
+        self._ticker.join()
+        if due:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._driving, timeout=PATIENCE.total_seconds())
+            self._keep_now()
+        self.abandon()
+
+    @property
+    def epoch(self) -> int:
+        """Of the parameter server; grows when the job goes back to a checkpoint."""
+        with self._changed:
+            return self._state.epoch
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another parameter server has taken over: this one may apply and write nothing any more."""
+        return self._keeper is not None and self._keeper.fenced
+
+    @property
+    def lease(self) -> timedelta:
+        """How long a member may be silent."""
+        return self._spec.worker.lease_duration
+
+    @property
+    def settings(self) -> str:
+        """The settings in force, as JSON."""
+        with self._changed:
+            return self._state.settings.to_json()
+
+    @contextmanager
+    def _settled(self) -> Iterator[JobState]:
+        """Hold the lock, at a moment at which no round is being committed."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._closing or not (self._state.rounds.committing or self._spoiled)
+            )
+            if self._closing:
+                raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
+            yield self._state
+
+    def _told(self) -> None:
+        """Something has changed that shards or waiting threads have to know; the lock is held."""
+        self._stale = True
+        self._changed.notify_all()
+
+    def _drop(self, worker: int, outcome: str) -> None:
+        """End a stay, with the lock held."""
+        state, attempt = self._state, self._state.rounds.attempt
+        if state.drop(worker, outcome) is None:
+            return
+        logger.info("worker %d %s at version %d", worker, outcome, state.version)
+        if state.rounds.attempt != attempt:
+            logger.info("version %d starts again as attempt %d", state.version, state.rounds.attempt)
+        self._told()
+
+    def _configure(self, tensors: tuple[TensorSpec, ...], optimizer: str, settings: Settings) -> None:
+        """Lay the first worker's model out over the shards."""
+        model: Model | None = None
+        try:
+            layout = self._partition(tensors)
+            for shard in self._shards:
+                shard.configure(Configuration(layout, optimizer, settings, self.epoch, None))
+            model = Model(layout, optimizer)
+        except UserError as error:
+            raise Refused(RefusalCode.INVALID, str(error)) from error
+        finally:
+            with self._changed:
+                self._state.model, self._state.settings, self._configuring = model, settings, False
+                self._told()
+
+    def _partition(self, tensors: tuple[TensorSpec, ...]) -> Layout:
+        server = self._spec.parameter_server
+        return partition(tensors, bucket_bytes=server.bucket_bytes, shards=len(self._shards))
+
+    def _drive(self) -> None:
+        """Tell the shards what they have to be told, unless another thread is at it."""
+        while True:
+            with self._changed:
+                if self._driving or self._closing or self._state.model is None:
+                    return
+                spoiled = self._spoiled
+                contributions = self._state.rounds.begin_commit() if self._state.ready else []
+                if not (spoiled or contributions or self._stale):
+                    return
+                self._driving = True
+                self._stale = False
+                advance = self._commit(contributions) if contributions else self._current()
+            try:
+                done = self._roll_back() if spoiled else self._tell(advance, contributions)
+            finally:
+                with self._changed:
+                    self._driving = False
+                    self._changed.notify_all()
+            if not done:
+                return
+
+    def _tell(self, advance: Advance, contributions: Sequence[Contribution]) -> bool:
+        """Send an order to the shards and book what came of it. Returns False if it has to be tried again."""
+        decided = time.monotonic()  # before the look at the fence
+        if contributions and self._keeper is not None and self._keeper.check_fence():
+            return False
+        try:
+            self._send(advance)
+        except Exception as error:  # noqa: BLE001 (an order that failed for whatever reason is given again)
+            with self._changed:
+                self._undo(advance, error)
+            return False
+        with self._changed:
+            if contributions:
+                self._state.book(contributions, self._clock())
+                self._stale |= self._state.expected != advance.expected
+            if advance.checkpoint and self._keeper is not None:
+                self._checkpoint_wanted = False
+                self._keeper.begin(self._state.version, self._clock(), self._state.to_checkpoint())
+        if contributions:
+            self._record(contributions, advance.version, decided)
+        return True
+
+    def _current(self) -> Advance:
+        rounds = self._state.rounds
+        wanted = self._checkpoint_wanted
+        return Advance(rounds.version, rounds.attempt, self._state.expected, checkpoint=wanted)
+
+    def _commit(self, contributions: Sequence[Contribution]) -> Advance:
+        """The order to apply a round, with the lock held."""
+        state, rounds = self._state, self._state.rounds
+        # Who has made most steps: one that joined first may have been overtaken before its first step.
+        steps = {stay.incarnation: stay.steps for stay in state.members.stays()}
+        eldest = min(contributions, key=lambda c: (-steps[c.incarnation], c.incarnation))
+        if eldest.settings:
+            state.settings = Settings.from_json(eldest.settings)
+        application = Application(
+            attempt=rounds.attempt,
+            contributors=[(c.worker, c.incarnation, c.step) for c in contributions],
+            samples=sum(c.samples for c in contributions),
+            settings=state.settings,
+        )
+        following = frozenset((rounds.expected - rounds.gone) | rounds.waiting) | state.required
+        due = self._keeper is not None and self._keeper.due(self._clock())
+        return Advance(rounds.version + 1, 0, following, application, checkpoint=due)
+
+    def _undo(self, advance: Advance, problem: Exception) -> None:
+        """A shard could not be told: the ticker tries again. Wrong sums: again from the workers' buckets."""
+        expected = isinstance(problem, TransportError | Refused)
+        text = "a shard did not take the round of version %d: %s"
+        logger.warning(text, advance.version, problem, exc_info=None if expected else problem)
+        self._state.rounds.committing = False
+        self._stale = True
+        if isinstance(problem, Refused):
+            if problem.code is RefusalCode.NOT_READY:
+                self._spoiled = True
+            elif advance.apply is not None:
+                self._state.restart_round()
+
+    def _roll_back(self) -> bool:
+        """A shard has lost the model: all shards go back to the newest checkpoint, in a new epoch."""
+        try:
+            if self._keeper is None:
+                raise CheckpointError("there is no checkpoint directory")
+            found = self._keeper.roll_back()
+            self._restore(found, self._keeper.epoch)
+        except (TransportError, Refused) as error:
+            logger.warning("the checkpoint is not restored yet: %s", error)
+            return False
+        except CheckpointError as error:
+            logger.error("a shard has lost the model, and there is nothing to go on from: %s", error)
+            with self._changed:
+                self._state = JobState(epoch=self._state.epoch + 1, lease=self.lease)
+        with self._changed:
+            self._spoiled = False
+            self._told()
+        return True
+
+    def _restore(self, found: Manifest, epoch: int) -> None:
+        """Configure all shards from a checkpoint and take its state over."""
+        layout = self._partition(JobState.tensors_of(found.tensors))
+        settings = Settings.from_json(found.state["settings"])
+        for shard in self._shards:
+            shard.configure(Configuration(layout, found.optimizer, settings, epoch, found.version))
+        state = JobState.from_checkpoint(
+            found.state,
+            epoch=epoch,
+            lease=self.lease,
+            version=found.version,
+            model=Model(layout, found.optimizer),
+            shard_records=self._spec.data.shard_records,
+        )
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()
+        self._history.record("restore", epoch=epoch, version=found.version)
+        logger.info("epoch %d goes on from version %d", epoch, found.version)
+
+    def _record(self, contributions: Sequence[Contribution], version: int, decided: float) -> None:
+        steps = [
+            {"worker": c.worker, "incarnation": c.incarnation, "step": c.step, "records": c.records}
+            | {"samples": c.samples}
+            for c in contributions
+        ]
+        self._history.record(
+            "commit", epoch=self.epoch, version=version, decided=decided, contributions=steps
+        )
+
+    def _send(self, advance: Advance) -> None:
+        """Tell all shards; this process's own last, because its workers' pulls are answered by that."""
+        others = [self._fan_out.submit(shard.advance, advance) for shard in self._shards[1:]]
+        written: list[list[Written]] = [future.result() for future in others]
+        written.append(self._shards[0].advance(advance))
+        if self._keeper is not None:
+            for shard, parts in zip([*range(1, len(self._shards)), 0], written, strict=True):
+                self._keeper.parts(shard, parts)
+
+    def _tick(self) -> None:
+        """Every `TICK`: declare silent members gone, collect checkpoint parts, try again what failed.
+
+        Also look at the fence: workers that wait for records must not go on waiting here.
+        """
+        while True:
+            if self._keeper is not None:
+                self._keeper.check_fence()
+            with self._changed:
+                if self._changed.wait_for(lambda: self._closing, timeout=TICK.total_seconds()):
+                    return
+                if not self._state.rounds.committing:
+                    for worker in self._state.members.expired(self._clock()):
+                        self._drop(worker, "lost")
+                # Other shards are asked whether they still know the model.
+                if len(self._shards) > 1 or (self._keeper is not None and self._keeper.writing):
+                    self._stale = True
+            self._drive()
+
+    def _keep_now(self) -> None:
+        """Write a checkpoint of the version that is there. Blocks until it is on disk or given up."""
+        assert self._keeper is not None
+        deadline = self._clock() + PATIENCE.total_seconds()
+        try:
+            with self._changed:
+                self._checkpoint_wanted = True
+                order, state = self._current(), self._state
+                self._checkpoint_wanted = False
+            self._send(order)
+            with self._changed:
+                self._keeper.begin(order.version, self._clock(), state.to_checkpoint())
+            probe = Advance(order.version, order.attempt, order.expected)
+            while self._keeper.writing and self._clock() < deadline:
+                time.sleep(0.01)
+                self._send(probe)
+        except (Refused, TransportError, CheckpointError) as error:
+            logger.warning("version %d was not kept: %s", order.version, error)
