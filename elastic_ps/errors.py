@@ -16,6 +16,7 @@
     ├── Refused                   the parameter server understood the request and says no; see `code`
     └── CheckpointError
         ├── NoCheckpoint          the directory holds no whole checkpoint
+        ├── Fenced                another parameter server has taken over
         └── CheckpointCorrupt     a file's digest or content does not match its manifest
 
 `UserError` is what a person can act on: the command line prints its message without a traceback and
@@ -97,6 +98,8 @@ class RefusalCode(enum.IntEnum):
     """No such request."""
     WRONG_JOB = 11
     """The message names another job."""
+    SUPERSEDED = 12
+    """Another process has taken this worker's place; this one must end."""
 
 
 class Refused(ElasticPSError):
@@ -113,6 +116,10 @@ class CheckpointError(ElasticPSError):
 
 class NoCheckpoint(CheckpointError):
     """The directory holds no whole checkpoint."""
+
+
+class Fenced(CheckpointError):
+    """Another start of the parameter server has taken over; this one may apply and write nothing."""
 
 
 class CheckpointCorrupt(CheckpointError):

@@ -151,7 +151,9 @@ class Consistency(_Model):
     )
     deterministic: bool = Field(
         default=False,
-        description="Add contributions in the order of worker index, so that runs agree to the bit.",
+        description="Runs agree to the bit: worker.replicas workers each have a fixed share of the records, "
+        "contributions are added in the order of worker index, and a round waits for a lost worker's "
+        "replacement. Scaling has no effect.",
     )
 
 
@@ -246,6 +248,7 @@ class ServerStatus(_Model):
     epoch: int = Field(description="How often this parameter server has been started.")
     ready: bool = Field(description="Whether the model is initialised.")
     progress: Progress = Field(default_factory=Progress)
+    problem: str = Field(default="", description="What is wrong though training goes on, e.g. a full disk.")
     members: list[Member] = Field(
         default_factory=list, description="Live members and those gone, in joining order."
     )

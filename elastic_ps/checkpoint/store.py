@@ -6,12 +6,16 @@ process at a time commits and prunes. Nothing here is pickled.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +24,12 @@ import safetensors
 import safetensors.torch
 import torch
 
-from elastic_ps.errors import CheckpointCorrupt, CheckpointError, NoCheckpoint
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"version-(\d{10})")
+_PARTIAL = re.compile(r"partial-(\d+)-(\d{10})")
 
 
 @dataclass(frozen=True)
@@ -95,10 +100,12 @@ class Store:
         """The directory of a whole checkpoint."""
         return self.directory / f"version-{version:010d}"
 
-    def _partial(self, version: int) -> Path:
-        return self.directory / f"partial-{version:010d}"
+    def _partial(self, epoch: int, version: int) -> Path:
+        return self.directory / f"partial-{epoch}-{version:010d}"
 
-    def write_shard(self, version: int, shard: int, shards: int, tensors: Iterator[Stored]) -> ShardFile:
+    def write_shard(
+        self, epoch: int, version: int, shard: int, shards: int, tensors: Iterator[Stored]
+    ) -> ShardFile:
         """Write and flush a shard's file. Blocks for the disk.
 
         Raises:
@@ -106,7 +113,9 @@ class Store:
         """
         name = f"shard-{shard}-of-{shards}.safetensors"
         try:
-            directory = self._partial(version)
+            directory = self._partial(epoch, version)
+            for left in self._partials_before(epoch, version + 1):
+                (left / name).unlink(missing_ok=True)  # of a checkpoint that was given up
             directory.mkdir(parents=True, exist_ok=True)
             path = directory / name
             safetensors.torch.save_file({t.name: t.value for t in tensors}, path)
@@ -116,28 +125,44 @@ class Store:
             raise CheckpointError(f"cannot write {name} of version {version}: {error}") from error
 
     def commit(self, manifest: Manifest, *, keep: int) -> Path:
-        """Make a checkpoint of the files written; then delete all but the newest `keep`.
+        """Make a checkpoint of the files written; then delete all but the newest `keep`, as far as possible.
 
         Raises:
             CheckpointError: the disk is full, read-only, or failing; the older checkpoints are untouched.
+            Fenced: another parameter server has taken over.
         """
-        partial, final = self._partial(manifest.version), self.path(manifest.version)
         try:
-            path = partial / MANIFEST
-            path.write_text(json.dumps(asdict(manifest), indent=1))
-            _flush(path)
-            _flush(partial)
-            if final.exists():
-                shutil.rmtree(final)
-            partial.rename(final)
-            _flush(self.directory)
-            for version in self.versions()[:-keep]:
-                shutil.rmtree(self.path(version))
+            with self._locked():
+                self.require_epoch(manifest.epoch)
+                self._finish(manifest)
+                self._prune(manifest, keep)
         except OSError as error:
-            raise CheckpointError(
-                f"cannot finish the checkpoint of version {manifest.version}: {error}"
-            ) from error
-        return final
+            text = f"cannot finish the checkpoint of version {manifest.version}: {error}"
+            raise CheckpointError(text) from error
+        return self.path(manifest.version)
+
+    def _finish(self, manifest: Manifest) -> None:
+        partial, final = self._partial(manifest.epoch, manifest.version), self.path(manifest.version)
+        path = partial / MANIFEST
+        path.write_text(_sealed(asdict(manifest)))
+        _flush(path)
+        _flush(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _flush(self.directory)
+
+    def _prune(self, manifest: Manifest, keep: int) -> None:
+        """Delete what is not needed besides a new checkpoint; what cannot be deleted is left."""
+        for version in self.versions()[:-keep]:
+            shutil.rmtree(self.path(version), ignore_errors=True)
+        for path in self._partials_before(manifest.epoch, manifest.version):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _partials_before(self, epoch: int, version: int) -> list[Path]:
+        """What was left by writes of earlier versions or epochs; one checkpoint is written at a time."""
+        found = ((_PARTIAL.fullmatch(path.name), path) for path in self.directory.glob("partial-*"))
+        return [p for match, p in found if match and (int(match[1]), int(match[2])) < (epoch, version)]
 
     def discard_partial(self) -> None:
         """Delete what an interrupted write left behind."""
@@ -152,15 +177,25 @@ class Store:
         """
         directory = self.path(version)
         try:
-            data = json.loads((directory / MANIFEST).read_text())
+            text = (directory / MANIFEST).read_text()
+            data = json.loads(text)
+            del data["sha256"]
+            if _sealed(data) != text:
+                raise CheckpointCorrupt(f"{directory / MANIFEST} is not what was written (SHA-256 differs)")
             if data["format"] != FORMAT:
                 raise CheckpointCorrupt(f"{directory}: format {data['format']}, this program reads {FORMAT}")
             manifest = Manifest(**{**data, "files": [ShardFile(**f) for f in data["files"]]})
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointCorrupt(f"{directory / MANIFEST} cannot be read: {error}") from error
+            raise CheckpointCorrupt(f"{directory / MANIFEST} cannot be read: {error!r}") from error
+        if manifest.version != version:
+            raise CheckpointCorrupt(f"{directory} holds version {manifest.version}")
         for file in manifest.files:
             path = directory / file.file
-            if not path.is_file() or path.stat().st_size != file.size or _digest(path) != file.sha256:
+            try:
+                same = path.stat().st_size == file.size and _digest(path) == file.sha256
+            except OSError as error:
+                raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+            if not same:
                 raise CheckpointCorrupt(f"{path} is not the file that was written (size or SHA-256 differ)")
         return manifest
 
@@ -170,6 +205,7 @@ class Store:
         A broken checkpoint is renamed to `corrupt-...`, so that it is kept but not looked at again.
 
         Raises:
+            CheckpointError: a broken one cannot be renamed.
             NoCheckpoint: there is none; the message says which broken ones there were.
         """
         problems: list[str] = []
@@ -178,10 +214,16 @@ class Store:
                 return self.manifest(version), problems
             except CheckpointCorrupt as error:
                 problems.append(str(error))
-                aside = self.directory / f"corrupt-{version:010d}-{os.getpid()}"
-                self.path(version).rename(aside)
+                self._set_aside(version)
         detail = f" ({'; '.join(problems)})" if problems else ""
         raise NoCheckpoint(f"no whole checkpoint in {self.directory}{detail}")
+
+    def _set_aside(self, version: int) -> None:
+        names = (self.directory / f"corrupt-{version:010d}-{number}" for number in itertools.count(1))
+        try:
+            self.path(version).rename(next(name for name in names if not name.exists()))
+        except OSError as error:
+            raise CheckpointError(f"cannot set {self.path(version)} aside: {error}") from error
 
     def read(self, manifest: Manifest) -> Iterator[Stored]:
         """All tensors of a checkpoint, from the files of all shards."""
@@ -192,26 +234,79 @@ class Store:
                     tensor, start, key, kind = name.split("/")
                     yield Stored(int(tensor), int(start), key, opened.get_tensor(name), kind == "scalar")
 
-    def next_epoch(self) -> int:
-        """Count a start of the parameter server, durably: 1 the first time, then one more each time."""
-        path = self.directory / "epoch.json"
+    # --- epochs
+
+    @property
+    def _epoch_file(self) -> Path:
+        return self.directory / "epoch.json"
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Nobody else changes the epoch or finishes a checkpoint meanwhile."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        epoch = 1 + (json.loads(path.read_text())["epoch"] if path.exists() else 0)
-        temporary = path.with_suffix(".partial")
-        temporary.write_text(json.dumps({"epoch": epoch}))
-        _flush(temporary)
-        temporary.rename(path)
-        _flush(self.directory)
-        return int(epoch)
+        with (self.directory / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def epoch(self) -> int:
+        """The number of the last start of the parameter server; 0 if there was none.
+
+        Raises:
+            CheckpointError: it cannot be read. It is not taken for 0: an earlier parameter server could then
+                pass for the present one.
+        """
+        try:
+            epoch = json.loads(self._epoch_file.read_text())["epoch"]
+            if not isinstance(epoch, int):
+                raise TypeError(f"the epoch is {epoch!r}")
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{self._epoch_file}, which counts the starts of the parameter server, cannot be read: "
+                f"{error!r}. If its content is broken, put a larger number there than any epoch in the logs"
+            ) from error
+        return epoch
+
+    def next_epoch(self) -> int:
+        """Count a start of the parameter server, durably. Who had the number before is fenced from now on.
+
+        Raises:
+            CheckpointError: the count cannot be read or written.
+        """
+        try:
+            with self._locked():
+                epoch = self.epoch() + 1
+                temporary = self._epoch_file.with_suffix(".partial")
+                temporary.write_text(json.dumps({"epoch": epoch}))
+                _flush(temporary)
+                temporary.rename(self._epoch_file)
+                _flush(self.directory)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self._epoch_file}: {error}") from error
+        return epoch
+
+    def require_epoch(self, epoch: int) -> None:
+        """Raise Fenced if the parameter server was started again since `epoch`. Else as `epoch()`."""
+        current = self.epoch()
+        if current != epoch:
+            raise Fenced(
+                f"epoch {current} has taken over from epoch {epoch}, which may write nothing any more"
+            )
 
 
 class Assembled:
-    """A checkpoint's tensors put together again, whatever cut they were stored in."""
+    """A checkpoint's tensors put together again, whatever cut they were stored in.
+
+    Raises:
+        CheckpointCorrupt: elements of a tensor are missing.
+    """
 
     def __init__(self, elements: Mapping[int, int], stored: Iterator[Stored]) -> None:
         self._elements = elements
         self._full: dict[tuple[int, str], torch.Tensor] = {}
         self._scalars: dict[tuple[int, str], torch.Tensor] = {}
+        self._found: Counter[tuple[int, str]] = Counter()
         for item in stored:
             place = (item.tensor, item.key)
             if item.scalar:
@@ -220,6 +315,12 @@ class Assembled:
             if place not in self._full:
                 self._full[place] = torch.empty(elements[item.tensor], dtype=item.value.dtype)
             self._full[place][item.start : item.start + item.value.numel()] = item.value
+            self._found[place] += item.value.numel()
+        for (tensor, key), count in self._found.items():
+            if count != elements[tensor]:
+                raise CheckpointCorrupt(
+                    f"the checkpoint holds {count} of {elements[tensor]} elements of tensor {tensor}, {key}"
+                )
 
     def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
         """Raises CheckpointCorrupt if the checkpoint does not hold the tensor."""
@@ -234,6 +335,12 @@ class Assembled:
         pieces.pop("value", None)
         scalars = {k: v.reshape(()).clone() for (t, k), v in self._scalars.items() if t == tensor}
         return pieces | scalars
+
+
+def _sealed(manifest: Mapping[str, Any]) -> str:
+    """A manifest as text, with the digest of everything else in it; no character of it can change."""
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": digest}, indent=1)
 
 
 def _digest(path: Path) -> str:

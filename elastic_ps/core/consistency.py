@@ -61,9 +61,15 @@ class SyncRounds:
     gone: set[int] = field(default_factory=set)
     committing: bool = False
 
-    def admit(self, worker: int) -> None:
-        """`worker` has records to compute on and takes part from the next round; at once if none is open."""
-        if worker not in self.expected or worker in self.gone:
+    def admit(self, worker: int, *, at_once: bool = False) -> None:
+        """`worker` has records to compute on and takes part from the next round; at once if none is open.
+
+        Args:
+            at_once: it takes part in the open round, which waits for it.
+        """
+        if at_once and worker not in self.expected:
+            self.expected.add(worker)
+        elif worker not in self.expected or worker in self.gone:
             self.waiting.add(worker)
             self._open_if_empty()
 

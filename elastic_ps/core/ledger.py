@@ -125,7 +125,7 @@ class Ledger:
         kept = list(keep)
         returned = self._without(holder, kept)
         self._set_held(holder, kept)
-        self._returned = sorted([*self._returned, *returned])
+        self._returned = _joined([*self._returned, *returned])
 
     def _set_held(self, holder: int, ranges: list[Range]) -> None:
         if ranges:
@@ -141,7 +141,7 @@ class Ledger:
 
     def state(self) -> dict[str, Any]:
         """Plain data for a checkpoint; what workers hold counts as given back, they will be other workers."""
-        ranges = sorted([*self._returned, *itertools.chain(*self._held.values())])
+        ranges = _joined([*self._returned, *itertools.chain(*self._held.values())])
         return {
             "records": self.records,
             "epochs": self.epochs,
@@ -162,6 +162,17 @@ class Ledger:
             _next_position=state["next"][1],
             _returned=[Range(*r) for r in state["returned"]],
         )
+
+
+def _joined(ranges: Iterable[Range]) -> list[Range]:
+    """The same positions in order, in as few ranges as possible."""
+    result: list[Range] = []
+    for r in sorted(ranges):
+        if result and (result[-1].epoch, result[-1].stop) == (r.epoch, r.start):
+            result[-1] = result[-1]._replace(stop=r.stop)
+        else:
+            result.append(r)
+    return result
 
 
 def _subtract(held: list[Range], r: Range, holder: int) -> list[Range]:

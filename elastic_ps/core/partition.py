@@ -135,13 +135,14 @@ def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int) 
     something to overlap and something for each shard); a tensor that is larger is cut. Each bucket goes to
     the shard that has the fewest bytes so far, so shards differ by less than a bucket. Deterministic.
     """
-    total = sum(t.elements * ITEM_SIZE[t.dtype] for t in tensors if t.rule is Rule.GRADIENT)
-    wanted = max(SMALLEST_BUCKET_BYTES, math.ceil(total / BUCKETS_WANTED))
-    target = max(1, min(bucket_bytes, wanted, math.ceil(total / shards)))
     load = [0] * shards
     buckets: list[Bucket] = []
     for rule in Rule:
         numbered = [(i, t) for i, t in enumerate(tensors) if t.rule is rule and t.elements]
+        # For each rule by itself: a few trained parameters do not cut a large frozen model into crumbs.
+        total = sum(t.elements * ITEM_SIZE[t.dtype] for _, t in numbered)
+        wanted = max(SMALLEST_BUCKET_BYTES, math.ceil(total / BUCKETS_WANTED))
+        target = min(bucket_bytes, wanted, math.ceil(total / shards))
         for dtype, pieces in _fill(reversed(numbered), target):
             nbytes = sum(piece.length for piece in pieces) * ITEM_SIZE[dtype]
             shard = min(range(shards), key=lambda s: (load[s], s))
@@ -161,7 +162,7 @@ def _fill(tensors: Iterable[tuple[int, TensorSpec]], target: int) -> Iterable[tu
             yield current_dtype, current
             current, used = [], 0
         current_dtype = tensor.dtype
-        parts = math.ceil(size / target)
+        parts = min(tensor.elements, math.ceil(size / target))
         bounds = [tensor.elements * part // parts for part in range(parts + 1)]
         for start, stop in itertools.pairwise(bounds[:-1]):
             yield current_dtype, [Piece(index, start, stop - start)]

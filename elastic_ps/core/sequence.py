@@ -40,7 +40,8 @@ class PushLog:
     Attributes:
         epoch: of this shard.
         version, attempt: of the open round.
-        expected: the workers that take part, which order the additions in deterministic mode.
+        expected: the workers that take part. Others are refused: their values would spoil the sums. In
+            deterministic mode they order the additions.
         added: for each bucket, the (worker, incarnation, step) whose values are in its sum.
     """
 
@@ -69,6 +70,11 @@ class PushLog:
                 RefusalCode.WRONG_VERSION,
                 f"push for version {key.version} attempt {key.attempt}, which this shard has not reached "
                 f"(version {self.version} attempt {self.attempt})",
+            )
+        if key.worker not in self.expected:
+            raise Refused(
+                RefusalCode.STALE_INCARNATION,
+                f"worker {key.worker} takes no part in the open round; it was declared gone or has withdrawn",
             )
         for worker, incarnation, step in self.added.get(key.bucket, ()):
             if worker == key.worker:

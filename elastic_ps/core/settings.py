@@ -8,6 +8,7 @@ learning-rate scheduler or by hand, travels with the step it is first used in.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,34 @@ class Settings:
         """Raises ValueError, KeyError or TypeError if `text` was not made by `to_json`."""
         data = json.loads(text)
         return cls(tuple(data["groups"]), tuple(data["schedulers"]), bool(data["stepped"]))
+
+    def check_follows(self, later: Settings) -> None:
+        """Raise InvalidModel unless an optimizer that was built with these settings can step with `later`.
+
+        A hyperparameter may change its value, not its kind; schedulers may add keys of their own.
+        """
+        if len(later.groups) != len(self.groups):
+            raise InvalidModel(f"{len(later.groups)} parameter groups; the model has {len(self.groups)}")
+        for index, (ours, theirs) in enumerate(zip(self.groups, later.groups, strict=True)):
+            for key in sorted(NOT_SENT & theirs.keys()):
+                raise InvalidModel(f"param_groups[{index}]: {key} is not a hyperparameter that can be sent")
+            for key, value in ours.items():
+                if key not in theirs:
+                    raise InvalidModel(f"param_groups[{index}]: {key} is missing")
+                if _kind(value) != _kind(theirs[key]):
+                    raise InvalidModel(
+                        f"param_groups[{index}]: {key} is {theirs[key]!r}, which cannot take the place "
+                        f"of {value!r}"
+                    )
+
+
+def _kind(value: object) -> object:
+    """Equal for values that can take each other's place as a hyperparameter; NaN takes no place."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return "number" if math.isfinite(value) else str(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_kind(item) for item in value]
+    return type(value)
 
 
 def check_optimizer(name: str) -> None:

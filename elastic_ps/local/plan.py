@@ -221,7 +221,7 @@ def plan(desired: Desired, observed: Observed, now: float) -> list[Action]:
     due = [at for at in sorted(desired.schedule) if observed.progress.version >= at.version]
     if due:
         return [Scale(at, f"version {observed.progress.version} is reached") for at in due]
-    servers = list(_start_servers(desired, observed))
+    servers = list(_start_servers(desired, observed, now))
     if servers or not _servers_ready(desired, observed):
         return [*servers]
     return list(_workers(desired, observed, now))
@@ -243,8 +243,8 @@ def restart_delay(attempts: Iterable[Process]) -> timedelta:
 
 
 def failures(observed: Observed) -> int:
-    """Failures of workers that count against `backoffLimit`."""
-    return sum(process.ending == "failed" for process in observed.of("worker"))
+    """Failures that count against `backoffLimit`."""
+    return sum(process.ending == "failed" for process in observed.processes)
 
 
 def _verdict(desired: Desired, observed: Observed, now: float) -> Verdict | None:
@@ -256,7 +256,6 @@ def _verdict(desired: Desired, observed: Observed, now: float) -> Verdict | None
             return Verdict("Failed", "InvalidJob", process.output or f"{process.name} refused the job")
     return (
         _deadline_exceeded(desired, observed, now)
-        or _parameter_server_lost(observed)
         or _parameter_server_silent(desired, observed, now)
         or _failed_too_often(desired, observed)
         or _workers_done(desired, observed, now)
@@ -268,15 +267,6 @@ def _deadline_exceeded(desired: Desired, observed: Observed, now: float) -> Verd
         return None
     seconds = desired.deadline.total_seconds()
     return Verdict("Failed", "DeadlineExceeded", f"not finished after activeDeadlineSeconds: {seconds:g}")
-
-
-def _parameter_server_lost(observed: Observed) -> Verdict | None:
-    """Without this rule, `_start_servers` brings a parameter server back."""
-    for process in observed.of("ps"):
-        if process.exit is not None:
-            message = f"{process.name} (pid {process.pid}) {describe_exit(process.exit)}"
-            return Verdict("Failed", "ParameterServerLost", _with_output(message, process))
-    return None
 
 
 def _parameter_server_silent(desired: Desired, observed: Observed, now: float) -> Verdict | None:
@@ -293,12 +283,12 @@ def _failed_too_often(desired: Desired, observed: Observed) -> Verdict | None:
     if count <= desired.backoff_limit:
         return None
     last = max(
-        (process for process in observed.of("worker") if process.ending == "failed"),
+        (process for process in observed.processes if process.ending == "failed"),
         key=lambda process: process.ended or 0.0,
     )
     times = "once" if count == 1 else f"{count} times"
     message = (
-        f"workers failed {times}, backoffLimit is {desired.backoff_limit}; "
+        f"processes failed {times}, backoffLimit is {desired.backoff_limit}; "
         f"the last was {last.name}, which {describe_exit(last.exit or 0)}"
     )
     return Verdict("Failed", "BackoffLimitExceeded", _with_output(message, last))
@@ -335,14 +325,20 @@ def _with_output(message: str, process: Process) -> str:
     return f"{message}. It wrote last:\n{process.output}" if process.output else message
 
 
-def _start_servers(desired: Desired, observed: Observed) -> Iterator[Start]:
+def _start_servers(desired: Desired, observed: Observed, now: float) -> Iterator[Start]:
     latest = observed.latest("ps")
     for shard in range(desired.shards):
         before = latest.get(shard)
         if before is None:
             yield Start("ps", shard, "the job starts")
-        elif before.exit is not None:
+        elif before.exit is not None and _may_replace(observed, before, now):
             yield Start("ps", shard, f"the last one {describe_exit(before.exit)}", before.pid)
+
+
+def _may_replace(observed: Observed, before: Process, now: float) -> bool:
+    """Whether the pause after a process's end is over."""
+    attempts = [process for process in observed.of(before.role) if process.index == before.index]
+    return now - (before.ended or now) >= restart_delay(attempts).total_seconds()
 
 
 def _servers_ready(desired: Desired, observed: Observed) -> bool:
@@ -358,11 +354,9 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
         if before is None or before.ending == "left":
             if not finished:
                 yield Start("worker", index, f"{desired.workers} workers are wanted")
-        elif before.exit is not None and before.ending in ("killed", "failed"):
-            attempts = [process for process in observed.of("worker") if process.index == index]
-            if now - (before.ended or now) >= restart_delay(attempts).total_seconds():
-                reason = f"pid {before.pid} {describe_exit(before.exit)}"
-                yield Start("worker", index, reason, before.pid)
+        elif before.ending in ("killed", "failed") and _may_replace(observed, before, now):
+            reason = f"pid {before.pid} {describe_exit(before.exit or 0)}"
+            yield Start("worker", index, reason, before.pid)
     for process in latest.values():
         if process.alive and (process.index >= desired.workers or process.asked is not None):
             yield from _end(process, desired.leave_grace, f"{desired.workers} workers are wanted", now)

@@ -312,7 +312,7 @@ class Launcher:
             bind=self._addresses[shard],
             http=self._http[shard],
             checkpoints=self.checkpoints,
-            resume="no" if self.options.resume is None else "require",
+            resume="auto" if action.replaces else "no" if self.options.resume is None else "require",
             trace=self._trace_directory(),
             history=self.options.history,
             lifeline=self._lifeline.fd,

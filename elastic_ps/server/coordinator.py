@@ -1,10 +1,10 @@
-"""Shard 0's second part: it knows the members and the records, and commits the rounds.
+"""Shard 0's second part: it admits members, hands out records, and commits the rounds.
 
-The decisions are `core`'s; here they meet the clock, the threads and the other shards. State is guarded by
-one condition variable, and no I/O happens under it. Whatever the shards have to be told (apply a round,
-start it again, who takes part) is told by `_drive`, by one thread at a time: the one whose call made it
-necessary, or the ticker. Shards are told before the workers can notice, so that a worker never pushes for
-a round that a shard does not know.
+The decisions are `core`'s and the state is `state.JobState`; here they meet the clock, the threads and the
+other shards. One condition variable guards the state, and no I/O happens under it. Whatever the shards have
+to be told (apply a round, start it again, who takes part, go back to a checkpoint) is told by `_drive`, by
+one thread at a time: the one whose call made it necessary, or the ticker. Shards are told before the workers
+can notice, so that a worker never pushes for a round that a shard does not know.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 from elastic_ps.checkpoint.store import Manifest
-from elastic_ps.core.consistency import Contribution, SyncRounds
-from elastic_ps.core.ledger import Ledger, LedgerError, Range
-from elastic_ps.core.membership import Membership, Stay
-from elastic_ps.core.partition import Layout, Rule, TensorSpec, difference, partition
-from elastic_ps.core.progress import Curve, Rate
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.ledger import LedgerError, Range
+from elastic_ps.core.membership import Stay
+from elastic_ps.core.partition import Layout, TensorSpec, difference, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused, TransportError, UserError
-from elastic_ps.job import Member, Progress, ServerStatus, TrainingJobSpec
+from elastic_ps.job import ServerStatus, TrainingJobSpec
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.node import Advance, Configuration, ShardControl, Written
 from elastic_ps.server.shard import Application
+from elastic_ps.server.state import JobState, Model
 from elastic_ps.telemetry import History
 
 logger = logging.getLogger(__name__)
@@ -41,13 +40,8 @@ WAIT = timedelta(seconds=5)
 TICK = timedelta(milliseconds=250)
 """How often leases and checkpoints are looked after."""
 
-
-@dataclass(frozen=True)
-class Model:
-    """The model that is being trained: its tensors' layout and the class of its optimizer."""
-
-    layout: Layout
-    optimizer: str
+PATIENCE = timedelta(seconds=60)
+"""How long the first worker waits for the model's first checkpoint, and a closing server for its last."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +49,7 @@ class Joined:
     """The answer to a worker that has become a member."""
 
     stay: Stay
+    epoch: int
     version: int
     layout: Layout
     initialise: bool
@@ -95,35 +90,26 @@ class Coordinator:
         history: History,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.job, self.epoch = job, epoch
-        self._spec = spec
+        self._job, self._spec = job, spec
         self._shards = shards
         self._keeper = keeper
         self._history = history
         self._clock = clock
         self._changed = threading.Condition()
-        self._members = Membership(lease=spec.worker.lease_duration)
-        self._rounds = SyncRounds()
-        self._ledger: Ledger | None = None
-        self._model: Model | None = None
-        self._settings = Settings(groups=())
-        self._initialised = False
-        self._initialiser: int | None = None
+        self._state = JobState(epoch=epoch, lease=spec.worker.lease_duration)
         self._configuring = False
         self._driving = False
         self._stale = False  # the shards do not know yet who takes part in the open round
+        self._spoiled = False  # a shard has lost the model: all go back to a checkpoint
+        self._checkpoint_wanted = False
         self._closing = False
-        self._chief: int | None = None
-        self._metrics: dict[str, float] = {}
-        self._loss = Curve()
-        self._rate = Rate()
         self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
-    def start(self) -> None:
-        """Begin to look after leases and checkpoints; go on from the checkpoint that the keeper found."""
-        if self._keeper is not None and self._keeper.found is not None:
-            self._resume(self._keeper.found)
+    def start(self, found: Manifest | None) -> None:
+        """Begin, with the checkpoint `found` if there is one."""
+        if found is not None:
+            self._restore(found, self.epoch)
         self._ticker.start()
 
     def abandon(self) -> None:
@@ -132,46 +118,57 @@ class Coordinator:
         if self._keeper is not None:
             self._keeper.close()
 
-    def close(self) -> None:
-        """Stop committing, write a last checkpoint if there is something to keep, end the threads. Blocks."""
+    def close(self, *, keep: bool = True) -> None:
+        """Stop committing and end the threads; with `keep`, write a last checkpoint before. Blocks."""
         with self._changed:
+            due = keep and self._keeper is not None and self._state.initialised and not self._spoiled
+            due = due and self._keeper is not None and self._keeper.durable_version != self._state.version
             self._closing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._driving, timeout=30)
-            version = self._rounds.version
-            due = self._keeper is not None and self._initialised and version > 0
         self._ticker.join()
-        if due and self._keeper is not None and self._keeper.durable_version != version:
-            try:
-                self._keeper.begin(version, self._clock(), self._checkpoint_state())
-                self._send(Advance(version, self._rounds.attempt, frozenset(), checkpoint=True))
-                deadline = self._clock() + 30
-                while self._keeper.writing and self._clock() < deadline:
-                    time.sleep(0.01)
-                    self._send(Advance(version, self._rounds.attempt, frozenset()))
-            except (Refused, TransportError, CheckpointError) as error:
-                logger.warning("the last checkpoint, of version %d, was not written: %s", version, error)
+        if due:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._driving, timeout=PATIENCE.total_seconds())
+            self._keep_now()
         self.abandon()
+
+    @property
+    def epoch(self) -> int:
+        """Of the parameter server; grows when the job goes back to a checkpoint."""
+        with self._changed:
+            return self._state.epoch
 
     @property
     def lease(self) -> timedelta:
         """How long a member may be silent."""
-        return self._members.lease
+        return self._spec.worker.lease_duration
 
     @property
     def settings(self) -> str:
         """The settings in force, as JSON."""
         with self._changed:
-            return self._settings.to_json()
+            return self._state.settings.to_json()
 
     # --- members
 
     @contextmanager
-    def _settled(self) -> Iterator[None]:
+    def _settled(self) -> Iterator[JobState]:
         """Hold the lock, at a moment at which no round is being committed."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._rounds.committing)
-            yield
+            self._changed.wait_for(
+                lambda: self._closing or not (self._state.rounds.committing or self._spoiled)
+            )
+            if self._closing:
+                raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
+            yield self._state
+
+    def _told(self) -> None:
+        """Something has changed that shards or waiting threads have to know; the lock is held."""
+        self._stale = True
+        self._changed.notify_all()
+
+    def _check(self, worker: int, incarnation: int) -> Stay:
+        return self._state.members.check(worker, incarnation, self._clock())
 
     def join(
         self,
@@ -182,117 +179,120 @@ class Coordinator:
         tensors: tuple[TensorSpec, ...],
         optimizer: str,
         settings: Settings,
+        again: bool = False,
     ) -> Joined | None:
         """Admit a worker; None while another one initialises the model (ask again).
 
+        Args:
+            again: the process was a member before, and does not take the place of a newer one.
+
         Raises:
-            Refused: MODEL_MISMATCH; INVALID.
+            Refused: MODEL_MISMATCH; SUPERSEDED; INVALID: also if the model is lost, without a checkpoint.
         """
-        with self._settled():
+        with self._settled() as state:
+            current = state.members.live.get(worker)
+            if again and current is not None and (current.pid, current.host) != (pid, host):
+                text = f"worker {worker} is now process {current.pid} on {current.host}"
+                raise Refused(RefusalCode.SUPERSEDED, text)
             self._drop(worker, "lost")
-            if not self._changed.wait_for(self._may_join, timeout=WAIT.total_seconds()):
+            may_join = self._changed.wait_for(
+                lambda: self._closing or self._may_join(), timeout=WAIT.total_seconds()
+            )
+            if not may_join or self._closing:
                 return None
-            configure = self._model is None
-            self._configuring = configure
+            if again and not self._state.initialised:
+                raise Refused(
+                    RefusalCode.INVALID,
+                    "the parameter server has lost the model and has no checkpoint to go on from",
+                )
+            self._configuring = configure = self._state.model is None
         if configure:
             self._configure(tensors, optimizer, settings)
-        with self._settled():
-            assert self._model is not None
-            self._require_same(tensors, optimizer)
+        with self._settled() as state:
+            _require_same(state.model, tensors, optimizer)
+            assert state.model is not None
             self._drop(worker, "lost")
-            version = self._rounds.version
-            stay = self._members.join(worker, pid=pid, host=host, version=version, now=self._clock())
-            initialise = not self._initialised
+            stay = state.members.join(worker, pid=pid, host=host, version=state.version, now=self._clock())
+            initialise = not state.initialised
             if initialise:
-                self._initialiser = worker
-            joined = Joined(stay, version, self._model.layout, initialise, self._settings)
-        self._history.record("join", worker=worker, incarnation=stay.incarnation, version=version)
-        logger.info("worker %d (pid %d on %s) joined at version %d", worker, pid, host, version)
+                state.initialiser = worker
+            layout = state.model.layout
+            joined = Joined(stay, state.epoch, state.version, layout, initialise, state.settings)
+        self._history.record(
+            "join", worker=worker, incarnation=stay.incarnation, version=joined.version, epoch=joined.epoch
+        )
+        logger.info("worker %d (pid %d on %s) joined at version %d", worker, pid, host, joined.version)
         self._drive()
         return joined
 
     def _may_join(self) -> bool:
-        return not self._configuring and (self._initialised or self._initialiser is None)
+        state = self._state
+        return not self._configuring and (state.initialised or state.initialiser is None)
 
     def _configure(self, tensors: tuple[TensorSpec, ...], optimizer: str, settings: Settings) -> None:
         """Lay the first worker's model out over the shards."""
-        server = self._spec.parameter_server
         model: Model | None = None
         try:
-            layout = partition(tensors, bucket_bytes=server.bucket_bytes, shards=len(self._shards))
+            layout = self._partition(tensors)
             for shard in self._shards:
-                shard.configure(Configuration(layout, optimizer, settings, self.epoch, 0))
+                shard.configure(Configuration(layout, optimizer, settings, self.epoch, None))
             model = Model(layout, optimizer)
         except UserError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
         finally:
             with self._changed:
-                self._model, self._settings, self._configuring = model, settings, False
-                self._stale = True
-                self._changed.notify_all()
+                self._state.model, self._state.settings, self._configuring = model, settings, False
+                self._told()
 
-    def _require_same(self, tensors: tuple[TensorSpec, ...], optimizer: str) -> None:
-        assert self._model is not None
-        different = difference(tensors, self._model.layout.tensors)
-        if optimizer != self._model.optimizer:
-            text = f"optimizer: this worker has {optimizer}, the parameter server has {self._model.optimizer}"
-            different = f"{text}; {different}" if different else text
-        if different:
-            raise Refused(RefusalCode.MODEL_MISMATCH, different)
+    def _partition(self, tensors: tuple[TensorSpec, ...]) -> Layout:
+        server = self._spec.parameter_server
+        return partition(tensors, bucket_bytes=server.bucket_bytes, shards=len(self._shards))
 
     def initialised(self, worker: int, incarnation: int) -> None:
-        """The first worker has sent its values: the model can be trained."""
+        """The first worker has sent its values: they are kept, and the model can be trained.
+
+        Blocks until version 0 is on disk, or cannot be written, so that there is something to go back to.
+        """
         with self._settled():
-            self._members.check(worker, incarnation, self._clock())
-            self._initialised, self._initialiser = True, None
+            self._check(worker, incarnation)
+        if self._keeper is not None:
+            self._keep_now()
+        with self._settled() as state:
+            self._check(worker, incarnation)
+            state.initialised, state.initialiser = True, None
             self._changed.notify_all()
 
     def heartbeat(self, worker: int, incarnation: int) -> None:
         """Raises Refused (STALE_INCARNATION) if the worker was declared gone."""
         with self._changed:
-            self._members.check(worker, incarnation, self._clock())
+            self._check(worker, incarnation)
 
     def leave(self, worker: int, incarnation: int) -> None:
         """A worker says goodbye, between two steps; what it holds goes to others."""
-        with self._settled():
-            self._members.check(worker, incarnation, self._clock())
-            self._give_back(incarnation)
-            self._rounds.withdraw(worker)
+        with self._settled() as state:
+            self._check(worker, incarnation)
+            state.give_back(incarnation)
+            state.rounds.withdraw(worker)
             self._drop(worker, "left")
         self._drive()
 
     def gone(self, worker: int, pid: int) -> None:
         """A worker's process has ended; nothing happens if a newer one has taken its place."""
-        with self._settled():
-            stay = self._members.live.get(worker)
+        with self._settled() as state:
+            stay = state.members.live.get(worker)
             if stay is not None and stay.pid == pid:
                 self._drop(worker, "lost")
         self._drive()
 
     def _drop(self, worker: int, outcome: str) -> None:
         """End a stay, with the lock held."""
-        stay = self._members.remove(worker, outcome=outcome, version=self._rounds.version)
-        if stay is None:
+        state, attempt = self._state, self._state.rounds.attempt
+        if state.drop(worker, outcome) is None:
             return
-        logger.info("worker %d %s at version %d", worker, outcome, self._rounds.version)
-        attempt = self._rounds.attempt
-        for void in self._rounds.lose(worker):
-            self._give_back(void.incarnation)
-        finished = self._rounds.done.get(worker)
-        if self._ledger is not None:
-            self._ledger.give_back(stay.incarnation, keep=finished.records if finished else ())
-        if self._rounds.attempt != attempt:
-            logger.info("version %d starts again as attempt %d", self._rounds.version, self._rounds.attempt)
-        if self._initialiser == worker:
-            self._initialiser, self._model = None, None
-        self._stale = True
-        self._changed.notify_all()
-
-    def _give_back(self, incarnation: int) -> None:
-        if self._ledger is not None:
-            self._ledger.give_back(incarnation)
-        self._stale = True
-        self._changed.notify_all()
+        logger.info("worker %d %s at version %d", worker, outcome, state.version)
+        if state.rounds.attempt != attempt:
+            logger.info("version %d starts again as attempt %d", state.version, state.rounds.attempt)
+        self._told()
 
     # --- records and steps
 
@@ -304,63 +304,64 @@ class Coordinator:
         Raises:
             Refused: STALE_INCARNATION; INVALID: the data set is not the one of the other workers.
         """
-        with self._settled():
-            self._members.check(worker, incarnation, self._clock())
-            ledger = self._open_ledger(records, epochs)
-            if wait and worker not in self._rounds.waiting:
-                self._give_back(incarnation)
-                self._rounds.withdraw(worker)
-        if not wait:
-            return self._take_now(ledger, incarnation, batch)
-        self._drive()
+        with self._settled() as state:
+            self._check(worker, incarnation)
+            self._open_ledger(records, epochs)
+            if not wait:
+                return Taken(state.take(worker, incarnation, batch), finished=state.finished)
+            if worker not in state.rounds.waiting:
+                state.give_back(incarnation)
+                state.rounds.withdraw(worker)
+                self._told()
         deadline = self._clock() + WAIT.total_seconds()
         while True:
-            with self._settled():
-                self._members.check(worker, incarnation, self._clock())
-                held = ledger.held(incarnation) or ledger.take(
-                    incarnation, batch=batch, workers=len(self._members.live)
-                )
-                if held and not self._rounds.knows(worker):  # else two that wait would wake each other
-                    self._rounds.admit(worker)
-                    self._stale = True
-                elif ledger.finished:
-                    return Taken(finished=True, version=self._rounds.version, chief=self._is_chief(worker))
             self._drive()
-            with self._settled():
-                if held and self._rounds.takes_part(worker) and not (self._stale or self._driving):
-                    return Taken(held, self._rounds.version)
+            with self._settled() as state:
+                self._check(worker, incarnation)
+                held = self._hold(worker, incarnation, batch)
+                if not held and state.finished:
+                    return Taken(finished=True, version=state.version, chief=self._is_chief(worker))
+                if held and state.rounds.takes_part(worker) and not (self._stale or self._driving):
+                    return Taken(held, state.version)
                 left = deadline - self._clock()
-                if left <= 0 or self._closing:
+                if left <= 0:
                     return Taken(pending=True)
-                self._changed.wait(left)
+                self._changed.wait(min(left, TICK.total_seconds()))
 
-    def _take_now(self, ledger: Ledger, incarnation: int, batch: int) -> Taken:
-        with self._changed:
-            ranges = ledger.take(incarnation, batch=batch, workers=len(self._members.live))
-            return Taken(ranges, finished=ledger.finished)
+    def _hold(self, worker: int, incarnation: int, batch: int) -> list[Range]:
+        """The records of a worker that waits for some; with them it is admitted. The lock is held."""
+        state = self._state
+        assert state.ledger is not None
+        held = state.ledger.held(incarnation) or state.take(worker, incarnation, batch)
+        if held and not state.rounds.knows(worker):  # else two that wait would wake each other
+            state.admit(worker)
+            self._told()
+        return held
 
-    def _open_ledger(self, records: int, epochs: int) -> Ledger:
-        if self._ledger is None:
-            self._ledger = Ledger(records, epochs, self._spec.data.shard_records)
-        if (self._ledger.records, self._ledger.epochs) != (records, epochs):
+    def _open_ledger(self, records: int, epochs: int) -> None:
+        state, spec = self._state, self._spec
+        lanes = spec.worker.replicas if spec.consistency.deterministic else 0
+        state.open_ledger(records, epochs, shard_records=spec.data.shard_records, lanes=lanes)
+        assert state.ledger is not None
+        if (state.ledger.records, state.ledger.epochs) != (records, epochs):
             raise Refused(
                 RefusalCode.INVALID,
                 f"this worker's data set has {records} records for {epochs} epochs; the job trains "
-                f"{self._ledger.records} records for {self._ledger.epochs} epochs",
+                f"{state.ledger.records} records for {state.ledger.epochs} epochs",
             )
-        return self._ledger
 
     def _is_chief(self, worker: int) -> bool:
-        if self._chief not in self._members.live:
-            self._chief = min(self._members.live)
-        return self._chief == worker
+        if self._state.chief not in self._state.members.live:
+            self._state.chief = min(self._state.members.live)
+        return self._state.chief == worker
 
     def release(self, worker: int, incarnation: int) -> None:
         """A worker, between two steps, gives back what it holds, and is not waited for; it stays a member."""
-        with self._settled():
-            self._members.check(worker, incarnation, self._clock())
-            self._give_back(incarnation)
-            self._rounds.withdraw(worker)
+        with self._settled() as state:
+            self._check(worker, incarnation)
+            state.give_back(incarnation)
+            state.rounds.withdraw(worker)
+            self._told()
         self._drive()
 
     def finish(self, contribution: Contribution, *, version: int, attempt: int) -> bool:
@@ -371,24 +372,24 @@ class Coordinator:
         Raises:
             Refused: see `SyncRounds.finish`; INVALID: records that the worker does not hold.
         """
-        with self._settled():
-            stay = self._members.check(contribution.worker, contribution.incarnation, self._clock())
+        with self._settled() as state:
+            stay = self._check(contribution.worker, contribution.incarnation)
             if contribution.step <= stay.last_step:
                 return False
             try:
-                if self._ledger is not None:
-                    self._ledger.check(contribution.incarnation, contribution.records)
+                if state.ledger is not None:
+                    state.ledger.check(contribution.incarnation, contribution.records)
             except LedgerError as error:
                 raise Refused(RefusalCode.INVALID, str(error)) from error
-            new = self._rounds.finish(contribution, version=version, attempt=attempt)
+            new = state.rounds.finish(contribution, version=version, attempt=attempt)
         self._drive()
         return new
 
     def report(self, worker: int, incarnation: int, metrics: Mapping[str, float]) -> None:
         """Keep values that a script reports outside a step."""
         with self._changed:
-            self._members.check(worker, incarnation, self._clock())
-            self._metrics.update(metrics)
+            self._check(worker, incarnation)
+            self._state.metrics.update(metrics)
 
     # --- telling the shards
 
@@ -396,79 +397,117 @@ class Coordinator:
         """Tell the shards what they have to be told, unless another thread is at it."""
         while True:
             with self._changed:
-                if self._driving or self._closing or self._model is None:
+                if self._driving or self._closing or self._state.model is None:
                     return
-                contributions = self._rounds.begin_commit() if self._rounds.ready else []
-                if not contributions and not self._stale:
+                spoiled = self._spoiled
+                contributions = self._state.rounds.begin_commit() if self._state.ready else []
+                if not (spoiled or contributions or self._stale):
                     return
                 self._driving = True
-                advance = self._commit(contributions) if contributions else self._current()
                 self._stale = False
-            problem: Exception | None = None
+                advance = self._commit(contributions) if contributions else self._current()
             try:
-                self._send(advance)
-            except (TransportError, Refused) as error:
-                problem = error
-            with self._changed:
-                self._driving = False
-                if problem is not None:
-                    self._undo(advance, problem)
-                elif contributions:
-                    self._committed(contributions, advance)
-                self._changed.notify_all()
-            if problem is not None:
+                done = self._roll_back() if spoiled else self._tell(advance, contributions)
+            finally:
+                with self._changed:
+                    self._driving = False
+                    self._changed.notify_all()
+            if not done:
                 return
+
+    def _tell(self, advance: Advance, contributions: Sequence[Contribution]) -> bool:
+        """Send an order to the shards and book what came of it. Returns False if it has to be tried again."""
+        if contributions and self._keeper is not None and self._keeper.check_fence():
+            return False
+        try:
+            self._send(advance)
+        except (TransportError, Refused) as error:
+            with self._changed:
+                self._undo(advance, error)
+            return False
+        with self._changed:
             if contributions:
-                self._record(contributions, advance.version)
+                self._state.book(contributions, self._clock())
+                self._stale |= self._state.expected != advance.expected
+            if advance.checkpoint and self._keeper is not None:
+                self._checkpoint_wanted = False
+                self._keeper.begin(self._state.version, self._clock(), self._state.to_checkpoint())
+        if contributions:
+            self._record(contributions, advance.version)
+        return True
 
     def _current(self) -> Advance:
-        return Advance(self._rounds.version, self._rounds.attempt, frozenset(self._rounds.expected))
+        rounds = self._state.rounds
+        wanted = self._checkpoint_wanted
+        return Advance(rounds.version, rounds.attempt, self._state.expected, checkpoint=wanted)
 
     def _commit(self, contributions: Sequence[Contribution]) -> Advance:
         """The order to apply a round, with the lock held."""
-        rounds = self._rounds
+        state, rounds = self._state, self._state.rounds
         # Who has made most steps: one that joined first may have been overtaken before its first step.
-        steps = {stay.incarnation: stay.steps for stay in self._members.stays()}
-        eldest = min(contributions, key=lambda c: (-steps[c.incarnation], c.incarnation))
+        steps = {stay.incarnation: stay.steps for stay in state.members.stays()}
+        eldest = min(contributions, key=lambda c: (-steps.get(c.incarnation, 0), c.incarnation))
         if eldest.settings:
-            self._settings = Settings.from_json(eldest.settings)
+            state.settings = Settings.from_json(eldest.settings)
         application = Application(
             attempt=rounds.attempt,
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],
             samples=sum(c.samples for c in contributions),
-            settings=self._settings,
+            settings=state.settings,
         )
-        following = frozenset((rounds.expected - rounds.gone) | rounds.waiting)
+        following = frozenset((rounds.expected - rounds.gone) | rounds.waiting) | state.required
         due = self._keeper is not None and self._keeper.due(self._clock())
         return Advance(rounds.version + 1, 0, following, application, checkpoint=due)
 
     def _undo(self, advance: Advance, problem: Exception) -> None:
-        """A shard could not be told: the ticker tries again. A round with wrong sums starts again."""
+        """A shard could not be told: the ticker tries again. Wrong sums: again from the workers' buckets."""
         logger.warning("a shard did not take the round of version %d: %s", advance.version, problem)
-        self._rounds.committing = False
+        self._state.rounds.committing = False
         self._stale = True
-        if isinstance(problem, Refused) and advance.apply is not None:
-            for void in self._rounds.restart():
-                self._give_back(void.incarnation)
+        if isinstance(problem, Refused):
+            if problem.code is RefusalCode.NOT_READY:
+                self._spoiled = True
+            elif advance.apply is not None:
+                self._state.restart_round()
 
-    def _committed(self, contributions: Sequence[Contribution], advance: Advance) -> None:
-        """Book a round that the shards have applied, with the lock held."""
-        stays = {stay.incarnation: stay for stay in self._members.stays()}
-        losses = [(c.metrics["loss"], c.samples) for c in contributions if "loss" in c.metrics]
-        for c in contributions:
-            if self._ledger is not None:
-                self._ledger.apply(c.incarnation, c.records)
-            stay = stays[c.incarnation]
-            stay.steps, stay.last_step = stay.steps + 1, c.step
-            stay.records += sum(r.records for r in c.records)
-            self._metrics.update({k: v for k, v in c.metrics.items() if k != "loss"})
-        self._rounds.end_commit()
-        if losses:
-            mean = sum(loss * samples for loss, samples in losses) / sum(samples for _, samples in losses)
-            self._loss.add(self._rounds.version, mean)
-        self._rate.add(self._ledger.applied if self._ledger else 0, self._clock())
-        if advance.checkpoint and self._keeper is not None:
-            self._keeper.begin(self._rounds.version, self._clock(), self._checkpoint_state())
+    def _roll_back(self) -> bool:
+        """A shard has lost the model: all shards go back to the newest checkpoint, in a new epoch."""
+        try:
+            if self._keeper is None:
+                raise CheckpointError("there is no checkpoint directory")
+            found = self._keeper.roll_back()
+            self._restore(found, self._keeper.epoch)
+        except (TransportError, Refused) as error:
+            logger.warning("the checkpoint is not restored yet: %s", error)
+            return False
+        except CheckpointError as error:
+            logger.error("a shard has lost the model, and there is nothing to go on from: %s", error)
+            with self._changed:
+                self._state = JobState(epoch=self._state.epoch + 1, lease=self.lease)
+        with self._changed:
+            self._spoiled = False
+            self._told()
+        return True
+
+    def _restore(self, found: Manifest, epoch: int) -> None:
+        """Configure all shards from a checkpoint and take its state over."""
+        layout = self._partition(JobState.tensors_of(found.tensors))
+        settings = Settings.from_json(found.state["settings"])
+        for shard in self._shards:
+            shard.configure(Configuration(layout, found.optimizer, settings, epoch, found.version))
+        state = JobState.from_checkpoint(
+            found.state,
+            epoch=epoch,
+            lease=self.lease,
+            version=found.version,
+            model=Model(layout, found.optimizer),
+            shard_records=self._spec.data.shard_records,
+        )
+        with self._changed:
+            self._state = state
+            self._changed.notify_all()
+        self._history.record("restore", epoch=epoch, version=found.version)
+        logger.info("epoch %d goes on from version %d", epoch, found.version)
 
     def _record(self, contributions: Sequence[Contribution], version: int) -> None:
         steps = [
@@ -493,110 +532,63 @@ class Coordinator:
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, timeout=TICK.total_seconds()):
                     return
-                if not self._rounds.committing:
-                    for worker in self._members.expired(self._clock()):
+                if not self._state.rounds.committing:
+                    for worker in self._state.members.expired(self._clock()):
                         self._drop(worker, "lost")
-                if self._keeper is not None and self._keeper.writing:
+                # Other shards are asked whether they still know the model.
+                if len(self._shards) > 1 or (self._keeper is not None and self._keeper.writing):
                     self._stale = True
             self._drive()
 
     # --- checkpoints and reports
 
-    def _checkpoint_state(self) -> dict[str, Any]:
-        """Everything of a version that is not a tensor; the lock is held."""
-        assert self._model is not None
-        return {
-            "tensors": [asdict(t) for t in self._model.layout.tensors],
-            "optimizer": self._model.optimizer,
-            "settings": self._settings.to_json(),
-            "ledger": self._ledger.state() if self._ledger else None,
-            "last_incarnation": self._members.last_incarnation,
-            "members": [asdict(stay) for stay in self._members.stays()],
-            "metrics": dict(self._metrics),
-            "loss": list(self._loss.points),
-        }
-
-    def _resume(self, found: Manifest) -> None:
-        """Go on from a checkpoint: model, ledger, counters. Its members are gone."""
-        tensors = tuple(
-            TensorSpec(**{**t, "shape": tuple(t["shape"]), "rule": Rule(t["rule"])}) for t in found.tensors
-        )
-        server, state = self._spec.parameter_server, found.state
-        layout = partition(tensors, bucket_bytes=server.bucket_bytes, shards=len(self._shards))
-        settings = Settings.from_json(state["settings"])
-        for shard in self._shards:
-            shard.configure(Configuration(layout, found.optimizer, settings, self.epoch, found.version))
-        stays = [Stay(**stay) for stay in state["members"]]
-        for stay in stays:
-            stay.outcome = stay.outcome or "lost"
-            stay.left_version = found.version if stay.left_version is None else stay.left_version
-        with self._changed:
-            self._model, self._settings = Model(layout, found.optimizer), settings
-            self._initialised = True
-            self._members.last_incarnation = state["last_incarnation"]
-            self._members.departed = stays
-            self._rounds.version = found.version
-            if state["ledger"] is not None:
-                self._ledger = Ledger.from_state(state["ledger"], shard_records=self._spec.data.shard_records)
-            self._metrics = dict(state["metrics"])
-            self._loss = Curve(points=[(version, loss) for version, loss in state["loss"]])
-        logger.info("going on from version %d", found.version)
+    def _keep_now(self) -> None:
+        """Write a checkpoint of the version that is there. Blocks until it is on disk or given up."""
+        assert self._keeper is not None
+        deadline = self._clock() + PATIENCE.total_seconds()
+        try:
+            with self._changed:
+                self._checkpoint_wanted = True
+                order, state = self._current(), self._state
+                self._checkpoint_wanted = False
+            self._send(order)
+            with self._changed:
+                self._keeper.begin(order.version, self._clock(), state.to_checkpoint())
+            probe = Advance(order.version, order.attempt, order.expected)
+            while self._keeper.writing and self._clock() < deadline:
+                time.sleep(0.01)
+                self._send(probe)
+        except (Refused, TransportError, CheckpointError) as error:
+            logger.warning("version %d was not kept: %s", order.version, error)
 
     def status(self) -> ServerStatus:
         """Progress and members, at this moment."""
         with self._changed:
-            now, ledger, version = self._clock(), self._ledger, self._rounds.version
-            rate = self._rate.per_second(ledger.applied, now) if ledger else None
-            progress = Progress(
-                version=version,
-                samples_per_second=rate,
-                loss=self._loss.points[-1][1] if self._loss.points else None,
-                metrics=dict(self._metrics),
-                durable_version=self._keeper.durable_version if self._keeper else None,
+            state, keeper = self._state, self._keeper
+            return ServerStatus(
+                job=self._job,
+                shard=0,
+                shards=len(self._shards),
+                epoch=state.epoch,
+                ready=state.initialised,
+                progress=state.progress(self._clock(), keeper.durable_version if keeper else None),
+                problem=keeper.problem if keeper else "",
+                members=[state.member(stay) for stay in state.members.stays()],
             )
-            if ledger is not None:
-                left = ledger.expected - ledger.applied
-                progress = progress.model_copy(
-                    update={
-                        "epoch": ledger.complete_epochs,
-                        "epochs": ledger.epochs,
-                        "percent": 100 * ledger.applied // max(1, ledger.expected),
-                        "records_applied": ledger.applied,
-                        "records_expected": ledger.expected,
-                        "eta_seconds": round(left / rate) if rate else None,
-                        "finished": ledger.finished,
-                    }
-                )
-            members = [self._member(stay) for stay in self._members.stays()]
-        return ServerStatus(
-            job=self.job,
-            shard=0,
-            shards=len(self._shards),
-            epoch=self.epoch,
-            ready=self._initialised,
-            progress=progress,
-            members=members,
-        )
-
-    def _member(self, stay: Stay) -> Member:
-        computing = stay.worker in self._rounds.expected or stay.worker in self._rounds.waiting
-        here = "joining" if self._initialiser == stay.worker else "training" if computing else "idle"
-        state = here if not stay.outcome else stay.outcome
-        return Member.model_validate(
-            {
-                "worker": stay.worker,
-                "incarnation": stay.incarnation,
-                "pid": stay.pid,
-                "host": stay.host,
-                "state": state,
-                "joined_version": stay.joined_version,
-                "left_version": stay.left_version,
-                "steps": stay.steps,
-                "records": stay.records,
-            }
-        )
 
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve: (version, sample-weighted mean of what the scripts reported)."""
         with self._changed:
-            return list(self._loss.points)
+            return list(self._state.loss.points)
+
+
+def _require_same(model: Model | None, tensors: tuple[TensorSpec, ...], optimizer: str) -> None:
+    """Raise Refused (MODEL_MISMATCH) if a worker's model is not the job's; NOT_READY if that is gone."""
+    if model is None:
+        raise Refused(RefusalCode.NOT_READY, "the worker that brought the model has gone; join again")
+    different = difference(tensors, model.layout.tensors)
+    if optimizer != model.optimizer:
+        text = f"optimizer: this worker has {optimizer}, the parameter server has {model.optimizer}"
+        different = f"{text}; {different}" if different else text
+    if different:
+        raise Refused(RefusalCode.MODEL_MISMATCH, different)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from elastic_ps.checkpoint.store import Manifest, ShardFile, Store
-from elastic_ps.errors import CheckpointError
+from elastic_ps.errors import CheckpointError, Fenced
 from elastic_ps.server.node import Written
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,11 @@ class Keeper:
         shards: how many parts make a checkpoint.
         interval: time between two checkpoints.
         keep: how many stay on disk.
-        found: the checkpoint to go on from, if any.
+
+    Attributes:
+        problem: why the last checkpoint could not be written; "" if it was.
+        fenced: another parameter server has taken over; nothing will be written any more.
+        pauses: how long training stood still for the copies of the last checkpoints.
     """
 
     def __init__(
@@ -36,16 +40,16 @@ class Keeper:
         shards: int,
         interval: timedelta,
         keep: int,
-        found: Manifest | None,
         now: float,
     ) -> None:
-        self.found = found
+        self.problem = ""
+        self.fenced = False
         self.pauses: list[timedelta] = []
         self._store = store
         self._job, self._epoch, self._shards = job, epoch, shards
         self._interval, self._keep = interval, keep
         self._lock = threading.Lock()
-        self._durable = found.version if found else None
+        self._durable: int | None = None
         self._last = now
         self._pending: Manifest | None = None
         self._files: dict[int, ShardFile] = {}
@@ -70,6 +74,45 @@ class Keeper:
         with self._lock:
             return self._pending is None and now - self._last >= self._interval.total_seconds()
 
+    def check_fence(self) -> bool:
+        """Whether another parameter server has taken over. Reads a small file."""
+        try:
+            self._store.require_epoch(self._epoch)
+        except Fenced as error:
+            logger.error("%s", error)
+            with self._lock:
+                self.fenced = True
+        except CheckpointError as error:
+            logger.warning("%s", error)
+        return self.fenced
+
+    def roll_back(self) -> Manifest:
+        """Begin a new epoch and return the newest whole checkpoint. What is being written is given up.
+
+        Raises:
+            NoCheckpoint: there is none.
+        """
+        with self._lock:
+            self._pending = None
+            self._epoch = self._store.next_epoch()
+        return self.newest()
+
+    def newest(self) -> Manifest:
+        """The newest whole checkpoint; broken ones are set aside. Raises NoCheckpoint."""
+        manifest, problems = self._store.newest()
+        for problem in problems:
+            logger.warning("set aside a broken checkpoint: %s", problem)
+        with self._lock:
+            self._durable = manifest.version
+            self.problem = "; ".join(problems)
+        return manifest
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this keeper writes in."""
+        with self._lock:
+            return self._epoch
+
     def begin(self, version: int, now: float, state: dict[str, Any]) -> None:
         """The shards have been told to write `version`; `state` is everything that is not a tensor."""
         tensors, optimizer = state.pop("tensors"), state.pop("optimizer")
@@ -93,7 +136,7 @@ class Keeper:
                 self.pauses = [*self.pauses, part.pause][-1000:]
                 if part.file is None:
                     logger.warning("no checkpoint of version %d: %s", part.version, part.error)
-                    self._pending = None
+                    self._pending, self.problem = None, part.error
                     return
                 self._files[shard] = part.file
                 if len(self._files) == self._shards:
@@ -102,16 +145,17 @@ class Keeper:
 
     def _run(self) -> None:
         while (manifest := self._queue.get()) is not None:
-            durable = None
+            problem, fenced = "", False
             try:
                 self._store.commit(manifest, keep=self._keep)
-                durable = manifest.version
                 logger.info("version %d is on disk", manifest.version)
             except CheckpointError as error:
+                problem, fenced = str(error), isinstance(error, Fenced)
                 logger.warning("%s", error)
             with self._lock:
-                self._pending = None
-                self._durable = durable if durable is not None else self._durable
+                self._pending, self.problem, self.fenced = None, problem, self.fenced or fenced
+                if not problem:
+                    self._durable = manifest.version
 
     def close(self) -> None:
         """Finish the checkpoint whose parts are all there, and end the thread. Blocks."""

@@ -45,7 +45,7 @@ class Configuration:
     optimizer: str
     settings: Settings
     epoch: int
-    load_version: int
+    load_version: int | None
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,10 @@ class Node:
         self._trace = trace
         self._lock = threading.Lock()
         self._shard: Shard | None = None
-        self._snapshots: queue.SimpleQueue[tuple[int, list[Stored], timedelta] | None] = queue.SimpleQueue()
+        self._epoch = 0
+        self._snapshots: queue.SimpleQueue[tuple[int, int, list[Stored], timedelta] | None] = (
+            queue.SimpleQueue()
+        )
         self._written: list[Written] = []
         self._writer = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._writer.start()
@@ -92,6 +95,12 @@ class Node:
         """Whether the shard knows the model."""
         with self._lock:
             return self._shard is not None
+
+    @property
+    def epoch(self) -> int:
+        """The job's epoch when the shard was configured last; 0 before."""
+        with self._lock:
+            return self._epoch
 
     @property
     def shard(self) -> Shard:
@@ -111,14 +120,17 @@ class Node:
             deterministic=self._deterministic,
             trace=self._trace,
         )
-        if configuration.load_version:
+        if configuration.load_version is not None:
             if self.store is None:
                 raise CheckpointError(f"shard {self.index} has no checkpoint directory to load from")
             manifest = self.store.manifest(configuration.load_version)
             elements = {i: t.elements for i, t in enumerate(configuration.layout.tensors)}
             shard.load(Assembled(elements, self.store.read(manifest)), configuration.load_version)
         with self._lock:
-            self._shard = shard
+            before, self._shard = self._shard, shard
+            self._epoch = configuration.epoch
+        if before is not None:
+            before.retire(RefusalCode.STALE_EPOCH)
 
     def advance(self, advance: Advance) -> list[Written]:
         """See ShardControl."""
@@ -127,7 +139,7 @@ class Node:
             started = time.monotonic()
             copy = list(self._copy())
             pause = timedelta(seconds=time.monotonic() - started)
-            self._snapshots.put((advance.version, copy, pause))
+            self._snapshots.put((self.epoch, advance.version, copy, pause))
         with self._lock:
             written, self._written = self._written, []
         return written
@@ -143,11 +155,11 @@ class Node:
 
     def _write(self) -> None:
         while (snapshot := self._snapshots.get()) is not None:
-            version, tensors, pause = snapshot
+            epoch, version, tensors, pause = snapshot
             assert self.store is not None
             try:
                 file: ShardFile | None = self.store.write_shard(
-                    version, self.index, self.shards, iter(tensors)
+                    epoch, version, self.index, self.shards, iter(tensors)
                 )
                 error = ""
             except CheckpointError as failure:
@@ -156,6 +168,11 @@ class Node:
             del tensors, snapshot
             with self._lock:
                 self._written.append(Written(version, file, error, pause))
+
+    def retire(self) -> None:
+        """Let nobody wait any longer: the process is about to end."""
+        if self.configured:
+            self.shard.retire(RefusalCode.NOT_READY)
 
     def close(self) -> None:
         """Write what is still to be written and end the thread. Blocks."""

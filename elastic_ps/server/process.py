@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint.store import Manifest, Store
 from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import NoCheckpoint
 from elastic_ps.job import ServerStatus
@@ -55,9 +55,9 @@ class ParameterServer:
         try:
             if index == 0:
                 self._coordinate(environment, store, connect)
-            server.serve(Service(environment.job, self.epoch, self.node, self.coordinator))
+            server.serve(Service(environment.job, self.node, self.coordinator))
         except BaseException:
-            self.close()
+            self.close(keep=False)
             raise
 
     def _coordinate(
@@ -65,43 +65,43 @@ class ParameterServer:
     ) -> None:
         """Shard 0: count this start, find the checkpoint, look after the members."""
         self.epoch = store.next_epoch() if store else 1
+        keeper, found = self._keeper(environment, store) if store else (None, None)
         shards = range(1, environment.spec.parameter_server.replicas)
         self._remotes = [RemoteShard(environment.job, connect(shard)) for shard in shards]
         controls: list[ShardControl] = [self.node, *self._remotes]
-        keeper = self._keeper(environment, store) if store else None
-        self._history.record("start", epoch=self.epoch)
         coordinator = Coordinator(
             environment.job, environment.spec, self.epoch, controls, keeper=keeper, history=self._history
         )
+        self._history.record("start", epoch=self.epoch)
         try:
-            coordinator.start()
+            coordinator.start(found)
         except BaseException:
             coordinator.abandon()
             raise
         self.coordinator = coordinator
 
-    def _keeper(self, environment: ProcessEnvironment, store: Store) -> Keeper:
+    def _keeper(self, environment: ProcessEnvironment, store: Store) -> tuple[Keeper, Manifest | None]:
+        """The keeper of the checkpoints, and the one to go on from."""
         store.discard_partial()
-        found = None
-        if environment.resume != "no":
-            try:
-                found, problems = store.newest()
-                for problem in problems:
-                    logger.warning("set aside a broken checkpoint: %s", problem)
-            except NoCheckpoint:
-                if environment.resume == "require":
-                    raise
         checkpoint = environment.spec.parameter_server.checkpoint
-        return Keeper(
+        keeper = Keeper(
             store,
             job=environment.job,
             epoch=self.epoch,
             shards=self._shards,
             interval=checkpoint.interval,
             keep=checkpoint.keep,
-            found=found,
             now=time.monotonic(),
         )
+        found = None
+        if environment.resume != "no":
+            try:
+                found = keeper.newest()
+            except NoCheckpoint:
+                if environment.resume == "require":
+                    keeper.close()
+                    raise
+        return keeper, found
 
     def status(self) -> ServerStatus:
         """What GET /status says; only shard 0 knows of members and progress."""
@@ -119,10 +119,11 @@ class ParameterServer:
         """The loss curve; empty on other shards than 0."""
         return self.coordinator.loss() if self.coordinator is not None else []
 
-    def close(self) -> None:
-        """Write a last checkpoint, stop serving, end all threads. Blocks."""
+    def close(self, *, keep: bool = True) -> None:
+        """Stop serving and end all threads; with `keep`, write a last checkpoint before. Blocks."""
         if self.coordinator is not None:
-            self.coordinator.close()
+            self.coordinator.close(keep=keep)
+        self.node.retire()
         self._server.close(timedelta(seconds=1))
         for remote in self._remotes:
             remote.close()

@@ -42,8 +42,8 @@ def parse(kind: type[M], header: bytes) -> M:
 class Service:
     """A `transport.base.Handler` for one parameter server."""
 
-    def __init__(self, job: str, epoch: int, node: Node, coordinator: Coordinator | None) -> None:
-        self._job, self._epoch = job, epoch
+    def __init__(self, job: str, node: Node, coordinator: Coordinator | None) -> None:
+        self._job = job
         self._node = node
         self._coordinator = coordinator
         self._methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {
@@ -83,10 +83,10 @@ class Service:
             raise Refused(
                 RefusalCode.WRONG_JOB, f"this is the parameter server of {self._job!r}, not {caller.job!r}"
             )
-        if joined and self._coordinator is not None and caller.epoch != self._epoch:
-            raise Refused(
-                RefusalCode.STALE_EPOCH, f"message of epoch {caller.epoch}; this is epoch {self._epoch}"
-            )
+        epoch = self._coordinator.epoch if self._coordinator is not None else self._node.epoch
+        if joined and caller.epoch != epoch:
+            text = f"message of epoch {caller.epoch}; this is epoch {epoch}"
+            raise Refused(RefusalCode.STALE_EPOCH if epoch else RefusalCode.NOT_READY, text)
         return caller
 
     # --- what every shard answers
@@ -118,7 +118,7 @@ class Service:
 
     def _pull(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.PullRequest, incoming.header)
-        self._check(request.caller, joined=False)
+        self._check(request.caller)
         attempt = request.attempt if request.contributor and self._coordinator is not None else None
         version = request.version
         for item in self._node.shard.pull(
@@ -159,7 +159,7 @@ class Service:
                 optimizer=request.optimizer.name,
                 settings=_settings(request.optimizer.groups),
                 epoch=request.epoch,
-                load_version=request.load_version,
+                load_version=request.load_version if request.HasField("load_version") else None,
             )
         )
         yield _done()
@@ -202,13 +202,14 @@ class Service:
             tensors=tensors_from_message(request.tensors),
             optimizer=request.optimizer.name,
             settings=_settings(request.optimizer.groups),
+            again=request.again,
         )
         if joined is None:
             yield _frame(pb.JoinReply(pending=True))
             return
         yield _frame(
             pb.JoinReply(
-                epoch=self._epoch,
+                epoch=joined.epoch,
                 incarnation=joined.stay.incarnation,
                 version=joined.version,
                 layout=layout_to_message(joined.layout),

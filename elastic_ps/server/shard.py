@@ -82,8 +82,10 @@ class Shard:
         self.layout = layout
         self.index = index
         self._changed = threading.Condition()
+        self._advancing = threading.Lock()
         self._log = PushLog(epoch=epoch)
         self._deterministic = deterministic
+        self._retired: RefusalCode | None = None
         self._trace = trace
         self._receiving: set[tuple[int, int]] = set()
         self._buckets: dict[int, BucketValues] = {}
@@ -112,12 +114,21 @@ class Shard:
             raise Refused(RefusalCode.MALFORMED, f"bucket {index} is not on shard {self.index}") from None
 
     def initialise(self, index: int, incoming: Incoming) -> None:
-        """Take a bucket's first values from a worker. Blocks while they are received."""
+        """Take a bucket's first values from a worker. Blocks while they are received.
+
+        Raises:
+            Refused: MALFORMED; NOT_FINITE; STALE_INCARNATION: the model is being trained. Nothing changes.
+        """
         bucket = self.bucket(index)
         buffer = self._receive(bucket, incoming)
         try:
+            values = _typed(buffer, bucket)
+            if bucket.rule is Rule.GRADIENT:
+                require_finite(values, f"first values of bucket {index}")
             with self._changed:
-                self._buckets[index].values.copy_(_typed(buffer, bucket))
+                if self._log.version or self._log.added:
+                    raise Refused(RefusalCode.STALE_INCARNATION, "the model is being trained already")
+                self._buckets[index].values.copy_(values)
         finally:
             self._buffers.put(buffer)
 
@@ -127,7 +138,8 @@ class Shard:
         Blocks while the values are received, and in deterministic mode until it is the worker's turn.
 
         Raises:
-            Refused: see `PushLog.decide`; MALFORMED; NOT_FINITE. The sums are as before.
+            Refused: see `PushLog.decide`; MALFORMED; NOT_FINITE; NOT_READY: push it again. The sums are as
+                before.
         """
         bucket = self.bucket(key.bucket)
         if incoming.size != bucket.nbytes or (present and len(present) != len(bucket.pieces)):
@@ -142,17 +154,26 @@ class Shard:
             )
         slot = (key.bucket, key.worker)
         with self._changed:
-            self._await(lambda: slot not in self._receiving and self._may_add(key))
+            may_go_on = self._await(lambda: slot not in self._receiving and self._may_add(key))
             if self._log.decide(key) is Verdict.DUPLICATE:
                 return False
+            if not may_go_on:
+                raise Refused(
+                    RefusalCode.NOT_READY,
+                    f"it is not the turn of worker {key.worker} in bucket {key.bucket}, or its push is still "
+                    "being received; push again",
+                )
             self._receiving.add(slot)
         buffer: torch.Tensor | None = None
         try:
             buffer = self._receive(bucket, incoming)
             contribution = _typed(buffer, bucket)
-            require_finite(contribution, f"worker {key.worker}, step {key.step}, bucket {key.bucket}")
+            usual = self._buckets[key.bucket].values if bucket.rule is Rule.MEAN else None
+            who = f"worker {key.worker}, step {key.step}, bucket {key.bucket}"
+            require_finite(contribution, who, usual=usual)
             with self._changed:
-                self._log.decide(key)  # the round may have been started again meanwhile
+                if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
+                    return False
                 first = not self._log.added.get(key.bucket)
                 self._buckets[key.bucket].add(contribution, samples, present, first=first)
                 self._log.add(key)
@@ -169,6 +190,11 @@ class Shard:
         return not self._deterministic or self._log.turn(key.worker, key.bucket)
 
     def _receive(self, bucket: Bucket, incoming: Incoming) -> torch.Tensor:
+        if incoming.size != bucket.nbytes:
+            raise Refused(
+                RefusalCode.MALFORMED,
+                f"{incoming.size} bytes for bucket {bucket.index}, which has {bucket.nbytes}",
+            )
         try:
             buffer = self._buffers.get(timeout=WAIT.total_seconds())
         except queue.Empty:
@@ -182,7 +208,19 @@ class Shard:
 
     def _await(self, ready: Callable[[], bool]) -> bool:
         """Wait, holding the lock, until `ready` or until `WAIT` is over; `ready` may raise."""
-        return self._changed.wait_for(ready, timeout=WAIT.total_seconds())
+
+        def look() -> bool:
+            if self._retired is not None:
+                raise Refused(self._retired, f"epoch {self._log.epoch} of this shard is over")
+            return ready()
+
+        return self._changed.wait_for(look, timeout=WAIT.total_seconds())
+
+    def retire(self, code: RefusalCode) -> None:
+        """Refuse whoever waits: STALE_EPOCH if another state takes this one's place, NOT_READY at the end."""
+        with self._changed:
+            self._retired = code
+            self._changed.notify_all()
 
     def pull(
         self, buckets: Sequence[int], version: int, *, attempt: int | None, contributor: bool
@@ -222,16 +260,26 @@ class Shard:
     ) -> None:
         """Open a round (or change who takes part in it), after making a version from the last one.
 
-        Idempotent: what has been applied is not applied again. Blocks for the optimizer's step.
+        Idempotent: what has been applied is not applied again, and an order that was overtaken by a later
+        one changes nothing. Blocks for the optimizer's step.
 
         Raises:
-            Refused: INVALID; the sums are not made of exactly these contributions. Nothing was applied.
+            Refused: INVALID; the sums are not made of exactly these contributions. NOT_READY; the shard has
+                not got the version to go on from. Nothing was applied.
         """
-        if apply is not None and self.version < version:
-            self._apply(version, apply, attempt, expected)
-        with self._changed:
-            self._log.open(version=version, attempt=attempt, expected=expected)
-            self._changed.notify_all()
+        with self._advancing:
+            base = version if apply is None else version - 1
+            if self.version < base:
+                raise Refused(
+                    RefusalCode.NOT_READY,
+                    f"shard {self.index} is at version {self.version}, told to go on from {base}",
+                )
+            if apply is not None and self.version < version:
+                self._apply(version, apply, attempt, expected)
+            with self._changed:
+                if (version, attempt) >= (self._log.version, self._log.attempt):
+                    self._log.open(version=version, attempt=attempt, expected=expected)
+                    self._changed.notify_all()
 
     def _apply(self, version: int, apply: Application, attempt: int, expected: frozenset[int]) -> None:
         ordered = [
@@ -248,6 +296,10 @@ class Shard:
                 raise Refused(
                     RefusalCode.INVALID, f"shard {self.index} lacks contributions to version {version}"
                 )
+        with self._changed:
+            for values in self._buckets.values():
+                if values.bucket.rule is Rule.CONSTANT:
+                    values.version = version
         started = time.monotonic_ns()
         for bucket in ordered:
             values = self._buckets[bucket.index]

@@ -140,12 +140,15 @@ class BucketValues:
         self.version = version
 
 
-def require_finite(contribution: torch.Tensor, who: str) -> None:
-    """Raise Refused (NOT_FINITE) if a floating-point tensor holds NaN or Inf."""
+def require_finite(contribution: torch.Tensor, who: str, *, usual: torch.Tensor | None = None) -> None:
+    """Raise Refused (NOT_FINITE) if a floating-point tensor holds NaN or Inf, besides the Infs of `usual`."""
     if not contribution.is_floating_point() or contribution.numel() == 0:
         return
     if math.isfinite(float(contribution.sum())):  # one pass; a sum that overflows is looked at closely
         return
-    bad = int((~torch.isfinite(contribution)).sum())
+    wrong = ~torch.isfinite(contribution)
+    if usual is not None:
+        wrong &= contribution != usual
+    bad = int(wrong.sum())
     if bad:
         raise Refused(RefusalCode.NOT_FINITE, f"{who}: {bad} of {contribution.numel()} values are NaN or Inf")

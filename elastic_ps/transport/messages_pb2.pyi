@@ -83,18 +83,20 @@ class Range(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("caller", "pid", "host", "tensors", "optimizer")
+    __slots__ = ("caller", "pid", "host", "tensors", "optimizer", "again")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     pid: int
     host: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     optimizer: Optimizer
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ...) -> None: ...
+    again: bool
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., again: _Optional[bool] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("epoch", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending")

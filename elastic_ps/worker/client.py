@@ -39,8 +39,11 @@ from elastic_ps.transport.convert import (
     tensors_to_message,
 )
 
-PATIENCE = timedelta(seconds=20)
-"""For how long a call is repeated before the parameter server counts as lost."""
+PATIENCE = timedelta(minutes=15)
+"""For how long a call is repeated before the parameter server counts as lost: it may wait for a node."""
+
+GOODBYE = timedelta(seconds=2)
+"""For how long a leaving worker tries to say so."""
 
 TIMEOUT = timedelta(seconds=60)
 """Deadline of one try. Servers answer blocked calls long before, so only a lost answer takes this long."""
@@ -89,6 +92,12 @@ class Ending:
     metrics: Mapping[str, float]
 
 
+def expelled(error: BaseException) -> bool:
+    """Whether the parameter server does not know this worker (any more), so that it has to join again."""
+    codes = (RefusalCode.STALE_EPOCH, RefusalCode.STALE_INCARNATION)
+    return isinstance(error, Refused) and error.code in codes
+
+
 class Client:
     """A worker's connections to all shards. Thread-safe after `join`.
 
@@ -131,8 +140,13 @@ class Client:
 
     # --- members
 
-    def join(self, tensors: Sequence[TensorSpec], optimizer: str, settings: Settings) -> Membership:
+    def join(
+        self, tensors: Sequence[TensorSpec], optimizer: str, settings: Settings, *, again: bool = False
+    ) -> Membership:
         """Become a member. Blocks while another worker initialises the model.
+
+        Args:
+            again: this process was a member before, so it does not take the place of a newer one.
 
         Raises:
             ModelMismatch, InvalidModel: the parameter server cannot train this model in this job.
@@ -143,6 +157,7 @@ class Client:
             host=socket.gethostname(),
             tensors=tensors_to_message(tensors),
             optimizer=pb.Optimizer(name=optimizer, groups=settings.to_json()),
+            again=again,
         )
         while True:
             try:
@@ -158,7 +173,9 @@ class Client:
                 raise
             if not reply.pending:
                 break
-        self._caller.epoch, self._caller.incarnation = reply.epoch, reply.incarnation
+        self._caller = pb.Caller(
+            job=self._caller.job, worker=self.worker, epoch=reply.epoch, incarnation=reply.incarnation
+        )
         return Membership(
             layout=layout_from_message(reply.layout),
             version=reply.version,
@@ -181,11 +198,13 @@ class Client:
         self._ask(0, "Heartbeat", pb.HeartbeatRequest(caller=self._caller), pb.Done)
 
     def leave(self) -> None:
-        """Say goodbye; what this worker holds goes to others."""
+        """Say goodbye; what this worker holds goes to others. Tried for `GOODBYE` only."""
+        self._patience = GOODBYE
         self._ask(0, "Leave", pb.LeaveRequest(caller=self._caller), pb.Done)
 
     def gone(self) -> None:
-        """End the stay in the middle of a step, which is void by that."""
+        """End the stay in the middle of a step, which is void by that. Tried for `GOODBYE` only."""
+        self._patience = GOODBYE
         request = pb.GoneRequest(job=self._caller.job, worker=self.worker, pid=os.getpid())
         self._ask(0, "Gone", request, pb.Done)
 

@@ -15,6 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import (
@@ -27,11 +28,29 @@ from elastic_ps.errors import (
     UsageError,
 )
 from elastic_ps.telemetry import History, Trace
-from elastic_ps.worker.client import Client, Ending, Step
+from elastic_ps.worker.client import PATIENCE, Client, Ending, Step
 from elastic_ps.worker.model import Flat
 
 _FINISH = -1
 """Among the missing buckets' indexes: the acknowledgement of the step's end."""
+
+
+class _Push(NamedTuple):
+    """A bucket to be sent. `generation` tells one stay in the job from the next."""
+
+    generation: int
+    attempt: int
+    step: Step
+    bucket: Bucket
+
+
+class _Pull(NamedTuple):
+    """Buckets to be received."""
+
+    generation: int
+    version: int
+    contributor: bool
+    buckets: list[int]
 
 
 class Exchange:
@@ -61,8 +80,10 @@ class Exchange:
         self._ending: Ending | None = None
         self._missing: set[int] = set()
         self._error: BaseException | None = None
-        self._to_send: list[queue.SimpleQueue[tuple[int, Bucket] | None]] = []
-        self._to_pull: list[queue.SimpleQueue[tuple[int, bool, list[int]] | None]] = []
+        self._generation = 0
+        self._closing = threading.Event()
+        self._to_send: list[queue.SimpleQueue[_Push | None]] = []
+        self._to_pull: list[queue.SimpleQueue[_Pull | None]] = []
         self._threads: list[threading.Thread] = []
         for shard in range(client.shards):
             self._to_send.append(queue.SimpleQueue())
@@ -74,6 +95,7 @@ class Exchange:
 
     def close(self) -> None:
         """End the threads. The client must be closed before, so that nothing of theirs blocks."""
+        self._closing.set()
         for sending, pulling in zip(self._to_send, self._to_pull, strict=True):
             sending.put(None)
             pulling.put(None)
@@ -81,6 +103,13 @@ class Exchange:
             thread.join()
 
     # --- the main thread
+
+    def reset(self) -> None:
+        """Forget the step under way and what went wrong: this worker has joined again."""
+        with self._changed:
+            self._generation += 1
+            self._step, self._error, self._ending = None, None, None
+            self._missing.clear()
 
     @property
     def under_way(self) -> Step | None:
@@ -107,7 +136,8 @@ class Exchange:
         limit = self._ready if self._ending is not None else min(self._ready, len(self._pushed) - 1)
         while self._queued < limit:
             bucket = self._pushed[self._queued]
-            self._to_send[bucket.shard].put((self._attempt, bucket))
+            assert self._step is not None
+            self._to_send[bucket.shard].put(_Push(self._generation, self._attempt, self._step, bucket))
             self._queued += 1
 
     def finish(self, ending: Ending) -> None:
@@ -125,9 +155,8 @@ class Exchange:
             self._pull(step.version + 1, contributor=True)
             self._missing.add(_FINISH)
             self._queue_ready()
-            self._wait()
-            self._step = None
-            self.version = step.version + 1
+        self._wait()
+        self._step, self.version = None, step.version + 1
         self._flat.publish()
         self._history.record(
             "applied", step=step.number, version=self.version, records=ending.ranges, samples=step.samples
@@ -137,8 +166,8 @@ class Exchange:
         """Get all values of (at least) `version`. Blocks."""
         with self._changed:
             self._pull(version, contributor=contributor, constants=True)
-            self._wait()
-            self.version = version
+        self._wait()
+        self.version = version
         self._flat.publish()
 
     def _pull(self, version: int, *, contributor: bool, constants: bool = False) -> None:
@@ -149,89 +178,98 @@ class Exchange:
             own = [b.index for b in wanted if b.shard == shard]
             if own or shard == 0:
                 self._missing.add(_FINISH - 1 - shard)
-                channel.put((version, contributor, own))
+                channel.put(_Pull(self._generation, version, contributor, own))
 
     def _wait(self) -> None:
-        while not self._changed.wait_for(lambda: not self._missing or self._error is not None, timeout=5):
-            if self._missing == {_FINISH}:
+        """Until nothing is missing any more, or something has gone wrong."""
+        while True:
+            with self._changed:
+                over = self._changed.wait_for(lambda: not self._missing or self._error is not None, timeout=5)
+                if self._error is not None:
+                    raise self._error
+                if over:
+                    return
+                alone = self._missing == {_FINISH}
+            if alone:
                 self._client.heartbeat()  # a version without this worker: it was declared gone; this raises
-        if self._error is not None:
-            raise self._error
 
     # --- send threads
 
     def _send_loop(self, shard: int) -> None:
-        while (item := self._to_send[shard].get()) is not None:
-            attempt, bucket = item
+        while (push := self._to_send[shard].get()) is not None:
             try:
-                self._send(attempt, bucket)
+                self._send(push)
             except Refused as refusal:
                 if refusal.code is not RefusalCode.STALE_ATTEMPT:
-                    self._fail(refusal)
+                    self._fail(refusal, push.generation)
             except ElasticPSError as error:
-                self._fail(error)
+                self._fail(error, push.generation)
 
-    def _send(self, attempt: int, bucket: Bucket) -> None:
+    def _current(self, push: _Push) -> bool:
+        return (push.generation, push.attempt) == (self._generation, self._attempt) and self._error is None
+
+    def _send(self, push: _Push) -> None:
+        bucket, step = push.bucket, push.step
         with self._changed:
-            step = self._step
-            if step is None or attempt != self._attempt or self._error is not None:
+            if not self._current(push):
                 return
             last = bucket is self._pushed[-1]
             along = self._ending if last and self._client.shards == 1 else None
-            queued = self._ready_at[bucket.index]
+            queued, present = self._ready_at[bucket.index], self._present[bucket.index]
         started = time.monotonic_ns()
         self._trace.complete("queue", queued, started, lane=f"queue-{bucket.shard}", bucket=bucket.index)
-        data, present = self._flat.contribution_bytes(bucket), self._present[bucket.index]
         self._history.record(
-            "push", step=step.number, bucket=bucket.index, attempt=attempt, version=step.version
+            "push", step=step.number, bucket=bucket.index, attempt=push.attempt, version=step.version
         )
-        self._client.push(bucket.index, bucket.shard, step, attempt, present, data, along)
+        data = self._flat.contribution_bytes(bucket)
+        self._client.push(bucket.index, bucket.shard, step, push.attempt, present, data, along)
         now = time.monotonic_ns()
-        self._trace.complete("push", started, now, bucket=bucket.index, step=step.number, attempt=attempt)
+        self._trace.complete(
+            "push", started, now, bucket=bucket.index, step=step.number, attempt=push.attempt
+        )
         with self._changed:
-            if attempt != self._attempt:
+            if not self._current(push):
                 return
             self._acknowledged += 1
             ending = self._ending if self._acknowledged == len(self._pushed) else None
         if ending is not None:
             if along is None:
-                self._client.finish(step, attempt, ending)
-            self._arrived(_FINISH)
+                self._client.finish(step, push.attempt, ending)
+            self._arrived(_FINISH, push.generation)
 
-    def _restart(self, attempt: int) -> None:
+    def _restart(self, attempt: int, generation: int) -> None:
         """The round starts again: push everything once more, as another attempt."""
         with self._changed:
-            if attempt > self._attempt:
+            if generation == self._generation and attempt > self._attempt:
                 self._attempt, self._queued, self._acknowledged = attempt, 0, 0
                 self._queue_ready()
 
     # --- pull threads
 
     def _pull_loop(self, shard: int) -> None:
-        while (item := self._to_pull[shard].get()) is not None:
-            version, contributor, wanted = item
-            deadline = time.monotonic() + 20
-            while True:
+        while (pull := self._to_pull[shard].get()) is not None:
+            deadline = time.monotonic() + PATIENCE.total_seconds()
+            while pull.generation == self._generation and self._error is None:
                 try:
-                    if self._pull_once(shard, version, wanted, contributor):
+                    if self._pull_once(shard, pull):
                         break
-                    deadline = time.monotonic() + 20
+                    deadline = time.monotonic() + PATIENCE.total_seconds()
                 except (ConnectionLost, DeadlineExceeded) as error:
-                    if time.monotonic() > deadline or self._error is not None or self._client.closed:
-                        self._fail(error)
-                        break
-                    time.sleep(0.1)
+                    if time.monotonic() > deadline or self._closing.wait(0.1):
+                        self._fail(error, pull.generation)
+                except Refused as refusal:
+                    if refusal.code is not RefusalCode.NOT_READY or self._closing.wait(0.1):
+                        self._fail(refusal, pull.generation)
                 except ElasticPSError as error:
-                    self._fail(error)
-                    break
+                    self._fail(error, pull.generation)
 
-    def _pull_once(self, shard: int, version: int, wanted: Sequence[int], contributor: bool) -> bool:
+    def _pull_once(self, shard: int, pull: _Pull) -> bool:
         """One try to get what is still missing. Returns whether all of it has arrived."""
         with self._changed:
-            missing, attempt = [b for b in wanted if b in self._missing], self._attempt
+            missing, attempt = [b for b in pull.buckets if b in self._missing], self._attempt
         started = time.monotonic_ns()
         for reply, incoming in self._client.pull(
-            shard, version, missing, attempt=attempt, contributor=contributor
+            shard, pull.version, missing, attempt=attempt, contributor=pull.contributor
         ):
             kind = reply.WhichOneof("kind")
             if kind == "bucket":
@@ -240,26 +278,28 @@ class Exchange:
                 now = time.monotonic_ns()
                 self._trace.complete("pull", started, now, bucket=bucket.index, version=reply.version)
                 started = now
-                self._arrived(bucket.index)
+                self._arrived(bucket.index, pull.generation)
             elif kind == "attempt":
-                self._restart(reply.attempt)
+                self._restart(reply.attempt, pull.generation)
                 return False
             elif kind == "pending":
                 return False
             elif kind == "done":
                 if shard == 0:
                     self.settings = reply.settings
-                self._arrived(_FINISH - 1 - shard)
+                self._arrived(_FINISH - 1 - shard, pull.generation)
                 return True
         raise Malformed(f"shard {shard} ended a pull without saying so")
 
-    def _arrived(self, what: int) -> None:
+    def _arrived(self, what: int, generation: int) -> None:
         with self._changed:
-            self._missing.discard(what)
-            if not self._missing:
-                self._changed.notify_all()
+            if generation == self._generation:
+                self._missing.discard(what)
+                if not self._missing:
+                    self._changed.notify_all()
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException, generation: int) -> None:
         with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+            if generation == self._generation:
+                self._error = self._error or error
+                self._changed.notify_all()

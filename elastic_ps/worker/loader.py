@@ -88,6 +88,7 @@ class ElasticLoader:
         self._only: int | None = None
         self._over = False
         self._kept: list[Range] = []
+        self._generation = session.generation
 
     def __len__(self) -> int:
         """Batches of one epoch if this worker were alone."""
@@ -97,7 +98,7 @@ class ElasticLoader:
         """Yield the number of each epoch that still has records to train; iterate over the loader inside."""
         try:
             while not self._over:
-                if not self._kept and not self._wait():
+                if not self._in_hand() and not self._wait():
                     return
                 self._only = self._kept[0].epoch
                 self.epoch = self._only
@@ -113,11 +114,13 @@ class ElasticLoader:
             SystemExit: this worker was asked to leave (SIGTERM); the records it holds are given back.
         """
         try:
-            while self._kept or self._wait():
+            while self._in_hand() or self._wait():
                 if self._only is not None and self._kept[0].epoch != self._only:
                     return
                 sampler = _Sampler(self)
                 for batch in DataLoader(self._source, batch_sampler=sampler, **self._options):
+                    if self._outdated:
+                        break  # what was fetched ahead belongs to others now
                     ranges = sampler.issued.popleft()
                     self.epoch = ranges[0].epoch
                     self._session._begin_batch(ranges)
@@ -126,8 +129,10 @@ class ElasticLoader:
                 if self._session._has_unfinished_batch:
                     self._session._ended_early = self
                     return
-        finally:
+        except GeneratorExit:
             self._session._drop_batches()
+            raise
+        finally:
             if self._only is None:
                 self._give_up()
 
@@ -153,22 +158,38 @@ class ElasticLoader:
                 "the loop over the loader has ended with batches that no optimizer.step() was called for. "
                 "When accumulating gradients, call optimizer.step() for the last batches after the loop"
             )
-        ranges = self._session._take(self._records, self._epochs, self.batch_size, wait=True)
-        self._over = not ranges
+        self._over = not self._take(wait=True)
+        return not self._over
+
+    def _take(self, *, wait: bool) -> bool:
+        """Get more records; without `wait` only if there are any at the moment."""
+        ranges = self._session._take(self._records, self._epochs, self.batch_size, wait=wait)
+        self._forget()
         self._kept.extend(ranges)
         return bool(ranges)
 
-    def _more(self) -> bool:
-        """Get more records if there are any at the moment."""
-        ranges = self._session._take(self._records, self._epochs, self.batch_size, wait=False)
-        self._kept.extend(ranges)
-        return bool(ranges)
+    def _in_hand(self) -> bool:
+        self._forget()
+        return bool(self._kept)
+
+    @property
+    def _outdated(self) -> bool:
+        """Whether this worker had to join again, so that the records in hand are handed to others."""
+        return self._session.generation != self._generation
+
+    def _forget(self) -> None:
+        if self._outdated:
+            self._generation = self._session.generation
+            self._kept.clear()
 
     def _next(self) -> list[Range]:
-        """The positions of the next batch, all of one epoch; [] if there are none at the moment."""
+        """The positions of the next batch, all of one epoch; [] if there are none at the moment.
+
+        After joining again there are none until `_wait` has got some: only that takes part in rounds again.
+        """
         batch: list[Range] = []
         missing = self.batch_size
-        while missing and (self._kept or self._more()):
+        while missing and not self._outdated and (self._kept or self._take(wait=False)):
             first = self._kept[0]
             if (batch and first.epoch != batch[0].epoch) or (self._only not in (None, first.epoch)):
                 break
@@ -178,7 +199,7 @@ class ElasticLoader:
             self._kept[0] = first._replace(start=taken.stop)
             if not self._kept[0].records:
                 self._kept.pop(0)
-        return batch
+        return [] if self._outdated else batch
 
     def indices(self, ranges: list[Range]) -> list[int]:
         """The data set's indexes of the records at these positions."""

@@ -67,6 +67,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._taken: dict[int, int] = {}
         self._waiting: dict[int, int] = {}
         self._schedulers: list[LRScheduler] = []
+        self._initial: list[dict[str, Any]] = []
         self._scheduler_steps: tuple[int, ...] = ()
         self._reset()
         self._hooks = [self._hook(index) for index in self._trainable]
@@ -82,7 +83,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         parameter = self._flat.tensors[index]
         if not parameter.requires_grad:  # if it is unfrozen later, `step` takes its gradient
             return None
-        return parameter.register_post_accumulate_grad_hook(taken)  # type: ignore[no-untyped-call]
+        return parameter.register_post_accumulate_grad_hook(taken)
 
     def _reset(self) -> None:
         self._taken.clear()
@@ -215,33 +216,41 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     # --- settings
 
+    @property
+    def stepped(self) -> bool:
+        """Whether the script has stepped a scheduler since its last optimizer step."""
+        return tuple(s.last_epoch for s in self._schedulers) != self._scheduler_steps
+
     def settings(self) -> Settings:
         """Hyperparameters and scheduler states as they are now."""
-        stepped = tuple(s.last_epoch for s in self._schedulers) != self._scheduler_steps
         return Settings(
             Described.settings(self._wrapped).groups,
             tuple(_plain_state(scheduler) for scheduler in self._schedulers),
-            stepped=stepped and bool(self._schedulers),
+            stepped=self.stepped,
         )
 
     def adopt(self, settings: Settings, *, catch_up: bool = False) -> None:
         """Take over the settings of the longest-serving worker.
 
         Args:
-            catch_up: the settings were used for the last step; a scheduler that is stepped after every
-                optimizer step has made one step since, which is made up for here. (Not for
-                ReduceLROnPlateau: what it would be stepped with is not known here.)
+            catch_up: the settings are those of the last step, and the script's schedulers are stepped after
+                every step: make up for that. (Not for ReduceLROnPlateau: the metric is not known here.)
         """
         for group, values in zip(self.param_groups, settings.groups, strict=True):
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
+        if not settings.schedulers:  # of version 0, before the first step
+            for scheduler, initial in zip(self._schedulers, self._initial, strict=True):
+                scheduler.load_state_dict(dict(initial))
+            return
         for scheduler, state in zip(self._schedulers, settings.schedulers, strict=False):
             scheduler.load_state_dict(dict(state))
-            if catch_up and settings.stepped and not isinstance(scheduler, ReduceLROnPlateau):
+            if catch_up and not isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step()
 
     def add_scheduler(self, scheduler: LRScheduler) -> None:
         """Keep a scheduler's state on the parameter server."""
         self._schedulers.append(scheduler)
+        self._initial.append(_plain_state(scheduler))
         self._scheduler_steps = tuple(s.last_epoch for s in self._schedulers)
 
 

@@ -19,12 +19,12 @@ from elastic_ps import env
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
+from elastic_ps.errors import ElasticPSError, Refused, UsageError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection
-from elastic_ps.worker.client import Client, Ending, Step
+from elastic_ps.worker.client import Client, Ending, Granted, Step, expelled
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.model import Described, Flat
@@ -76,8 +76,13 @@ class Session:
         self._batches: list[Range] = []
         self._computed = 0  # how many of `_batches` a backward() has run for
         self._stopping = False
+        self._given_back = False  # a batch that the script may still have
         self._ended_early: ElasticLoader | None = None
         self._steps = 0
+        self._settings = Settings(groups=())
+        self._adopted = (self._settings, False)
+        self._dropped = False  # the last step was not made; the script does not know
+        self._generation = 0
         self._metrics: dict[str, Any] = {}
         self._computing = False
         self._chief = False
@@ -140,6 +145,7 @@ class Session:
             self._client.initialised()
         else:
             exchange.fetch(member.version, contributor=False)
+        self._signature = (described.specs, described.optimizer)
         self._optimizer = ElasticOptimizer(optimizer, described, flat, self, overlap=overlap)
         if not member.initialise:
             self._optimizer.adopt(member.settings)
@@ -176,7 +182,8 @@ class Session:
             raise UsageError("call session.optimizer(...) before session.scheduler(...)")
         self._optimizer.add_scheduler(scheduler)
         if self._exchange.settings:
-            self._optimizer.adopt(Settings.from_json(self._exchange.settings), catch_up=True)
+            settings = Settings.from_json(self._exchange.settings)
+            self._optimizer.adopt(settings, catch_up=settings.stepped)
         return scheduler
 
     def report(self, **metrics: Any) -> None:
@@ -219,11 +226,19 @@ class Session:
 
     def _begin_step(self) -> None:
         assert self._exchange is not None
+        if not self._batches and self._given_back:
+            raise UsageError(
+                "this step's batch was given back when the loop over the loader was left without a backward(). "
+                "Compute on a batch before leaving the loop; instead of next(iter(loader)), keep the iterator"
+            )
         if not self._batches:
             raise UsageError(
                 "this step's batch did not come from session.loader(...), so its records cannot be counted. "
                 "Iterate over session.loader(dataset or DataLoader, ...)"
             )
+        if self._dropped and self._optimizer is not None:
+            self._dropped = False
+            self._adopt(*self._adopted)
         samples = sum(r.records for r in self._batches)
         self._phases.backward()
         self._exchange.begin(Step(number=self._steps, version=self._exchange.version, samples=samples))
@@ -244,14 +259,61 @@ class Session:
         if step.samples != sum(r.records for r in self._batches):
             raise UsageError("a batch was loaded between backward() and optimizer.step(); call step() first")
         metrics = {key: float(value) for key, value in self._metrics.items()}
-        with self._phases.waiting(step.number):
-            self._exchange.finish(Ending(ranges=tuple(self._batches), settings=settings, metrics=metrics))
-        self._steps += 1
-        self._batches, self._metrics, self._computed = [], {}, 0
-        if self._exchange.settings and self._exchange.settings != settings:
-            self._optimizer.adopt(Settings.from_json(self._exchange.settings))
+        ending = Ending(ranges=tuple(self._batches), settings=settings, metrics=metrics)
+        try:
+            with self._phases.waiting(step.number):
+                self._exchange.finish(ending)
+        except Refused as refusal:
+            if not expelled(refusal):
+                raise
+            stepped = self._optimizer.stepped
+            self._join_again(refusal)
+            self._dropped = True
+            self._adopt(self._settings, stepped)
+        else:
+            self._steps += 1
+            self._forget_batches()
+            if self._exchange.settings and self._exchange.settings != settings:
+                self._optimizer.adopt(Settings.from_json(self._exchange.settings))
         if self._stopping:
             self._stop_computing()
+
+    def _adopt(self, settings: Settings, stepped: bool) -> None:
+        """Take over the settings of the last step, one scheduler step later if `stepped`.
+
+        After a step that was dropped the script goes on as if it had been made, and may step its schedulers;
+        so they are set once more before the next step.
+        """
+        assert self._optimizer is not None
+        self._optimizer.adopt(settings, catch_up=stepped)
+        self._adopted = (settings, stepped)
+
+    def _join_again(self, reason: Refused) -> None:
+        """The parameter server does not know this worker (any more): go on as a new member.
+
+        The step under way and all records in hand are dropped; whoever is handed them computes them again.
+        """
+        assert self._optimizer is not None
+        assert self._exchange is not None
+        logger.warning("joining again: %s", reason)
+        while True:
+            self._generation += 1
+            self._steps += 1
+            self._forget_batches()
+            member = self._client.join(*self._signature, self._optimizer.settings(), again=True)
+            self._exchange.reset()
+            try:
+                self._exchange.fetch(member.version, contributor=False)
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                continue
+            break
+        self._settings = member.settings
+        self._history.record(
+            "join", incarnation=self._client.incarnation, version=member.version, epoch=self._client.epoch
+        )
+        logger.info("joined again at version %d", member.version)
 
     def _optimizer_state(self) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:
         for shard in range(self._client.shards):
@@ -272,23 +334,45 @@ class Session:
             raise UsageError("call session.optimizer(...) before iterating over session.loader(...)")
         while True:
             self._between_batches()
-            granted = self._client.take(records=records, epochs=epochs, batch=batch, wait=wait)
-            if not granted.pending:
-                break
+            try:
+                granted = self._client.take(records=records, epochs=epochs, batch=batch, wait=wait)
+                if granted.pending:
+                    continue
+                self._accept(granted, wait=wait)
+                return granted.ranges
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                stepped = self._optimizer.stepped
+                self._join_again(refusal)
+                self._adopt(self._settings, stepped)
+                if not wait:
+                    return ()
+
+    def _accept(self, granted: Granted, *, wait: bool) -> None:
+        """Get the version to compute on."""
+        assert self._exchange is not None
+        assert self._optimizer is not None
         if granted.ranges and wait:
             self._computing, self._stopping = True, False
             if granted.version != self._exchange.version:
                 self._exchange.fetch(granted.version, contributor=True)
-                self._optimizer.adopt(Settings.from_json(self._exchange.settings), catch_up=True)
+                settings = Settings.from_json(self._exchange.settings)
+                self._adopt(settings, settings.stepped)
         elif granted.finished and wait:
             self._computing = False
             self._chief = granted.chief
             if granted.version != self._exchange.version:
                 self._exchange.fetch(granted.version, contributor=False)
-        return granted.ranges
+
+    @property
+    def generation(self) -> int:
+        """Changes when this worker had to join again, so that all records in hand were dropped."""
+        return self._generation
 
     def _begin_batch(self, ranges: list[Range]) -> None:
         self._batches.extend(ranges)
+        self._given_back = False
         self._phases.forward()
 
     def _between_batches(self) -> None:
@@ -297,12 +381,16 @@ class Session:
             self.close()
             raise Drained
 
+    def _forget_batches(self) -> None:
+        self._batches, self._metrics, self._computed = [], {}, 0
+
     def _computed_on_batches(self) -> None:
         """A backward() has run: the batches so far belong to the next step."""
         self._computed = len(self._batches)
 
     def _drop_batches(self) -> None:
         """The script stopped iterating: forget the batches that it has not computed on."""
+        self._given_back = len(self._batches) > self._computed
         del self._batches[self._computed :]
 
     def _stop_computing(self) -> None:
@@ -310,7 +398,11 @@ class Session:
         self._stopping = bool(self._batches)
         if self._computing and not self._closed and not self._stopping:
             self._computing = False
-            self._client.release()
+            try:
+                self._client.release()
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
 
 
 class _Heart:
@@ -328,8 +420,7 @@ class _Heart:
             try:
                 self._client.heartbeat()
             except Refused as refusal:
-                if refusal.code is RefusalCode.STALE_INCARNATION:
-                    return  # whatever the script does next is told so
+                logger.debug("heartbeat: %s", refusal)  # whatever the script does next is told so too
             except ElasticPSError as error:
                 logger.debug("heartbeat: %s", error)
 

@@ -50,7 +50,8 @@ class Job:
     servers: list[ParameterServer]
     open_connections: Callable[[], list[Connection]]
     history: Path
-    traces: Path | None = None
+    traces: Path | None
+    restart: Callable[[int], None]
     threads: list[threading.Thread] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
@@ -146,23 +147,35 @@ def running_job(
         listener = listeners[shard]
         return GrpcConnection(listener.address) if transport == "grpc" else connect(listener)
 
+    def start_server(shard: int, resume: Resume) -> ParameterServer:
+        environment = ProcessEnvironment(
+            job="test",
+            spec=spec,
+            role="ps",
+            index=shard,
+            addresses=tuple(listener.address for listener in listeners),
+            checkpoints=checkpoints,
+            resume=resume,
+            history=history if shard == 0 else None,
+            trace=traces,
+        )
+        return ParameterServer(environment, listeners[shard], open_connection)
+
+    def restart(shard: int) -> None:
+        """Lose a parameter server with all that it knows, and start it again at the same address."""
+        servers[shard].close(keep=False)
+        if transport == "grpc":
+            listeners[shard] = GrpcServer(listeners[shard].address)
+        servers[shard] = start_server(shard, "auto")
+
     servers: list[ParameterServer] = []
     job: Job | None = None
     try:
         for shard in reversed(range(shards)):  # shard 0 configures the others when it resumes
-            environment = ProcessEnvironment(
-                job="test",
-                spec=spec,
-                role="ps",
-                index=shard,
-                addresses=tuple(listener.address for listener in listeners),
-                checkpoints=checkpoints,
-                resume=resume,
-                history=history if shard == 0 else None,
-                trace=traces,
-            )
-            servers.insert(0, ParameterServer(environment, listeners[shard], open_connection))
-        job = Job(spec, servers, lambda: [open_connection(s) for s in range(shards)], history, traces)
+            servers.insert(0, start_server(shard, resume))
+        job = Job(
+            spec, servers, lambda: [open_connection(s) for s in range(shards)], history, traces, restart
+        )
         yield job
     finally:
         if job is not None:

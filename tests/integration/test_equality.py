@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,63 +249,6 @@ def swallow(kind: type[BaseException], script: Callable[[Session], None]) -> Cal
             session.close()
 
     return run
-
-
-def test_deterministic_runs_agree_to_the_bit(tmp_path: Path) -> None:
-    """Three workers get the same records in both runs, and finish their pushes in any order."""
-    first = _fixed_schedule(tmp_path / "a", delay=0)
-    second = _fixed_schedule(tmp_path / "b", delay=1)
-    assert first[0] == second[0], "the schedule of records is fixed"
-    assert len(first[0]) == 30
-    for name, value in first[1].items():
-        assert torch.equal(value, second[1][name]), name
-
-
-def _fixed_schedule(tmp_path: Path, delay: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    data, make, workers, steps = Numbers(400), optimizer_of("Adam"), 3, 30
-    models: Models = {}
-    turn = threading.Condition()
-    state = {"turn": 0}
-
-    def training(worker: int) -> bool:
-        return any(m.worker == worker and m.state == "training" for m in job.status().members)
-
-    def script(session: Session) -> None:
-        model = make_mlp(widths=(6, 40, 40, 1), seed=session.worker)
-        models[session.worker] = model
-        optimizer = session.optimizer(make(model), model)
-        batches = iter(session.loader(data, 3 + session.worker))
-        for step in range(steps if session.worker == 0 else steps - 1):
-            first_of_all = session.worker == 0 and step == 0
-            if not (first_of_all or step == 0):  # whoever begins takes its records while worker 0 waits
-                with turn:
-                    assert turn.wait_for(lambda: state["turn"] == session.worker, 30)
-            x, y = next(batches)
-            if first_of_all:
-                for other in range(1, workers):
-                    job.start(other, script)
-                    wait_until(partial(training, other), "a worker waits for the next round")
-            elif step > 0:
-                with turn:
-                    state["turn"] = (state["turn"] + 1) % workers
-                    turn.notify_all()
-            optimizer.zero_grad()
-            for _ in range(5 * ((session.worker + delay) % workers)):  # so that another one is first
-                mse(model, x, y)
-            mse(model, x, y).backward()
-            optimizer.step()
-        batches.close()  # type: ignore[attr-defined]
-
-    server = {"replicas": 2, "bucketBytes": 1024}
-    with running_job(
-        tmp_path, consistency={"deterministic": True}, parameterServer=server, data={"shardRecords": 4}
-    ) as job:
-        job.start(0, script)
-        job.join()
-        schedule = [
-            [(c["worker"], c["records"]) for c in commit["contributions"]] for commit in job.commits()
-        ]
-    return schedule, {n: v.clone() for n, v in models[0].state_dict().items()}
 
 
 @pytest.mark.parametrize("transport", ["inproc", "grpc"])

@@ -141,10 +141,11 @@ def test_a_job_that_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
     assert "fake worker 0 ends with 78" in outcome.verdict.message
 
 
-def test_a_parameter_server_that_dies_fails_the_job(tmp_path: Path) -> None:
-    with launched(make_job(server_fails=True), tmp_path) as launcher:
+def test_a_parameter_server_that_cannot_start_fails_the_job(tmp_path: Path) -> None:
+    job = make_job(server_fails=True, spec={"runPolicy": {"backoffLimit": 1}})
+    with launched(job, tmp_path) as launcher:
         outcome = end_of(launcher)
-    assert outcome.verdict.reason == "ParameterServerLost"
+    assert outcome.verdict.reason == "BackoffLimitExceeded"
     assert "the fake server cannot start" in outcome.verdict.message
     assert {process.role for process in outcome.status.processes} == {"ps"}, "no worker was started"
 

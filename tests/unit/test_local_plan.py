@@ -142,12 +142,12 @@ def test_exit_codes_of_a_worker_that_was_asked_to_leave_count_against_nothing() 
         assert plan(desired, observed(worker(0), ended(1, status, asked=NOW - 2)), NOW) == []
 
 
-def test_the_loss_of_a_parameter_server_fails_the_job() -> None:
+def test_a_lost_parameter_server_is_brought_back_and_the_workers_are_left_alone() -> None:
     lost = replace(SERVER, exit=-9, ended=NOW)
     [action] = plan(DESIRED, Observed(started=NOW, processes=(lost, worker(0))), NOW)
-    assert isinstance(action, Conclude)
-    assert action.verdict.reason == "ParameterServerLost"
-    assert "SIGKILL" in action.verdict.message
+    assert isinstance(action, Start)
+    assert (action.role, action.index, action.replaces) == ("ps", 0, SERVER.pid)
+    assert "SIGKILL" in action.reason
 
 
 def test_a_parameter_server_that_never_answers_fails_the_job() -> None:

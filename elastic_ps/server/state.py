@@ -1,0 +1,237 @@
+"""What shard 0 knows of a job: members, records, the open round, settings and what scripts reported.
+
+Plain state and what changes it, without threads, clocks or I/O; `coordinator` guards it and tells the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from elastic_ps.core.consistency import Contribution, SyncRounds
+from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.ledger import Ledger, Range
+from elastic_ps.core.membership import Membership, Stay
+from elastic_ps.core.partition import Layout, Rule, TensorSpec
+from elastic_ps.core.progress import Curve, Rate
+from elastic_ps.core.settings import Settings
+from elastic_ps.job import Member, Progress
+
+INCARNATIONS_PER_EPOCH = 1 << 32
+"""Incarnations start at a multiple of this in each epoch, so that none is given twice after a roll-back."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that is being trained: its tensors' layout and the class of its optimizer."""
+
+    layout: Layout
+    optimizer: str
+
+
+@dataclass
+class JobState:
+    """A job at a version.
+
+    Attributes:
+        epoch: of the parameter server.
+        model: None before the first worker has come.
+        initialised: the first worker's values have arrived.
+        initialiser: the worker that is sending them.
+        ledger: None before a worker has named its data set.
+        chief: the worker that was told to evaluate.
+    """
+
+    epoch: int
+    lease: timedelta
+    members: Membership = field(init=False)
+    rounds: SyncRounds = field(default_factory=SyncRounds)
+    ledger: Ledger | Lanes | None = None
+    model: Model | None = None
+    initialised: bool = False
+    initialiser: int | None = None
+    settings: Settings = field(default_factory=lambda: Settings(groups=()))
+    chief: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    loss: Curve = field(default_factory=Curve)
+    rate: Rate = field(default_factory=Rate)
+
+    def __post_init__(self) -> None:
+        first = self.epoch * INCARNATIONS_PER_EPOCH
+        self.members = Membership(lease=self.lease, last_incarnation=first)
+
+    @property
+    def version(self) -> int:
+        return self.rounds.version
+
+    @property
+    def finished(self) -> bool:
+        """Whether every record of every epoch is in the model."""
+        return self.ledger is not None and self.ledger.finished
+
+    @property
+    def required(self) -> frozenset[int]:
+        """Workers without whom no round is complete: with a fixed schedule, all that have records left."""
+        return self.ledger.open_lanes if isinstance(self.ledger, Lanes) else frozenset()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the open round can be committed."""
+        return self.rounds.ready and self.required <= self.rounds.done.keys()
+
+    @property
+    def expected(self) -> frozenset[int]:
+        """Whose contributions the open round is made of, as far as is known."""
+        return frozenset(self.rounds.expected) | self.required
+
+    def open_ledger(self, records: int, epochs: int, *, shard_records: int, lanes: int) -> None:
+        """The first worker names its data set; with `lanes`, the schedule is fixed for that many workers."""
+        if self.ledger is None and lanes:
+            self.ledger = Lanes(records, epochs, shard_records, lanes)
+        elif self.ledger is None:
+            self.ledger = Ledger(records, epochs, shard_records)
+
+    def take(self, worker: int, incarnation: int, batch: int) -> list[Range]:
+        """Hand records to a worker."""
+        if isinstance(self.ledger, Lanes):
+            return self.ledger.take(incarnation, worker=worker, batch=batch)
+        assert self.ledger is not None
+        return self.ledger.take(incarnation, batch=batch, workers=len(self.members.live))
+
+    def admit(self, worker: int) -> None:
+        """A worker has records to compute on. With a fixed schedule the open round waits for it."""
+        self.rounds.admit(worker, at_once=isinstance(self.ledger, Lanes))
+
+    def drop(self, worker: int, outcome: str) -> Stay | None:
+        """End a stay; what it holds goes to others, except the records of a step that it has finished."""
+        stay = self.members.remove(worker, outcome=outcome, version=self.version)
+        if stay is None:
+            return None
+        for void in self.rounds.lose(worker):
+            self.give_back(void.incarnation)
+        self.give_back(stay.incarnation)
+        if self.initialiser == worker:
+            self.initialiser, self.model = None, None
+        return stay
+
+    def give_back(self, incarnation: int) -> None:
+        """Records that a worker holds go to others, except those of a step that it has finished."""
+        finished = (c.records for c in self.rounds.done.values() if c.incarnation == incarnation)
+        if self.ledger is not None:
+            self.ledger.give_back(incarnation, keep=next(finished, ()))
+
+    def restart_round(self) -> None:
+        """The shards' sums are void: the open round starts again."""
+        for void in self.rounds.restart():
+            self.give_back(void.incarnation)
+
+    def book(self, contributions: Sequence[Contribution], now: float) -> None:
+        """The shards have applied the round: count it, and open the next one."""
+        stays = {stay.incarnation: stay for stay in self.members.stays()}
+        for c in contributions:
+            if self.ledger is not None:
+                self.ledger.apply(c.incarnation, c.records)
+            stay = stays[c.incarnation]
+            stay.steps, stay.last_step = stay.steps + 1, c.step
+            stay.records += sum(r.records for r in c.records)
+            self.metrics.update({k: v for k, v in c.metrics.items() if k != "loss"})
+        self.rounds.end_commit()
+        losses = [(c.metrics["loss"], c.samples) for c in contributions if "loss" in c.metrics]
+        if losses:
+            mean = sum(loss * samples for loss, samples in losses) / sum(samples for _, samples in losses)
+            self.loss.add(self.version, mean)
+        self.rate.add(self.ledger.applied if self.ledger else 0, now)
+
+    # --- checkpoints
+
+    def to_checkpoint(self) -> dict[str, Any]:
+        """Everything of a version that is not a tensor, as plain data."""
+        assert self.model is not None
+        return {
+            "tensors": [asdict(t) for t in self.model.layout.tensors],
+            "optimizer": self.model.optimizer,
+            "settings": self.settings.to_json(),
+            "ledger": self.ledger.state() if self.ledger else None,
+            "members": [asdict(stay) for stay in self.members.stays()],
+            "metrics": dict(self.metrics),
+            "loss": list(self.loss.points),
+        }
+
+    @staticmethod
+    def tensors_of(stored: Sequence[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+        """The model's tensors, as `to_checkpoint` wrote them."""
+        return tuple(TensorSpec(**{**t, "shape": tuple(t["shape"]), "rule": Rule(t["rule"])}) for t in stored)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        saved: dict[str, Any],
+        *,
+        epoch: int,
+        lease: timedelta,
+        version: int,
+        model: Model,
+        shard_records: int,
+    ) -> JobState:
+        """The state of `version` as a new epoch begins with it: members are gone, the rest is as before."""
+        state = cls(epoch=epoch, lease=lease, model=model, initialised=True)
+        state.settings = Settings.from_json(saved["settings"])
+        for stay in (Stay(**stay) for stay in saved["members"]):
+            if not stay.outcome:
+                stay.outcome, stay.left_version = "lost", version
+            state.members.departed.append(stay)
+        state.rounds.version = version
+        if saved["ledger"] is not None:
+            kind = Lanes if "lanes" in saved["ledger"] else Ledger
+            state.ledger = kind.from_state(saved["ledger"], shard_records=shard_records)
+        state.metrics = dict(saved["metrics"])
+        state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
+        return state
+
+    # --- reports
+
+    def progress(self, now: float, durable_version: int | None) -> Progress:
+        """How far the job is."""
+        progress = Progress(
+            version=self.version,
+            loss=self.loss.points[-1][1] if self.loss.points else None,
+            metrics=dict(self.metrics),
+            durable_version=durable_version,
+        )
+        if self.ledger is None:
+            return progress
+        left = self.ledger.expected - self.ledger.applied
+        rate = self.rate.per_second(self.ledger.applied, now)
+        return progress.model_copy(
+            update={
+                "epoch": self.ledger.complete_epochs,
+                "epochs": self.ledger.epochs,
+                "percent": 100 * self.ledger.applied // max(1, self.ledger.expected),
+                "records_applied": self.ledger.applied,
+                "records_expected": self.ledger.expected,
+                "samples_per_second": rate,
+                "eta_seconds": round(left / rate) if rate else None,
+                "finished": self.ledger.finished,
+            }
+        )
+
+    def member(self, stay: Stay) -> Member:
+        """A stay as it is reported."""
+        computing = stay.worker in self.rounds.expected or stay.worker in self.rounds.waiting
+        here = "joining" if self.initialiser == stay.worker else "training" if computing else "idle"
+        fields = {
+            name: getattr(stay, name)
+            for name in (
+                "worker",
+                "incarnation",
+                "pid",
+                "host",
+                "joined_version",
+                "left_version",
+                "steps",
+                "records",
+            )
+        }
+        return Member.model_validate({**fields, "state": stay.outcome or here})

@@ -1,0 +1,126 @@
+"""With a fixed schedule a job's final parameters are the same to the bit, whatever dies on the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Job, Numbers, make_mlp, running_job, wait_until
+
+WORKERS, EPOCHS, RECORDS, BATCH = 3, 9, 60, 4
+
+
+def final_parameters(
+    tmp_path: Path, disturb: Callable[[Job], None] | None = None, *, shards: int = 1, optimizer: str = "SGD"
+) -> torch.Tensor:
+    """The parameters at the end of a job of three workers, disturbed while it runs."""
+    finals: dict[int, torch.Tensor] = {}
+
+    def script(session: Session) -> None:
+        model = make_mlp(seed=session.worker)
+        options: dict[str, Any] = {"momentum": 0.9} if optimizer == "SGD" else {}
+        wrapped = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05, **options)
+        stepper = session.optimizer(wrapped, model)
+        schedule = session.scheduler(torch.optim.lr_scheduler.ExponentialLR(stepper, 0.99))
+        for x, y in session.loader(Numbers(RECORDS), batch_size=BATCH, epochs=EPOCHS):
+            stepper.zero_grad()
+            ((model(x) - y) ** 2).mean().backward()
+            stepper.step()
+            schedule.step()
+        finals[session.worker] = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        consistency={"deterministic": True},
+        worker={"replicas": WORKERS},
+        data={"shardRecords": 8},
+        parameterServer={
+            "replicas": shards,
+            "bucketBytes": 1024,
+            "checkpoint": {"interval": "20ms", "keep": 2},
+        },
+    ) as job:
+        job.start(0, script)
+        wait_until(lambda: bool(job.status().ready), "worker 0 brings the model")
+        for worker in range(1, WORKERS):
+            job.start(worker, script)
+        if disturb is not None:
+            disturb(job)
+        job.join()
+        assert job.status().progress.records_applied == RECORDS * EPOCHS
+    assert len(finals) == WORKERS
+    assert all(torch.equal(finals[0], other) for other in finals.values())
+    return finals[0]
+
+
+def _at_version(job: Job, version: int) -> None:
+    wait_until(lambda: job.version >= version, f"version {version}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], torch.Tensor]:
+    return {
+        (shards, optimizer): final_parameters(
+            tmp_path_factory.mktemp("undisturbed"), shards=shards, optimizer=optimizer
+        )
+        for shards, optimizer in [(1, "SGD"), (1, "Adam"), (2, "SGD")]
+    }
+
+
+def test_two_runs_agree(undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path) -> None:
+    assert torch.equal(final_parameters(tmp_path), undisturbed[1, "SGD"])
+
+
+@pytest.mark.parametrize("version", range(1, 40, 2))
+def test_the_parameter_server_dies(
+    undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path, version: int
+) -> None:
+    optimizer = "Adam" if version % 4 == 1 else "SGD"
+
+    def disturb(job: Job) -> None:
+        _at_version(job, version)
+        job.restart(0)
+        assert job.servers[0].epoch == 2
+
+    assert torch.equal(final_parameters(tmp_path, disturb, optimizer=optimizer), undisturbed[1, optimizer])
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_one_of_two_shards_dies(
+    undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path, shard: int
+) -> None:
+    def disturb(job: Job) -> None:
+        _at_version(job, 12)
+        job.restart(shard)
+        wait_until(lambda: job.status().epoch == 2, "all shards go back to a checkpoint")
+
+    assert torch.equal(final_parameters(tmp_path, disturb, shards=2), undisturbed[2, "SGD"])
+
+
+def test_the_parameter_server_dies_again_and_again(
+    undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path
+) -> None:
+    def disturb(job: Job) -> None:
+        for version in (5, 15, 25, 35):
+            _at_version(job, version)
+            job.restart(0)
+
+    assert torch.equal(final_parameters(tmp_path, disturb), undisturbed[1, "SGD"])
+
+
+def test_no_thread_of_a_lost_parameter_server_stays(tmp_path: Path) -> None:
+    before = threading.active_count()
+
+    def disturb(job: Job) -> None:
+        _at_version(job, 3)
+        job.restart(0)
+
+    final_parameters(tmp_path, disturb)
+    wait_until(lambda: threading.active_count() <= before, "the threads end")

@@ -1,0 +1,82 @@
+"""Leases and incarnations."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from elastic_ps.core.membership import Membership, Stay
+from elastic_ps.errors import RefusalCode, Refused
+
+
+@pytest.fixture
+def members() -> Membership:
+    return Membership(lease=timedelta(seconds=10), keep_departed=3)
+
+
+def join(members: Membership, worker: int, now: float = 0.0) -> Stay:
+    return members.join(worker, pid=100 + worker, host="here", version=5, now=now)
+
+
+def test_incarnations_grow_and_are_never_given_twice(members: Membership) -> None:
+    given = []
+    for _ in range(5):
+        given.append(join(members, 0).incarnation)
+        members.remove(0, outcome="lost", version=6)
+    assert given == [1, 2, 3, 4, 5]
+
+
+def test_an_index_is_given_to_one_member_at_a_time(members: Membership) -> None:
+    join(members, 0)
+    with pytest.raises(ValueError, match="member already"):
+        join(members, 0)
+
+
+def test_a_lease_ends_unless_the_member_is_heard_of(members: Membership) -> None:
+    stay = join(members, 0)
+    join(members, 1)
+    assert members.expired(9.9) == []
+    members.check(0, stay.incarnation, 9.9)
+    assert members.expired(10.0) == [1]
+    assert members.expired(19.9) == [0, 1]
+
+
+def test_a_late_look_at_an_early_message_does_not_shorten_a_lease(members: Membership) -> None:
+    stay = join(members, 0)
+    members.check(0, stay.incarnation, 20)
+    members.check(0, stay.incarnation, 3)
+    assert members.expired(29) == []
+
+
+def test_an_old_incarnation_is_refused_and_does_not_renew_the_new_ones_lease(members: Membership) -> None:
+    old = join(members, 0)
+    members.remove(0, outcome="lost", version=5)
+    with pytest.raises(Refused, match="not a member") as refused:
+        members.check(0, old.incarnation, 1)
+    assert refused.value.code is RefusalCode.STALE_INCARNATION
+    new = join(members, 0, now=2)
+    with pytest.raises(Refused, match=f"current incarnation is {new.incarnation}"):
+        members.check(0, old.incarnation, 11)
+    assert members.expired(12) == [0]
+
+
+def test_who_was_here_is_remembered_up_to_a_bound(members: Membership) -> None:
+    for _ in range(6):
+        join(members, 0)
+        stay = members.remove(0, outcome="left", version=7)
+        assert stay is not None
+        assert (stay.outcome, stay.left_version) == ("left", 7)
+    here = join(members, 1)
+    assert [s.incarnation for s in members.stays()] == [4, 5, 6, here.incarnation]
+    assert members.remove(9, outcome="left", version=7) is None
+
+
+def test_the_eldest_is_who_has_been_here_for_longest(members: Membership) -> None:
+    join(members, 2)
+    join(members, 0)
+    join(members, 1)
+    assert members.eldest({0: None, 1: None, 2: None}) == 2
+    members.remove(2, outcome="lost", version=5)
+    join(members, 2)
+    assert members.eldest({1: None, 2: None}) == 1

@@ -1,0 +1,250 @@
+"""When a round is committed, and with whose steps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from elastic_ps.core.consistency import Contribution, SyncRounds
+from elastic_ps.errors import RefusalCode, Refused
+
+
+def step(worker: int, number: int = 0, *, incarnation: int | None = None) -> Contribution:
+    """A worker's step; its incarnation is the worker's index unless given."""
+    return Contribution(
+        worker=worker, incarnation=worker if incarnation is None else incarnation, step=number, samples=8
+    )
+
+
+def opened(*workers: int) -> SyncRounds:
+    """Rounds whose open one waits for `workers`."""
+    rounds = SyncRounds()
+    for worker in workers:
+        rounds.admit(worker)
+    if len(workers) > 1:  # the others take part from the next round on
+        rounds.finish(step(workers[0], -1), version=0, attempt=0)
+        rounds.begin_commit()
+        rounds.end_commit()
+    return rounds
+
+
+def code(rounds: SyncRounds, contribution: Contribution, version: int, attempt: int) -> RefusalCode:
+    with pytest.raises(Refused) as refused:
+        rounds.finish(contribution, version=version, attempt=attempt)
+    return refused.value.code
+
+
+def test_the_first_worker_takes_part_at_once_the_next_from_the_next_round_on() -> None:
+    rounds = SyncRounds()
+    rounds.admit(3)
+    rounds.admit(1)
+    assert (rounds.takes_part(3), rounds.takes_part(1)) == (True, False)
+    rounds.finish(step(3), version=0, attempt=0)
+    assert rounds.begin_commit() == [step(3)]
+    rounds.end_commit()
+    assert rounds.expected == {1, 3}
+
+
+def test_a_round_is_ready_when_all_have_finished_and_lists_them_in_order() -> None:
+    rounds = opened(2, 0, 1)
+    for worker in (2, 0):
+        rounds.finish(step(worker), version=1, attempt=0)
+        assert not rounds.ready
+        with pytest.raises(ValueError, match="not ready"):
+            rounds.begin_commit()
+    rounds.finish(step(1), version=1, attempt=0)
+    assert [c.worker for c in rounds.begin_commit()] == [0, 1, 2]
+    assert not rounds.ready, "it is decided once"
+
+
+def test_no_round_is_committed_out_of_nothing() -> None:
+    rounds = SyncRounds()
+    assert not rounds.ready
+    rounds.admit(0)
+    rounds.withdraw(0)
+    assert not rounds.ready
+
+
+def test_a_repeated_finish_is_known_and_outdated_ones_are_refused() -> None:
+    rounds = opened(0, 1)
+    assert rounds.finish(step(0), version=1, attempt=0)
+    assert not rounds.finish(step(0), version=1, attempt=0)
+    assert code(rounds, step(1), 0, 0) is RefusalCode.WRONG_VERSION
+    assert code(rounds, step(1), 2, 0) is RefusalCode.WRONG_VERSION
+    assert code(rounds, step(5), 1, 0) is RefusalCode.INVALID
+    rounds.restart()
+    assert code(rounds, step(1), 1, 0) is RefusalCode.STALE_ATTEMPT
+    assert rounds.finish(step(1), version=1, attempt=1)
+
+
+def test_who_vanishes_in_the_middle_of_a_step_makes_the_round_start_again() -> None:
+    rounds = opened(0, 1, 2)
+    rounds.finish(step(0), version=1, attempt=0)
+    assert rounds.lose(1) == []
+    assert (rounds.attempt, rounds.done, rounds.expected) == (1, {}, {0, 2})
+
+
+def test_who_vanishes_after_its_step_still_counts() -> None:
+    rounds = opened(0, 1)
+    rounds.finish(step(0), version=1, attempt=0)
+    assert rounds.lose(0) == []
+    assert rounds.attempt == 0
+    rounds.finish(step(1), version=1, attempt=0)
+    assert rounds.begin_commit() == [step(0), step(1)]
+    rounds.end_commit()
+    assert rounds.expected == {1}
+
+
+def test_the_step_of_who_left_is_void_when_the_round_starts_again() -> None:
+    """Nobody is there to push it again; the caller gives its records back."""
+    rounds = opened(0, 1, 2)
+    rounds.finish(step(0), version=1, attempt=0)
+    rounds.lose(0)
+    assert rounds.lose(1) == [step(0)]
+    assert rounds.expected == {2}
+
+
+def test_a_newcomer_with_the_index_of_one_that_finished_and_left_waits_for_the_next_round() -> None:
+    rounds = opened(0, 1)
+    rounds.finish(step(0, incarnation=10), version=1, attempt=0)
+    rounds.lose(0)
+    rounds.admit(0)
+    assert not rounds.takes_part(0)
+    assert code(rounds, step(0, incarnation=11), 1, 0) is RefusalCode.INVALID
+    rounds.finish(step(1), version=1, attempt=0)
+    assert [c.incarnation for c in rounds.begin_commit()] == [10, 1]
+    rounds.end_commit()
+    assert rounds.takes_part(0)
+
+
+def test_nobody_waits_for_who_has_no_records() -> None:
+    rounds = opened(0, 1)
+    rounds.finish(step(0), version=1, attempt=0)
+    rounds.withdraw(1)
+    assert rounds.ready
+    rounds.begin_commit()
+    rounds.end_commit()
+    assert rounds.expected == {0}
+
+
+def _keys(contributions: list[Contribution]) -> set[tuple[int, int]]:
+    """(incarnation, step) of each."""
+    return {(c.incarnation, c.step) for c in contributions}
+
+
+class Rounds(RuleBasedStateMachine):
+    """Workers come, compute, finish, withdraw and vanish at any moment, also while others do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds = SyncRounds()
+        self.alive: dict[int, int] = {}
+        self.wants: set[int] = set()
+        self.numbers: dict[int, int] = {}
+        self.incarnations = 0
+        self.vanished_unfinished: set[tuple[int, int]] = set()
+        self.void: set[tuple[int, int]] = set()
+        self.committed: set[tuple[int, int]] = set()
+
+    def contribution(self, worker: int) -> Contribution:
+        incarnation = self.alive[worker]
+        return step(worker, self.numbers[incarnation], incarnation=incarnation)
+
+    @rule(worker=st.integers(0, 4))
+    def come(self, worker: int) -> None:
+        if worker not in self.alive:
+            self.incarnations += 1
+            self.alive[worker] = self.incarnations
+            self.numbers[self.incarnations] = 0
+
+    @precondition(lambda self: set(self.alive) - self.wants)
+    @rule(data=st.data())
+    def admit(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(set(self.alive) - self.wants)))
+        nobody = not self.rounds.expected
+        self.rounds.admit(worker)
+        self.wants.add(worker)
+        assert self.rounds.takes_part(worker) == nobody
+
+    def computing(self) -> list[int]:
+        """Live workers that the open round still waits for."""
+        return sorted(w for w in self.wants if self.rounds.takes_part(w) and w not in self.rounds.done)
+
+    @precondition(lambda self: self.computing())
+    @rule(data=st.data(), stale=st.booleans())
+    def finish(self, data: st.DataObject, stale: bool) -> None:
+        worker = data.draw(st.sampled_from(self.computing()))
+        if stale and self.rounds.attempt:
+            with pytest.raises(Refused):
+                self.rounds.finish(
+                    self.contribution(worker), version=self.rounds.version, attempt=self.rounds.attempt - 1
+                )
+            return
+        arguments = {"version": self.rounds.version, "attempt": self.rounds.attempt}
+        assert self.rounds.finish(self.contribution(worker), **arguments)
+        assert not self.rounds.finish(self.contribution(worker), **arguments)
+
+    @precondition(lambda self: self.wants)
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.wants)))
+        if worker not in self.rounds.done or worker in self.rounds.waiting:
+            self.rounds.withdraw(worker)
+            self.wants.discard(worker)
+            assert not self.rounds.takes_part(worker)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def vanish(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.alive)))
+        was_computing, attempt = worker in self.computing(), self.rounds.attempt
+        gone_before = _keys([self.rounds.done[w] for w in self.rounds.gone])
+        if was_computing:
+            self.vanished_unfinished.add((self.alive[worker], self.numbers[self.alive[worker]]))
+        void = self.rounds.lose(worker)
+        assert (self.rounds.attempt > attempt) == was_computing
+        assert _keys(void) == (gone_before if was_computing else set())
+        self.void |= _keys(void)
+        if was_computing:
+            assert not self.rounds.done
+        del self.alive[worker]
+        self.wants.discard(worker)
+
+    @rule()
+    def restart(self) -> None:
+        self.void |= _keys(self.rounds.restart())
+        assert not self.rounds.done
+        assert not self.rounds.gone
+
+    @precondition(lambda self: self.rounds.ready)
+    @rule()
+    def commit(self) -> None:
+        before = set(self.rounds.waiting)
+        contributions = self.rounds.begin_commit()
+        keys = _keys(contributions)
+        assert not keys & (self.committed | self.vanished_unfinished | self.void)
+        assert not self.computing(), "nobody who is still at it is left out"
+        self.committed |= keys
+        version = self.rounds.version
+        self.rounds.end_commit()
+        assert (self.rounds.version, self.rounds.attempt) == (version + 1, 0)
+        assert before <= self.rounds.expected
+        for c in contributions:
+            if self.alive.get(c.worker) == c.incarnation:
+                self.numbers[c.incarnation] += 1
+
+    @invariant()
+    def there_is_no_deadlock(self) -> None:
+        """Each round waits for live workers only; who wants to compute takes part or waits for its turn."""
+        rounds = self.rounds
+        assert rounds.expected - rounds.done.keys() <= self.alive.keys()
+        assert self.wants == (rounds.expected - rounds.gone) | rounds.waiting
+        assert rounds.expected or not rounds.waiting
+        if rounds.expected and not self.computing():
+            assert rounds.ready
+
+
+Rounds.TestCase.settings = settings(stateful_step_count=40)
+TestRounds = Rounds.TestCase

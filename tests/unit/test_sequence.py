@@ -1,0 +1,116 @@
+"""The push log: duplicates are recognised, what is outdated is refused, orders and sums are complete."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ps.core.sequence import PushKey, PushLog, Verdict
+from elastic_ps.errors import RefusalCode, Refused
+
+KEY = PushKey(epoch=2, worker=1, incarnation=5, step=9, bucket=0, version=7, attempt=1)
+
+
+@pytest.fixture
+def log() -> PushLog:
+    return PushLog(epoch=2, version=7, attempt=1, expected=frozenset({0, 1, 2}))
+
+
+def code(log: PushLog, key: PushKey) -> RefusalCode:
+    with pytest.raises(Refused) as refused:
+        log.decide(key)
+    return refused.value.code
+
+
+def test_a_push_is_added_once(log: PushLog) -> None:
+    assert log.decide(KEY) is Verdict.ADD
+    log.add(KEY)
+    assert log.decide(KEY) is Verdict.DUPLICATE
+    assert log.decide(replace(KEY, bucket=1)) is Verdict.ADD
+    assert log.decide(replace(KEY, worker=2, incarnation=6)) is Verdict.ADD
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"epoch": 1}, RefusalCode.STALE_EPOCH),
+        ({"epoch": 3}, RefusalCode.STALE_EPOCH),
+        ({"version": 6}, RefusalCode.STALE_ATTEMPT),
+        ({"version": 6, "attempt": 9}, RefusalCode.STALE_ATTEMPT),
+        ({"attempt": 0}, RefusalCode.STALE_ATTEMPT),
+        ({"attempt": 2}, RefusalCode.WRONG_VERSION),
+        ({"version": 8, "attempt": 0}, RefusalCode.WRONG_VERSION),
+        ({"worker": 3}, RefusalCode.STALE_INCARNATION),
+    ],
+)
+def test_what_is_of_another_round_is_refused(
+    log: PushLog, change: dict[str, int], expected: RefusalCode
+) -> None:
+    assert code(log, replace(KEY, **change)) is expected
+
+
+def test_a_worker_has_one_step_in_a_round(log: PushLog) -> None:
+    log.add(KEY)
+    assert code(log, replace(KEY, incarnation=6)) is RefusalCode.STALE_INCARNATION
+    assert code(log, replace(KEY, incarnation=4)) is RefusalCode.STALE_INCARNATION
+    assert code(log, replace(KEY, step=10)) is RefusalCode.STALE_INCARNATION
+
+
+def test_who_was_declared_gone_cannot_spoil_the_sums_of_the_others(log: PushLog) -> None:
+    """It learns from a pull that the round started again, and pushes for the new attempt."""
+    log.open(version=7, attempt=2, expected=frozenset({0, 2}))
+    assert code(log, replace(KEY, attempt=2)) is RefusalCode.STALE_INCARNATION
+    assert log.decide(replace(KEY, worker=0, attempt=2)) is Verdict.ADD
+
+
+def test_another_attempt_or_version_voids_the_sums(log: PushLog) -> None:
+    log.add(KEY)
+    assert not log.open(version=7, attempt=1, expected=frozenset({1}))
+    assert log.decide(KEY) is Verdict.DUPLICATE, "only who takes part has changed"
+    assert log.open(version=7, attempt=2, expected=frozenset({1}))
+    assert log.decide(replace(KEY, attempt=2)) is Verdict.ADD
+    log.add(replace(KEY, attempt=2))
+    assert log.open(version=8, attempt=0, expected=frozenset({1}))
+    assert not log.added
+
+
+@given(st.sets(st.integers(0, 6), min_size=1), st.permutations(range(7)))
+def test_in_deterministic_order_exactly_one_worker_has_its_turn(
+    expected: set[int], arrivals: list[int]
+) -> None:
+    log = PushLog(epoch=2, expected=frozenset(expected))
+    for turn in sorted(expected):
+        able = [w for w in arrivals if w in expected and log.turn(w, 0)]
+        assert [w for w in able if not _has(log, w)] == [turn]
+        log.add(replace(KEY, worker=turn))
+
+
+def _has(log: PushLog, worker: int) -> bool:
+    return any(entry[0] == worker for entry in log.added.get(0, ()))
+
+
+def test_a_vanished_worker_is_not_waited_for(log: PushLog) -> None:
+    assert not log.turn(1, 0)
+    log.open(version=7, attempt=2, expected=frozenset({1, 2}))
+    assert log.turn(1, 0)
+
+
+@given(
+    st.sets(st.tuples(st.integers(0, 2), st.integers(0, 2))),
+    st.sets(st.integers(0, 2)),
+)
+def test_sums_are_complete_if_made_of_exactly_the_contributions(
+    pushes: set[tuple[int, int]], contributors: set[int]
+) -> None:
+    log = PushLog(epoch=2)
+    for bucket, worker in pushes:
+        log.add(replace(KEY, bucket=bucket, worker=worker))
+    entries = [(worker, KEY.incarnation, KEY.step) for worker in contributors]
+    assert log.complete([0, 1], entries) == all(
+        {w for b, w in pushes if b == bucket} == contributors for bucket in (0, 1)
+    )
+    assert not log.complete([0], [*entries, (9, KEY.incarnation, KEY.step)])
+    assert not log.complete([0], [(w, i + 1, s) for w, i, s in entries] or [(0, 0, 0)])

@@ -1,0 +1,97 @@
+"""What of an optimizer travels, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ps.core.settings import ALLOWED, Settings, check_optimizer, plain, plain_group
+from elastic_ps.errors import InvalidModel
+
+values = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**40), 2**40), st.floats(allow_nan=False), st.text(max_size=5)
+)
+groups = st.dictionaries(st.text(max_size=5), values | st.lists(values, max_size=3), max_size=4)
+
+
+@given(st.lists(groups, max_size=3), st.lists(groups, max_size=2), st.booleans())
+def test_settings_survive_the_way(
+    groups: list[dict[str, Any]], schedulers: list[dict[str, Any]], stepped: bool
+) -> None:
+    settings = Settings(tuple(groups), tuple(schedulers), stepped)
+    assert Settings.from_json(settings.to_json()) == settings
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"groups": [{}], "schedulers": []}', "7", "null"])
+def test_what_is_not_settings_is_refused(text: str) -> None:
+    with pytest.raises((ValueError, KeyError, TypeError)):
+        Settings.from_json(text)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_the_hyperparameters_of_every_allowed_class_can_be_sent(name: str) -> None:
+    optimizer = getattr(torch.optim, name)([torch.nn.Parameter(torch.zeros(2))], lr=torch.tensor(0.25))
+    check_optimizer(name)
+    sent = json.loads(json.dumps(plain_group(optimizer.param_groups[0], 0)))
+    assert sent["lr"] == 0.25
+    assert not {"params", "foreach", "fused", "capturable"} & sent.keys()
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "Adafactor", "__import__", "Optimizer", ""])
+def test_other_classes_are_refused_with_what_to_use(name: str) -> None:
+    with pytest.raises(InvalidModel, match="SGD, Adam"):
+        check_optimizer(name)
+
+
+def test_what_is_not_plain_is_refused_by_name() -> None:
+    with pytest.raises(InvalidModel, match=r"param_groups\[1\]\['hook'\] is a function"):
+        plain_group({"lr": 0.1, "hook": lambda: None}, 1)
+    with pytest.raises(InvalidModel):
+        plain(torch.zeros(2), where="lr")
+    assert plain((1, (2.0, None)), where="x") == [1, [2.0, None]]
+
+
+LIKE = Settings(({"lr": 0.1, "betas": [0.9, 0.99], "maximize": False, "weight_decay": 0},))
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        {"lr": 1, "betas": [0.5, 0.5], "maximize": True, "weight_decay": 1e-4},
+        {"lr": 0.1, "betas": [0.9, 0.99], "maximize": False, "weight_decay": 0, "initial_lr": 0.1},
+        {"lr": 0.0, "betas": (0.9, 0.99), "maximize": False, "weight_decay": 0},
+    ],
+)
+def test_other_values_of_the_same_kind_can_follow(group: dict[str, Any]) -> None:
+    LIKE.check_follows(Settings((group,)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": None}, "lr is None"),
+        ({"lr": "0.1"}, "lr is '0.1'"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"lr": math.inf}, "lr is inf"),
+        ({"betas": [0.9]}, "betas is"),
+        ({"betas": 0.9}, "betas is"),
+        ({"maximize": 3}, "maximize is 3"),
+        ({"params": []}, "params"),
+    ],
+)
+def test_values_that_the_optimizer_cannot_step_with_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidModel, match=message):
+        LIKE.check_follows(Settings(({**LIKE.groups[0], **change},)))
+
+
+def test_groups_cannot_come_or_go_and_hyperparameters_not_vanish() -> None:
+    with pytest.raises(InvalidModel, match="0 parameter groups"):
+        LIKE.check_follows(Settings(()))
+    with pytest.raises(InvalidModel, match="lr is missing"):
+        LIKE.check_follows(Settings(({"betas": [0.9, 0.99], "maximize": False, "weight_decay": 0},)))

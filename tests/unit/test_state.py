@@ -1,0 +1,108 @@
+"""What shard 0 knows of a job: whose records stay where when workers vanish, come again, or repeat."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.ledger import Ledger
+from elastic_ps.core.membership import Stay
+from elastic_ps.server.state import JobState
+
+
+@pytest.fixture
+def state() -> JobState:
+    state = JobState(epoch=1, lease=timedelta(seconds=10))
+    state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
+    return state
+
+
+def join(state: JobState, worker: int) -> Stay:
+    """A worker comes, is handed records and wants to compute on them."""
+    stay = state.members.join(worker, pid=worker, host="here", version=state.version, now=0)
+    state.take(worker, stay.incarnation, 10)
+    state.admit(worker)
+    return stay
+
+
+def contribution(state: JobState, stay: Stay, *, step: int = 0) -> Contribution:
+    """A step on all that the worker holds."""
+    assert state.ledger is not None
+    held = tuple(state.ledger.held(stay.incarnation))
+    return Contribution(worker=stay.worker, incarnation=stay.incarnation, step=step, samples=10, records=held)
+
+
+def finish(state: JobState, stay: Stay, *, step: int = 0) -> Contribution:
+    done = contribution(state, stay, step=step)
+    state.rounds.finish(done, version=state.version, attempt=state.rounds.attempt)
+    return done
+
+
+def two(state: JobState) -> tuple[Stay, Stay]:
+    """Two workers, both in the open round, which is the second."""
+    first, second = join(state, 0), join(state, 1)
+    finish(state, first, step=-2)
+    state.book(state.rounds.begin_commit(), 0)
+    state.take(first.worker, first.incarnation, 10)
+    return first, second
+
+
+def test_the_records_of_a_finished_step_stay_with_it_when_its_worker_vanishes(state: JobState) -> None:
+    first, second = two(state)
+    done = finish(state, first)
+    state.drop(0, "lost")
+    assert state.ledger is not None
+    assert state.ledger.held(first.incarnation) == list(done.records)
+    finish(state, second)
+    state.book(state.rounds.begin_commit(), 0)
+    assert state.ledger.applied == 30
+    assert first.last_step == 0
+
+
+def test_a_worker_that_finished_comes_again_and_vanishes_again(state: JobState) -> None:
+    """The records of the finished step are those of its earlier stay, not of the later one."""
+    first, second = two(state)
+    done = finish(state, first)
+    state.drop(0, "lost")
+    again = join(state, 0)
+    state.drop(0, "lost")
+    assert state.ledger is not None
+    assert state.ledger.held(again.incarnation) == []
+    assert state.ledger.held(first.incarnation) == list(done.records)
+    finish(state, second)
+    state.book(state.rounds.begin_commit(), 0)
+    assert state.ledger.applied == 30
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_late_request_cannot_take_the_records_of_a_finished_step_away(
+    state: JobState, leaves: bool
+) -> None:
+    """A repeated Take, Release or Leave that was delayed on its way; the step is in the sums by then."""
+    first, second = two(state)
+    done = finish(state, first)
+    state.give_back(first.incarnation)
+    if leaves:
+        state.rounds.withdraw(0)
+        state.drop(0, "left")
+    assert state.ledger is not None
+    assert state.ledger.held(first.incarnation) == list(done.records)
+    finish(state, second)
+    state.book(state.rounds.begin_commit(), 0)
+    assert state.ledger.applied == 30
+
+
+def test_records_of_void_steps_go_to_others(state: JobState) -> None:
+    first, second = two(state)
+    finish(state, first)
+    state.drop(0, "lost")
+    state.drop(1, "lost")
+    assert state.ledger is not None
+    assert state.ledger.held(first.incarnation) == state.ledger.held(second.incarnation) == []
+    third = join(state, 2)
+    assert state.rounds.takes_part(2)
+    finish(state, third)
+    state.book(state.rounds.begin_commit(), 0)
+    assert state.ledger.applied == 20

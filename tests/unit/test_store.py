@@ -1,0 +1,418 @@
+"""Checkpoints: whole or not at all, verified, and the one before is used when the newest is broken."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from elastic_ps.checkpoint import store as store_module
+from elastic_ps.checkpoint.store import Assembled, Manifest, Store, Stored
+from elastic_ps.core.partition import Layout, Rule, TensorSpec, partition
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint
+from elastic_ps.server.values import BucketValues
+
+SHARDS = 2
+EPOCH = 1
+
+
+def manifest(version: int, *, epoch: int = EPOCH) -> Manifest:
+    return Manifest(
+        job="job",
+        version=version,
+        epoch=epoch,
+        tensors=[{"name": "w", "shape": [4]}],
+        optimizer="SGD",
+        state={"ledger": {"applied": 10 * version}, "loss": [[1, 0.1 + version], [2, float("nan")]]},
+    )
+
+
+def content(version: int, shard: int) -> list[Stored]:
+    return [
+        Stored(shard, 0, "value", torch.arange(4.0) + version),
+        Stored(shard, 0, "step", torch.tensor([float(version)]), scalar=True),
+    ]
+
+
+def write(store: Store, version: int, *, keep: int = 3) -> Path:
+    found = manifest(version)
+    for shard in range(SHARDS):
+        found.files.append(store.write_shard(EPOCH, version, shard, SHARDS, iter(content(version, shard))))
+    return store.commit(found, keep=keep)
+
+
+def same(stored: Iterator[Stored], version: int) -> bool:
+    expected = {s.name: s.value for shard in range(SHARDS) for s in content(version, shard)}
+    found = {s.name: s.value for s in stored}
+    return found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    store = Store(tmp_path / "checkpoints")
+    assert store.next_epoch() == EPOCH
+    return store
+
+
+def names(store: Store) -> list[str]:
+    """Of all directories."""
+    return sorted(path.name for path in store.directory.iterdir() if path.is_dir())
+
+
+def test_what_is_written_is_read_again(store: Store) -> None:
+    path = write(store, 1290)
+    assert path.name == "version-0000001290"
+    found, problems = store.newest()
+    assert problems == []
+    assert (found.version, found.job, found.epoch, found.optimizer) == (1290, "job", 1, "SGD")
+    assert found.tensors == [{"name": "w", "shape": [4]}]
+    assert found.state["ledger"] == {"applied": 12900}
+    assert same(store.read(found), 1290)
+
+
+def test_the_newest_are_kept(store: Store) -> None:
+    for version in (5, 10, 99, 100, 1000):
+        write(store, version, keep=3)
+    assert store.versions() == [99, 100, 1000]
+    assert store.newest()[0].version == 1000
+
+
+def test_a_version_that_is_written_again_replaces_the_first(store: Store) -> None:
+    path = write(store, 7)
+    (path / "stray").touch()
+    write(store, 7)
+    assert not (path / "stray").exists()
+    assert same(store.read(store.newest()[0]), 7)
+
+
+def test_without_a_checkpoint_the_message_says_where_was_looked(store: Store) -> None:
+    with pytest.raises(NoCheckpoint, match=f"no whole checkpoint in {store.directory}"):
+        store.newest()
+    with pytest.raises(NoCheckpoint):
+        Store(store.directory / "missing").newest()
+
+
+def files(store: Store, version: int) -> list[Path]:
+    return sorted(store.path(version).iterdir())
+
+
+def broken_is_refused_and_the_one_before_is_used(store: Store, what: str) -> None:
+    with pytest.raises(CheckpointCorrupt):
+        store.manifest(2)
+    found, problems = store.newest()
+    assert found.version == 1, what
+    assert same(store.read(found), 1)
+    assert len(problems) == 1
+    assert str(store.path(2)) in problems[0]
+    assert [name.split("-")[0] for name in names(store)] == ["corrupt", "version"], "kept aside"
+    assert store.newest() == (found, []), "and reported once"
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("number", range(SHARDS + 1))
+def test_a_flipped_byte_is_found_wherever_it_is(store: Store, number: int, seed: int) -> None:
+    write(store, 1)
+    write(store, 2)
+    path = files(store, 2)[number]
+    data = bytearray(path.read_bytes())
+    generator = random.Random(1000 * number + seed)
+    place = generator.randrange(len(data))
+    data[place] ^= 1 << generator.randrange(8)
+    path.write_bytes(data)
+    broken_is_refused_and_the_one_before_is_used(store, f"{path.name}, byte {place}")
+
+
+def test_no_character_of_the_manifest_can_change(store: Store) -> None:
+    """Least of all a digit in a count of records, which is JSON all the same."""
+    path = write(store, 2) / "manifest.json"
+    text = path.read_bytes()
+    for place in range(len(text)):
+        for change in (1, 2, 32):
+            path.write_bytes(text[:place] + bytes([text[place] ^ change]) + text[place + 1 :])
+            with pytest.raises(CheckpointCorrupt):
+                store.manifest(2)
+    path.write_bytes(text)
+    assert store.manifest(2).version == 2
+
+
+@pytest.mark.parametrize("number", range(SHARDS + 1))
+@pytest.mark.parametrize("left", [0.0, 0.5, 0.99])
+def test_a_file_cut_short_is_found(store: Store, number: int, left: float) -> None:
+    write(store, 1)
+    write(store, 2)
+    path = files(store, 2)[number]
+    os.truncate(path, int(path.stat().st_size * left))
+    broken_is_refused_and_the_one_before_is_used(store, path.name)
+
+
+def test_a_missing_file_is_found(store: Store) -> None:
+    write(store, 1)
+    write(store, 2)
+    (store.path(2) / "shard-1-of-2.safetensors").unlink()
+    broken_is_refused_and_the_one_before_is_used(store, "missing")
+
+
+def test_a_file_that_the_disk_cannot_read_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(store, 1)
+    write(store, 2)
+    bad = store.path(2) / "shard-0-of-2.safetensors"
+    digest = store_module._digest
+
+    def failing(path: Path) -> str:
+        if path == bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return digest(path)
+
+    monkeypatch.setattr(store_module, "_digest", failing)
+    broken_is_refused_and_the_one_before_is_used(store, "unreadable")
+
+
+def test_a_checkpoint_under_another_versions_name_is_refused(store: Store) -> None:
+    write(store, 1)
+    write(store, 2).rename(store.path(3))
+    with pytest.raises(CheckpointCorrupt, match="version 2"):
+        store.manifest(3)
+
+
+def test_a_directory_without_a_manifest_is_not_a_checkpoint(store: Store) -> None:
+    write(store, 1)
+    store.path(2).mkdir()
+    assert store.newest()[0].version == 1
+
+
+def test_when_all_are_broken_the_message_names_them(store: Store) -> None:
+    for version in (1, 2):
+        (write(store, version) / "manifest.json").write_text("{}")
+    with pytest.raises(NoCheckpoint, match=r"version-0000000002.*version-0000000001"):
+        store.newest()
+
+
+def test_a_version_that_breaks_again_is_set_aside_again(store: Store) -> None:
+    """By a process of the same id, which a container's first process always has."""
+    write(store, 1)
+    for _ in range(3):
+        (write(store, 2) / "manifest.json").write_text("{}")
+        assert store.newest()[0].version == 1
+    assert len(names(store)) == 4
+
+
+def test_an_interrupted_write_is_not_seen_and_can_be_discarded(store: Store) -> None:
+    write(store, 1)
+    store.write_shard(EPOCH, 2, 0, SHARDS, iter(content(2, 0)))
+    assert store.newest()[0].version == 1
+    assert len(names(store)) == 2
+    store.discard_partial()
+    assert names(store) == ["version-0000000001"]
+
+
+def test_what_unfinished_writes_left_does_not_pile_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the disk is full, the next try needs the place that the last one took."""
+    write(store, 1)
+    for version in range(2, 6):
+        store.write_shard(EPOCH, version, 0, SHARDS, iter(content(version, 0)))
+        with monkeypatch.context() as patch:
+            patch.setattr(safetensors.torch, "save_file", _half_then_full)
+            with pytest.raises(CheckpointError, match="No space left"):
+                store.write_shard(EPOCH, version, 1, SHARDS, iter(content(version, 1)))
+    left = {p.parent.name for p in store.directory.glob("partial-*/*")}
+    assert left == {"partial-1-0000000005"}
+    write(store, 6)
+    assert names(store) == ["version-0000000001", "version-0000000006"]
+
+
+def _half_then_full(tensors: object, path: Path) -> None:
+    path.write_bytes(b"half")
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_leaves_the_older_ones_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(store, 1)
+    found = manifest(2)
+    found.files.extend(store.write_shard(EPOCH, 2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS))
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "_flush", full)
+        with pytest.raises(CheckpointError, match=r"version 2: .*No space left"):
+            store.commit(found, keep=1)
+    assert same(store.read(store.newest()[0]), 1)
+    store.commit(found, keep=1)
+    assert store.versions() == [2], "and it goes on when there is space again"
+
+
+def test_an_old_one_that_cannot_be_deleted_does_not_spoil_the_new_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(store, 1)
+
+    unlink = os.unlink
+
+    def failing(path: Path, *, dir_fd: int | None = None) -> None:
+        if dir_fd is not None:  # as in deleting a whole directory
+            raise OSError(errno.EACCES, "Permission denied")
+        unlink(path)
+
+    monkeypatch.setattr("os.unlink", failing)
+    write(store, 2, keep=1)
+    assert store.newest()[0].version == 2
+
+
+def test_a_directory_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    store = Store(blocked / "checkpoints")
+    with pytest.raises(CheckpointError, match="cannot write shard-0-of-1"):
+        store.write_shard(EPOCH, 1, 0, 1, iter(content(1, 0)))
+    with pytest.raises(CheckpointError, match="cannot finish"):
+        store.commit(manifest(1), keep=1)
+    with pytest.raises(CheckpointError, match=r"epoch\.json"):
+        store.next_epoch()
+
+
+def test_epochs_grow(store: Store) -> None:
+    assert [store.next_epoch() for _ in range(2)] == [2, 3]
+    assert Store(store.directory).next_epoch() == 4
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"epoch": "x"}', '{"epoch": null}', '{"epoch": 1.5}'])
+def test_a_broken_epoch_is_said_so_and_not_begun_anew(store: Store, text: str) -> None:
+    """From 1 again, a parameter server that was thought dead could pass for the present one."""
+    store.next_epoch()
+    (store.directory / "epoch.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"epoch\.json"):
+        store.next_epoch()
+
+
+def test_who_was_replaced_neither_commits_nor_deletes(store: Store) -> None:
+    """Two parameter servers at once: the older one may still be writing."""
+    write(store, 1)
+    store.write_shard(EPOCH, 2, 0, SHARDS, iter(content(2, 0)))
+    epoch = Store(store.directory).next_epoch()
+    store.write_shard(epoch, 2, 0, SHARDS, iter(content(2, 0)))
+    files = [store.write_shard(EPOCH, 9, s, SHARDS, iter(content(9, s))) for s in range(SHARDS)]
+    late = manifest(9)
+    late.files.extend(files)
+    with pytest.raises(Fenced, match="epoch 2 has taken over from epoch 1"):
+        store.commit(late, keep=1)
+    assert store.versions() == [1]
+    new = manifest(2, epoch=epoch)
+    new.files.extend(store.write_shard(epoch, 2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS))
+    store.commit(new, keep=3)
+    assert names(store) == ["version-0000000001", "version-0000000002"]
+
+
+def test_nothing_is_pickled(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(store, 1)
+    assert {p.suffix for p in path.iterdir()} == {".json", ".safetensors"}
+    for file in path.glob("*.safetensors"):
+        assert safetensors.torch.load_file(file)
+        assert b"torch" not in file.read_bytes()
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("pickle was used")
+
+    for name in ("torch.load", "torch.save", "pickle.load", "pickle.loads", "pickle.dump", "pickle.dumps"):
+        monkeypatch.setattr(name, refuse)
+    write(store, 2)
+    assert same(store.read(store.newest()[0]), 2)
+
+
+def test_the_manifest_says_what_is_in_the_checkpoint(store: Store) -> None:
+    """For people and other programs: it is JSON, with a digest for each file."""
+    data = json.loads((write(store, 3) / "manifest.json").read_text())
+    assert (data["format"], data["version"], data["job"]) == (1, 3, "job")
+    assert [len(file["sha256"]) for file in data["files"]] == [64, 64]
+
+
+# --- another cut
+
+
+def trained(layout: Layout, settings: Settings) -> list[BucketValues]:
+    """All buckets of a layout with Adam, zero and without state."""
+    buckets = []
+    for bucket in layout.buckets:
+        values = BucketValues(bucket)
+        groups = [layout.tensors[p.tensor].group for p in bucket.pieces]
+        values.build_optimizer("Adam", settings.groups, groups)
+        buckets.append(values)
+    return buckets
+
+
+def stored(buckets: list[BucketValues]) -> Iterator[Stored]:
+    for values in buckets:
+        start = 0
+        for piece in values.bucket.pieces:
+            part = values.values[start : start + piece.length].clone()
+            yield Stored(piece.tensor, piece.start, "value", part)
+            start += piece.length
+        for entry in values.state():
+            yield Stored(entry.tensor, entry.start, entry.key, entry.value.clone(), entry.scalar)
+
+
+def whole(buckets: list[BucketValues], sizes: dict[int, int]) -> dict[tuple[int, str], torch.Tensor]:
+    """Everything of each tensor, in one."""
+    found: dict[tuple[int, str], torch.Tensor] = {}
+    for s in stored(buckets):
+        place = found.setdefault((s.tensor, s.key), torch.full((sizes[s.tensor],), float("nan")))
+        place[s.start : s.start + s.value.numel()] = s.value
+        if s.scalar:
+            place[:] = s.value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [((1, 4096), (3, 100)), ((3, 100), (1, 4096)), ((2, 64), (4, 52))]
+)
+def test_a_checkpoint_can_be_cut_otherwise(
+    store: Store, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    shapes = [(13, 7), (7,), (), (50,), (3, 3)]
+    specs = [TensorSpec(str(i), shape, "float32", Rule.GRADIENT, i % 2) for i, shape in enumerate(shapes)]
+    specs.append(TensorSpec("frozen", (30,), "float32", Rule.CONSTANT))
+    settings = Settings(({"lr": 0.1}, {"lr": 0.01}))
+    first, second = (partition(specs, bucket_bytes=b, shards=s) for s, b in (before, after))
+    assert first != second
+    generator = torch.Generator().manual_seed(3)
+    buckets = trained(first, settings)
+    for values in buckets:
+        values.values.copy_(torch.randn(values.bucket.elements, generator=generator))
+        if values.bucket.rule is Rule.GRADIENT:
+            for version in (1, 2):
+                gradient = torch.randn(values.bucket.elements, generator=generator)
+                present = [piece.tensor != 3 for piece in values.bucket.pieces]
+                values.add(gradient, 1, present, first=True)
+                values.apply(1, settings.groups, version)
+    found = manifest(2)
+    for shard in range(first.shards):
+        own = [values for values in buckets if values.bucket.shard == shard]
+        found.files.append(store.write_shard(EPOCH, 2, shard, first.shards, stored(own)))
+    store.commit(found, keep=1)
+
+    sizes = {i: spec.elements for i, spec in enumerate(specs)}
+    assembled = Assembled(sizes, store.read(store.newest()[0]))
+    loaded = trained(second, settings)
+    for values in loaded:
+        values.load(assembled, 2)
+    expected, got = whole(buckets, sizes), whole(loaded, sizes)
+    assert expected.keys() == got.keys()
+    assert (3, "step") not in got, "a parameter that never had a gradient has no state"
+    assert all(torch.equal(expected[place], got[place]) for place in expected)
+    assert all(values.version == 2 for values in loaded)
+
+
+def test_a_tensor_that_is_not_wholly_there_is_not_made_up() -> None:
+    assembled = Assembled({0: 5, 1: 4}, iter([Stored(0, 0, "value", torch.zeros(5))]))
+    with pytest.raises(CheckpointCorrupt, match="tensor 1"):
+        assembled.value(1, 0, 4)
+    with pytest.raises(CheckpointCorrupt, match="5 of 10 elements of tensor 0"):
+        Assembled({0: 10}, iter([Stored(0, 0, "value", torch.zeros(5))]))
