@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 SCALE ?= --scale 200:4 --scale 1000:2
 
-.PHONY: run test check bench proto format cluster cluster-down clean
+.PHONY: run test check bench proto manifests format cluster cluster-down clean
 
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
@@ -18,6 +18,8 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_protobuf.py --check
+	PYTHONPATH=.:operator $(BIN)/python -m elastic_operator.crd --check
+	PYTHONPATH=. $(BIN)/python tools/render_install.py --check
 
 bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
 	$(BIN)/python benchmarks/transport.py
@@ -25,12 +27,17 @@ bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
 proto: $(VENV)/ready  ## Regenerate the protobuf modules
 	$(BIN)/python tools/generate_protobuf.py
 
+manifests: $(VENV)/ready  ## Regenerate the CRD and install.yaml
+	PYTHONPATH=.:operator $(BIN)/python -m elastic_operator.crd --write
+	PYTHONPATH=. $(BIN)/python tools/render_install.py --write
+
 format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 cluster: $(VENV)/ready  ## A real Kubernetes on this machine (Debian, root)
 	$(BIN)/python -m tests.e2e.cluster up
+	PYTHONPATH=. $(BIN)/python tools/load_images.py
 
 cluster-down: $(VENV)/ready
 	$(BIN)/python -m tests.e2e.cluster down

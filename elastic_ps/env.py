@@ -12,6 +12,7 @@ exit status        meaning
 EXIT_INVALID (78)  the job cannot work as it stands (`UserError`); starting it again is no use
 1 to 127           the script failed; counts against `runPolicy.backoffLimit`
 128 to 255, signal killed from outside (out of memory, preemption); replaced, counts against nothing
+EXIT_FENCED (250)  a parameter server that another one has taken over from; replaced likewise
 ================== ============================================================================
 """
 
@@ -29,6 +30,9 @@ from elastic_ps.job import TrainingJobSpec, parse_spec
 
 EXIT_INVALID = 78
 """EX_CONFIG of sysexits.h."""
+
+EXIT_FENCED = 250
+"""Above all signals, so that it reads as a status; in the range that counts against nothing."""
 
 PREFIX = "ELASTIC_PS_"
 DEFAULT_PORT = 2222

@@ -268,7 +268,14 @@ class Condition(_Model):
 class WorkerStatus(_Model):
     replicas: int = 0
     ready: int = 0
+    completed: int = Field(default=0, description="Workers that ended their script without an error.")
     failures: int = Field(default=0, description="Failures that count against backoffLimit.")
+    restarts: int = Field(default=0, description="Workers replaced, for whatever reason.")
+    last_failure: str | None = Field(default=None, description="Which worker was replaced last, and why.")
+    counted_pods: list[str] = Field(
+        default_factory=list,
+        description="Uids of ended pods that are in these numbers and still exist; counted only once.",
+    )
     selector: str = Field(default="", description="Label selector as a string, for the autoscaler.")
 
 
@@ -280,6 +287,14 @@ class ParameterServerStatus(_Model):
 Phase: TypeAlias = Literal["Pending", "Running", "Suspended", "Succeeded", "Failed"]
 
 
+class Summary(_Model):
+    """What `kubectl get` shows, ready to read."""
+
+    workers: str = Field(default="", description="Ready and wanted, as 2/4.")
+    progress: str = Field(default="", description="Records in the model, as 15%.")
+    loss: str = ""
+
+
 class TrainingJobStatus(_Model):
     """What the operator reports on the resource."""
 
@@ -289,6 +304,7 @@ class TrainingJobStatus(_Model):
     worker: WorkerStatus = Field(default_factory=WorkerStatus)
     parameter_server: ParameterServerStatus = Field(default_factory=ParameterServerStatus)
     progress: Progress = Field(default_factory=Progress)
+    summary: Summary = Field(default_factory=Summary)
     start_time: str | None = None
     completion_time: str | None = None
 

@@ -122,6 +122,7 @@ class Store:
             _flush(path)
             return ShardFile(name, _digest(path), path.stat().st_size)
         except (OSError, safetensors.SafetensorError) as error:
+            shutil.rmtree(self._partial(epoch, version), ignore_errors=True)  # else it keeps the disk full
             raise CheckpointError(f"cannot write {name} of version {version}: {error}") from error
 
     def commit(self, manifest: Manifest, *, keep: int) -> Path:
@@ -137,6 +138,7 @@ class Store:
                 self._finish(manifest)
                 self._prune(manifest, keep)
         except OSError as error:
+            shutil.rmtree(self._partial(manifest.epoch, manifest.version), ignore_errors=True)
             text = f"cannot finish the checkpoint of version {manifest.version}: {error}"
             raise CheckpointError(text) from error
         return self.path(manifest.version)

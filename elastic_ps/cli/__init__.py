@@ -29,6 +29,10 @@ def main(arguments: Sequence[str] | None = None, *, programs: Programs | None = 
             from elastic_ps.cli.run import run
 
             return run(parsed, programs)
+        if parsed.command == "drill":
+            from elastic_ps.cli.drill import drill
+
+            return drill(parsed, programs)
         from elastic_ps.cli import control
 
         commands = {

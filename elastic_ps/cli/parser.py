@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from elastic_ps.drill.faults import DESCRIPTIONS, KINDS, Kind
+
 DESCRIPTION = """\
 Train a PyTorch model with a parameter server and workers that come and go.
 
@@ -24,6 +26,7 @@ examples:
   elastic-ps scale digits --workers 4        more or fewer workers; those who train go on
   elastic-ps logs digits -f --worker 0       what worker 0 prints
   elastic-ps stop digits                     stop it; a checkpoint is written
+  elastic-ps drill job.yaml --seed 7         break it on purpose; is anything lost?
 
 A version is the number of optimizer steps that the model has taken.
 
@@ -48,6 +51,24 @@ examples:
   elastic-ps run job.yaml --resume DIR       go on from the newest checkpoint in DIR"""
 
 
+DRILL = """\
+Run a job on this machine and break it on purpose: processes are killed and frozen, checkpoints damaged,
+as a schedule says that follows from the seed. Both sides record what they did; at the end the histories
+are compared, and every record of every epoch must be in the model exactly once.
+
+The job has to be long enough for the faults: each waits until the job has recovered from the one before.
+Faults happen at shares of the records, so with one seed the same faults come in the same order."""
+
+DRILL_EXAMPLES = """\
+examples:
+  elastic-ps drill job.yaml                  five common faults, with a new seed
+  elastic-ps drill job.yaml --seed 7 --faults kill-ps,kill-ps,freeze-worker --report out
+
+exit codes:
+  0    the job succeeded, every possible fault happened, nothing was lost
+  1    otherwise; the table says what"""
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=98)
@@ -63,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_scale(commands)
     _add_logs(commands)
     _add_stop(commands)
+    _add_drill(commands)
     return parser
 
 
@@ -140,6 +162,38 @@ def _add_stop(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         formatter_class=_Help,
     )
     stop.add_argument("job", metavar="JOB", help="the job's name or its YAML file")
+
+
+def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    faults = "\n".join(f"  {kind:<20}{text}" for kind, text in DESCRIPTIONS.items())
+    drill = commands.add_parser(
+        "drill",
+        help="run a job and break it on purpose",
+        description=DRILL,
+        epilog=f"faults:\n{faults}\n\n{DRILL_EXAMPLES}",
+        formatter_class=_Help,
+    )
+    drill.add_argument("job", metavar="JOB", type=Path, help="the job's YAML file")
+    drill.add_argument("--seed", type=int, metavar="N", help="of the schedule; a random one if not given")
+    drill.add_argument(
+        "--faults", type=_faults, metavar="F,F,...", help="which faults; one named twice happens twice"
+    )
+    drill.add_argument(
+        "--workers", type=_positive, metavar="N", help="start with N workers instead of the file's"
+    )
+    drill.add_argument(
+        "--report", type=Path, metavar="DIR", help="write drill.json and the histories into DIR"
+    )
+
+
+def _faults(text: str) -> list[Kind]:
+    kinds: list[Kind] = []
+    for word in text.split(","):
+        known = [kind for kind in KINDS if kind == word.strip()]
+        if not known:
+            raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(KINDS)}")
+        kinds += known
+    return kinds
 
 
 def _positive(text: str) -> int:

@@ -63,7 +63,8 @@ class Settings:
     def check_follows(self, later: Settings) -> None:
         """Raise InvalidModel unless an optimizer that was built with these settings can step with `later`.
 
-        A hyperparameter may change its value, not its kind; schedulers may add keys of their own.
+        A hyperparameter may change its value, not its kind; one that is missing stays as it is, and
+        schedulers may add keys of their own.
         """
         if len(later.groups) != len(self.groups):
             raise InvalidModel(f"{len(later.groups)} parameter groups; the model has {len(self.groups)}")
@@ -71,9 +72,7 @@ class Settings:
             for key in sorted(NOT_SENT & theirs.keys()):
                 raise InvalidModel(f"param_groups[{index}]: {key} is not a hyperparameter that can be sent")
             for key, value in ours.items():
-                if key not in theirs:
-                    raise InvalidModel(f"param_groups[{index}]: {key} is missing")
-                if _kind(value) != _kind(theirs[key]):
+                if key in theirs and _kind(value) != _kind(theirs[key]):
                     raise InvalidModel(
                         f"param_groups[{index}]: {key} is {theirs[key]!r}, which cannot take the place "
                         f"of {value!r}"

@@ -17,8 +17,15 @@ from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 logger = logging.getLogger(__name__)
 
 
+LOOK = 0.1
+"""Seconds between two looks whether this process has been replaced."""
+
+
 def main() -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit status, see `elastic_ps.env`."""
+    """Serve until SIGTERM or SIGINT, or until another one has taken over.
+
+    Returns the exit status, see `elastic_ps.env`.
+    """
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -35,11 +42,13 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return env.EXIT_INVALID
     logger.info("shard %d of job %s serves on %s", environment.index, environment.job, transport.address)
-    stop.wait()
-    logger.info("asked to stop")
+    while not (stop.wait(LOOK) or server.fenced):
+        pass
+    fenced = server.fenced
+    logger.info("another parameter server has taken over" if fenced else "asked to stop")
     server.close()
     http.close()
-    return 0
+    return env.EXIT_FENCED if fenced else 0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from elastic_ps.core.ledger import LedgerError, Range
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Layout, TensorSpec, difference, partition
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import CheckpointError, RefusalCode, Refused, TransportError, UserError
+from elastic_ps.errors import CheckpointError, InvalidModel, RefusalCode, Refused, TransportError, UserError
 from elastic_ps.job import ServerStatus, TrainingJobSpec
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.node import Advance, Configuration, ShardControl, Written
@@ -123,6 +123,7 @@ class Coordinator:
         with self._changed:
             due = keep and self._keeper is not None and self._state.initialised and not self._spoiled
             due = due and self._keeper is not None and self._keeper.durable_version != self._state.version
+            due = due and not self.fenced
             self._closing = True
             self._changed.notify_all()
         self._ticker.join()
@@ -137,6 +138,11 @@ class Coordinator:
         """Of the parameter server; grows when the job goes back to a checkpoint."""
         with self._changed:
             return self._state.epoch
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another parameter server has taken over: this one may apply and write nothing any more."""
+        return self._keeper is not None and self._keeper.fenced
 
     @property
     def lease(self) -> timedelta:
@@ -209,9 +215,11 @@ class Coordinator:
         if configure:
             self._configure(tensors, optimizer, settings)
         with self._settled() as state:
+            self._drop(worker, "lost")
+            if not self._may_join():  # another one has begun to initialise the model since
+                return None
             _require_same(state.model, tensors, optimizer)
             assert state.model is not None
-            self._drop(worker, "lost")
             stay = state.members.join(worker, pid=pid, host=host, version=state.version, now=self._clock())
             initialise = not state.initialised
             if initialise:
@@ -370,7 +378,8 @@ class Coordinator:
         The call that completes a round commits it and returns when the shards have applied it.
 
         Raises:
-            Refused: see `SyncRounds.finish`; INVALID: records that the worker does not hold.
+            Refused: see `SyncRounds.finish`; INVALID: records that the worker does not hold, or settings that
+                the optimizer cannot step with.
         """
         with self._settled() as state:
             stay = self._check(contribution.worker, contribution.incarnation)
@@ -379,7 +388,9 @@ class Coordinator:
             try:
                 if state.ledger is not None:
                     state.ledger.check(contribution.incarnation, contribution.records)
-            except LedgerError as error:
+                if contribution.settings:
+                    state.settings.check_follows(Settings.from_json(contribution.settings))
+            except (LedgerError, InvalidModel) as error:
                 raise Refused(RefusalCode.INVALID, str(error)) from error
             new = state.rounds.finish(contribution, version=version, attempt=attempt)
         self._drive()
@@ -417,6 +428,7 @@ class Coordinator:
 
     def _tell(self, advance: Advance, contributions: Sequence[Contribution]) -> bool:
         """Send an order to the shards and book what came of it. Returns False if it has to be tried again."""
+        decided = time.monotonic()  # before the look at the fence
         if contributions and self._keeper is not None and self._keeper.check_fence():
             return False
         try:
@@ -433,7 +445,7 @@ class Coordinator:
                 self._checkpoint_wanted = False
                 self._keeper.begin(self._state.version, self._clock(), self._state.to_checkpoint())
         if contributions:
-            self._record(contributions, advance.version)
+            self._record(contributions, advance.version, decided)
         return True
 
     def _current(self) -> Advance:
@@ -446,7 +458,7 @@ class Coordinator:
         state, rounds = self._state, self._state.rounds
         # Who has made most steps: one that joined first may have been overtaken before its first step.
         steps = {stay.incarnation: stay.steps for stay in state.members.stays()}
-        eldest = min(contributions, key=lambda c: (-steps.get(c.incarnation, 0), c.incarnation))
+        eldest = min(contributions, key=lambda c: (-steps[c.incarnation], c.incarnation))
         if eldest.settings:
             state.settings = Settings.from_json(eldest.settings)
         application = Application(
@@ -509,13 +521,15 @@ class Coordinator:
         self._history.record("restore", epoch=epoch, version=found.version)
         logger.info("epoch %d goes on from version %d", epoch, found.version)
 
-    def _record(self, contributions: Sequence[Contribution], version: int) -> None:
+    def _record(self, contributions: Sequence[Contribution], version: int, decided: float) -> None:
         steps = [
             {"worker": c.worker, "incarnation": c.incarnation, "step": c.step, "records": c.records}
             | {"samples": c.samples}
             for c in contributions
         ]
-        self._history.record("commit", version=version, contributions=steps)
+        self._history.record(
+            "commit", epoch=self.epoch, version=version, decided=decided, contributions=steps
+        )
 
     def _send(self, advance: Advance) -> None:
         """Tell all shards; this process's own last, because its workers' pulls are answered by that."""
@@ -527,8 +541,13 @@ class Coordinator:
                 self._keeper.parts(shard, parts)
 
     def _tick(self) -> None:
-        """Every `TICK`: declare silent members gone, collect checkpoint parts, try again what failed."""
+        """Every `TICK`: declare silent members gone, collect checkpoint parts, try again what failed.
+
+        Also look at the fence: workers that wait for records must not go on waiting here.
+        """
         while True:
+            if self._keeper is not None:
+                self._keeper.check_fence()
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, timeout=TICK.total_seconds()):
                     return

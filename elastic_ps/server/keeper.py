@@ -76,12 +76,14 @@ class Keeper:
 
     def check_fence(self) -> bool:
         """Whether another parameter server has taken over. Reads a small file."""
+        epoch = self.epoch
         try:
-            self._store.require_epoch(self._epoch)
+            self._store.require_epoch(epoch)
         except Fenced as error:
-            logger.error("%s", error)
             with self._lock:
-                self.fenced = True
+                if epoch == self._epoch and not self.fenced:  # else this process has begun a new one itself
+                    logger.error("%s", error)
+                    self.fenced = True
         except CheckpointError as error:
             logger.warning("%s", error)
         return self.fenced
@@ -153,6 +155,8 @@ class Keeper:
                 problem, fenced = str(error), isinstance(error, Fenced)
                 logger.warning("%s", error)
             with self._lock:
+                if manifest.epoch != self._epoch:
+                    continue  # of before a roll-back
                 self._pending, self.problem, self.fenced = None, problem, self.fenced or fenced
                 if not problem:
                     self._durable = manifest.version

@@ -135,13 +135,13 @@ class Node:
     def advance(self, advance: Advance) -> list[Written]:
         """See ShardControl."""
         self.shard.advance(advance.version, advance.attempt, advance.expected, advance.apply)
+        with self._lock:  # before the next part is begun, which must not be among these
+            written, self._written = self._written, []
         if advance.checkpoint and self.store is not None:
             started = time.monotonic()
             copy = list(self._copy())
             pause = timedelta(seconds=time.monotonic() - started)
             self._snapshots.put((self.epoch, advance.version, copy, pause))
-        with self._lock:
-            written, self._written = self._written, []
         return written
 
     def _copy(self) -> Iterator[Stored]:

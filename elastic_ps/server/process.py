@@ -66,13 +66,12 @@ class ParameterServer:
         """Shard 0: count this start, find the checkpoint, look after the members."""
         self.epoch = store.next_epoch() if store else 1
         keeper, found = self._keeper(environment, store) if store else (None, None)
-        shards = range(1, environment.spec.parameter_server.replicas)
-        self._remotes = [RemoteShard(environment.job, connect(shard)) for shard in shards]
+        self._remotes = [RemoteShard(environment.job, connect(shard)) for shard in range(1, self._shards)]
         controls: list[ShardControl] = [self.node, *self._remotes]
+        self._history.record("start", epoch=self.epoch)
         coordinator = Coordinator(
             environment.job, environment.spec, self.epoch, controls, keeper=keeper, history=self._history
         )
-        self._history.record("start", epoch=self.epoch)
         try:
             coordinator.start(found)
         except BaseException:
@@ -114,6 +113,11 @@ class ParameterServer:
             epoch=self.epoch,
             ready=self.node.configured,
         )
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another process has taken this one's place, so that it has to end."""
+        return self.coordinator is not None and self.coordinator.fenced
 
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve; empty on other shards than 0."""

@@ -159,7 +159,14 @@ class Exchange:
         self._step, self.version = None, step.version + 1
         self._flat.publish()
         self._history.record(
-            "applied", step=step.number, version=self.version, records=ending.ranges, samples=step.samples
+            "applied",
+            step=step.number,
+            version=self.version,
+            records=ending.ranges,
+            samples=step.samples,
+            worker=self._client.worker,
+            incarnation=self._client.incarnation,
+            epoch=self._client.epoch,
         )
 
     def fetch(self, version: int, *, contributor: bool) -> None:
@@ -219,7 +226,13 @@ class Exchange:
         started = time.monotonic_ns()
         self._trace.complete("queue", queued, started, lane=f"queue-{bucket.shard}", bucket=bucket.index)
         self._history.record(
-            "push", step=step.number, bucket=bucket.index, attempt=push.attempt, version=step.version
+            "push",
+            step=step.number,
+            bucket=bucket.index,
+            attempt=push.attempt,
+            version=step.version,
+            worker=self._client.worker,
+            incarnation=self._client.incarnation,
         )
         data = self._flat.contribution_bytes(bucket)
         self._client.push(bucket.index, bucket.shard, step, push.attempt, present, data, along)

@@ -129,7 +129,7 @@ class ElasticLoader:
                 if self._session._has_unfinished_batch:
                     self._session._ended_early = self
                     return
-        except GeneratorExit:
+        except GeneratorExit:  # the script broke out of the loop; what it has not computed on is not its own
             self._session._drop_batches()
             raise
         finally:

@@ -234,7 +234,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
         Args:
             catch_up: the settings are those of the last step, and the script's schedulers are stepped after
-                every step: make up for that. (Not for ReduceLROnPlateau: the metric is not known here.)
+                every step: make up for that. (Not for ReduceLROnPlateau: what it would be stepped with is
+                not known here.)
         """
         for group, values in zip(self.param_groups, settings.groups, strict=True):
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})

@@ -17,9 +17,17 @@ WORKERS, EPOCHS, RECORDS, BATCH = 3, 9, 60, 4
 
 
 def final_parameters(
-    tmp_path: Path, disturb: Callable[[Job], None] | None = None, *, shards: int = 1, optimizer: str = "SGD"
+    tmp_path: Path,
+    disturb: Callable[[Job], None] | None = None,
+    *,
+    shards: int = 1,
+    optimizer: str = "SGD",
+    late: int | None = None,
 ) -> torch.Tensor:
-    """The parameters at the end of a job of three workers, disturbed while it runs."""
+    """The parameters at the end of a job of three workers, disturbed while it runs.
+
+    Worker `late` computes for longer than the others, so that its contributions are the last to come.
+    """
     finals: dict[int, torch.Tensor] = {}
 
     def script(session: Session) -> None:
@@ -30,6 +38,8 @@ def final_parameters(
         schedule = session.scheduler(torch.optim.lr_scheduler.ExponentialLR(stepper, 0.99))
         for x, y in session.loader(Numbers(RECORDS), batch_size=BATCH, epochs=EPOCHS):
             stepper.zero_grad()
+            for _ in range(200 if session.worker == late else 0):
+                model(x)
             ((model(x) - y) ** 2).mean().backward()
             stepper.step()
             schedule.step()
@@ -76,6 +86,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str
 
 def test_two_runs_agree(undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path) -> None:
     assert torch.equal(final_parameters(tmp_path), undisturbed[1, "SGD"])
+
+
+@pytest.mark.parametrize("late", range(WORKERS))
+def test_who_comes_last_does_not_matter(
+    undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path, late: int
+) -> None:
+    assert torch.equal(final_parameters(tmp_path, shards=2, late=late), undisturbed[2, "SGD"])
 
 
 @pytest.mark.parametrize("version", range(1, 40, 2))

@@ -1,0 +1,101 @@
+"""`elastic-ps drill`: break a job on purpose, and say what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from elastic_ps.drill.faults import Kind, schedule
+from elastic_ps.drill.report import build_report
+from elastic_ps.drill.runner import Drill, Injection, run
+from elastic_ps.job import load_job
+from elastic_ps.local import JobDirectory, Options, Programs, preflight
+from elastic_ps.local.state import write_atomically
+
+DEFAULT: tuple[Kind, ...] = ("kill-worker", "kill-ps", "freeze-worker", "stop-worker", "corrupt-checkpoint")
+STATE_STYLES = {"recovered": "green", "unavailable": "yellow"}
+
+
+def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
+    """Run the drill; returns the exit code."""
+    job = load_job(parsed.job)
+    if parsed.workers is not None:
+        job.spec.worker.replicas = parsed.workers
+    options = Options(programs=programs or Programs())
+    JobDirectory(job.name, root=options.root).refuse_if_running()
+    preflight.check_workers(job, ())
+    preflight.check_checkpoints(job, None)
+    preflight.check_entrypoint(job.spec.entrypoint, options.programs)
+    if parsed.report is not None:
+        preflight.prepare_directory(parsed.report, option="--report")
+    seed = random.SystemRandom().randrange(10_000) if parsed.seed is None else parsed.seed
+    kinds: Sequence[Kind] = parsed.faults or DEFAULT
+    command = _command(parsed, seed, kinds)
+    faults = schedule(seed, kinds, workers=job.spec.worker.replicas)
+    console = Console(highlight=False)
+    console.print(f"Seed {seed}: " + ", ".join(str(fault) for fault in faults), soft_wrap=True)
+
+    def tell(text: str) -> None:
+        console.print(text, soft_wrap=True)
+
+    history = parsed.report / "history" if parsed.report else None
+    result = run(job, faults, options=options, history=history, tell=tell)
+    show(console, result)
+    console.print(Text("Again: ", style="dim").append(command, style="not dim"), soft_wrap=True)
+    if parsed.report is not None:
+        report = build_report(result, seed=seed, command=command)
+        write_atomically(parsed.report / "drill.json", json.dumps(report, indent=2) + "\n")
+    return 0 if result.passed else 1
+
+
+def _command(parsed: argparse.Namespace, seed: int, kinds: Sequence[Kind]) -> str:
+    words = ["elastic-ps", "drill", str(parsed.job), "--seed", str(seed), "--faults", ",".join(kinds)]
+    if parsed.workers is not None:
+        words += ["--workers", str(parsed.workers)]
+    return shlex.join(words)
+
+
+def show(console: Console, result: Drill) -> None:
+    """The table, what was violated, and the verdict."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("fault", "when", "outcome"):
+        table.add_column(column, no_wrap=True)
+    for column in ("seconds to recover", "versions redone", "records lost", "records twice"):
+        table.add_column(column, justify="right")
+    for each in result.injections:
+        table.add_row(*_row(each))
+    console.print(table)
+    for violation in result.violations[:20]:
+        console.print(Text(str(violation), style="red"), soft_wrap=True)
+    if len(result.violations) > 20:
+        console.print(f"and {len(result.violations) - 20} more", style="red")
+    verdict = result.outcome.verdict
+    console.print(f"{result.outcome.status.job} {verdict.phase.lower()}: {verdict.message}", soft_wrap=True)
+    if result.passed:
+        text = f"Nothing was lost: {result.records:,} records, each in the model exactly once."
+        console.print(Text(text, style="bold green"), soft_wrap=True)
+    else:
+        console.print(Text("The drill did not pass.", style="bold red"))
+
+
+def _row(each: Injection) -> list[str | Text]:
+    if each.seconds is None or each.version is None:
+        when = "" if each.at is None else f"{each.at:.1f} s"
+        outcome = Text(each.state, style=STATE_STYLES.get(each.state, "red"))
+        return [each.fault.kind, when, outcome, "", "", "", ""]
+    return [
+        each.fault.kind,
+        f"{each.at:.1f} s, version {each.version}",
+        Text(each.state, style=STATE_STYLES.get(each.state, "red")),
+        f"{each.seconds:.1f}",
+        str(each.redone),
+        str(each.lost),
+        str(each.twice),
+    ]

@@ -1,0 +1,78 @@
+"""What may be done to a running job, and when: plain values that print themselves and repeat from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+Kind: TypeAlias = Literal[
+    "kill-worker",
+    "stop-worker",
+    "freeze-worker",
+    "kill-ps",
+    "freeze-ps",
+    "rival-ps",
+    "corrupt-checkpoint",
+    "fill-disk",
+    "cut",
+]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+DESCRIPTIONS: dict[Kind, str] = {
+    "kill-worker": "SIGKILL a worker",
+    "stop-worker": "take a worker away in order (SIGTERM), and give it back",
+    "freeze-worker": "stop a worker's process (SIGSTOP) for longer than its lease, then let it go on",
+    "kill-ps": "SIGKILL the parameter server",
+    "freeze-ps": "stop the parameter server's process for longer than the workers' lease",
+    "rival-ps": "stop the parameter server, let a second one take over its checkpoints, wake the first",
+    "corrupt-checkpoint": "change one byte of the newest checkpoint, then SIGKILL the parameter server",
+    "fill-disk": "fill the checkpoints' disk until a checkpoint fails, then make room (root only)",
+    "cut": "cut a worker off from the network (not on one machine)",
+}
+
+FIRST, LAST = 5.0, 65.0
+"""Faults come between these per cents of the job's records, so that the job can recover before its end."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        kind: what is done.
+        at: per cent of the job's records that are in the model when it is done.
+        worker: index of the worker concerned, modulo those that there are.
+        place: 0 to 1: where in a file a byte is changed.
+    """
+
+    kind: Kind
+    at: float
+    worker: int = 0
+    place: float = 0.5
+
+    def __str__(self) -> str:
+        who = f" {self.worker}" if self.kind in ("kill-worker", "freeze-worker", "cut") else ""
+        return f"{self.kind}{who} at {self.at:.0f} %"
+
+
+def schedule(seed: int, kinds: Sequence[Kind], *, workers: int) -> tuple[Fault, ...]:
+    """These kinds of faults in an order, at times and to workers that follow from the seed alone.
+
+    A kind that is given twice happens twice.
+    """
+    rng = random.Random(seed)
+    order = list(kinds)
+    rng.shuffle(order)
+    width = (LAST - FIRST) / max(1, len(order))
+    return tuple(
+        Fault(
+            kind,
+            at=round(FIRST + width * (i + 0.8 * rng.random()), 1),
+            worker=rng.randrange(workers),
+            place=round(rng.random(), 3),
+        )
+        for i, kind in enumerate(order)
+    )

@@ -1,0 +1,344 @@
+"""Whether anything was lost: the recorded histories of both sides, compared.
+
+The parameter server records what it committed, and from which version a new epoch goes on; each worker
+records what it sent and what it saw applied. Neither side's word is enough. `check` compares them and says
+in words what does not fit; no violation means that every record's gradient is in the model once.
+
+Pure; `recorded.read` reads the files. All times are of one machine's monotonic clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+from elastic_ps.core.ledger import Range
+
+Kind: TypeAlias = Literal[
+    "record missing",  # a record's gradient is not in the model
+    "record twice",  # it is in the model more than once
+    "step twice",  # a worker's step was committed twice
+    "step not sent",  # a commit names a step that no worker has sent, or has sent for another version
+    "step in part",  # a commit names a step of which not all buckets were sent
+    "stale epoch",  # a parameter server committed after a newer one had started
+    "stale incarnation",  # a commit names a step that was sent after a newer process took the worker's place
+    "acknowledged step lost",  # a worker saw its step applied, but no commit has it and nothing undid it
+    "version gap",  # versions of an epoch do not follow one another
+    "version from nowhere",  # an epoch goes on from a version that no epoch before had committed
+]
+
+
+class StepId(NamedTuple):
+    """A worker's step. Incarnations are never given twice, so this names it for all time."""
+
+    worker: int
+    incarnation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step {self.step} of worker {self.worker} (incarnation {self.incarnation})"
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A parameter server made `version` of these steps.
+
+    `decided` is a moment before it looked whether it may (whether a newer epoch has begun); `time` is
+    after the version could be seen.
+    """
+
+    time: float
+    epoch: int
+    version: int
+    steps: Mapping[StepId, tuple[Range, ...]]
+    decided: float
+
+
+@dataclass(frozen=True)
+class Started:
+    """A parameter server began an epoch. From then on an older one may commit nothing."""
+
+    time: float
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Restored:
+    """An epoch goes on from a checkpoint of `version`: what older epochs committed above it is undone."""
+
+    time: float
+    epoch: int
+    version: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A parameter server admitted a worker process."""
+
+    time: float
+    worker: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A worker began to push a bucket, computed on `version`."""
+
+    time: float
+    step: StepId
+    bucket: int
+    version: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """A worker has the version that its step is part of."""
+
+    time: float
+    step: StepId
+    epoch: int
+    version: int
+    records: tuple[Range, ...]
+
+
+@dataclass
+class Histories:
+    """What both sides recorded; each list in the order of time."""
+
+    started: list[Started] = field(default_factory=list)
+    restored: list[Restored] = field(default_factory=list)
+    joined: list[Joined] = field(default_factory=list)
+    committed: list[Committed] = field(default_factory=list)
+    sent: list[Sent] = field(default_factory=list)
+    acknowledged: list[Acknowledged] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """Something that must not be. `records`: how many are concerned; `time`: when it came about."""
+
+    kind: Kind
+    text: str
+    time: float = math.inf
+    records: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a job that has succeeded must have trained on."""
+
+    records: int
+    epochs: int
+
+
+def check(histories: Histories, data: Data | None) -> list[Violation]:
+    """Everything in the histories that breaks the guarantee; [] if nothing does.
+
+    Args:
+        histories: of one run, from its first epoch on.
+        data: the records of a job that has succeeded; None if it has not, so that records may be missing.
+    """
+    surviving = fate(histories).surviving
+    return [
+        *_versions(histories),
+        *_epochs(histories),
+        *_steps(histories),
+        *_incarnations(histories),
+        *_acknowledgements(histories),
+        *_records(surviving, histories.committed, data),
+    ]
+
+
+def bases(histories: Histories) -> dict[int, int]:
+    """For each epoch that has done anything, the version that it went on from."""
+    found = {committed.epoch: 0 for committed in histories.committed}
+    return found | {restored.epoch: restored.version for restored in histories.restored}
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of the commits: `surviving` are in the model, `undone` by the epoch that went back."""
+
+    surviving: list[Committed]
+    undone: dict[int, list[Committed]]
+
+
+def fate(histories: Histories) -> Fate:
+    """Follow the epochs: each goes on from its base, and undoes what was committed above it before."""
+    by_epoch: dict[int, list[Committed]] = defaultdict(list)
+    for committed in histories.committed:
+        by_epoch[committed.epoch].append(committed)
+    surviving: list[Committed] = []
+    undone: dict[int, list[Committed]] = {}
+    for epoch, base in sorted(bases(histories).items()):
+        undone[epoch] = [committed for committed in surviving if committed.version > base]
+        surviving = [committed for committed in surviving if committed.version <= base]
+        surviving += sorted(by_epoch[epoch], key=lambda committed: committed.version)
+    return Fate(surviving, undone)
+
+
+def _versions(histories: Histories) -> Iterator[Violation]:
+    """Within an epoch versions count up from its base, and its base was committed by an older epoch."""
+    reached = 0
+    for epoch, base in sorted(bases(histories).items()):
+        own = [committed for committed in histories.committed if committed.epoch == epoch]
+        if base > reached:
+            text = f"epoch {epoch} goes on from version {base}; before it, only version {reached} was reached"
+            yield Violation("version from nowhere", text)
+        last = base
+        for committed in own:
+            if committed.version != last + 1:
+                text = f"epoch {epoch} committed version {committed.version} after version {last}"
+                yield Violation("version gap", text, committed.time)
+            last = committed.version
+        reached = last
+
+
+def _epochs(histories: Histories) -> Iterator[Violation]:
+    """A commit that was decided after a newer epoch had begun.
+
+    One that was decided before may still be recorded after it: nothing of it is durable, and the newer
+    epoch undoes it.
+    """
+    begun = [(started.time, started.epoch) for started in histories.started]
+    begun += [(restored.time, restored.epoch) for restored in histories.restored]
+    for committed in histories.committed:
+        newer = [(t, epoch) for t, epoch in begun if epoch > committed.epoch and t < committed.decided]
+        if newer:
+            t, epoch = min(newer)
+            text = (
+                f"epoch {committed.epoch} committed version {committed.version} "
+                f"{committed.decided - t:.3f} s after epoch {epoch} had begun"
+            )
+            yield Violation("stale epoch", text, committed.time)
+
+
+def _steps(histories: Histories) -> Iterator[Violation]:
+    """Each step is committed once, and all of it was sent, for the version that it was committed on."""
+    buckets = _buckets_sent(histories.sent)
+    whole = {sent.bucket for sent in histories.sent}
+    seen: dict[StepId, int] = {}
+    for committed in histories.committed:
+        for step in committed.steps:
+            if step in seen:
+                text = f"{step} is in version {seen[step]} and in version {committed.version}"
+                yield Violation("step twice", text, committed.time)
+            seen[step] = committed.version
+            given = buckets.get((step, committed.version - 1), set())
+            if not given:
+                text = f"{step} is in version {committed.version}, but was not sent for it"
+                yield Violation("step not sent", text, committed.time)
+            elif given != whole:
+                text = f"{step} is in version {committed.version} without buckets {sorted(whole - given)}"
+                yield Violation("step in part", text, committed.time)
+
+
+def _buckets_sent(sent: Sequence[Sent]) -> dict[tuple[StepId, int], set[int]]:
+    """Which buckets of a step were sent in its last attempt on a version; an attempt voids those before."""
+    attempts: dict[tuple[StepId, int], int] = {}
+    buckets: dict[tuple[StepId, int], set[int]] = {}
+    for each in sent:
+        key = (each.step, each.version)
+        if each.attempt > attempts.get(key, -1):
+            attempts[key], buckets[key] = each.attempt, set()
+        if each.attempt == attempts[key]:
+            buckets[key].add(each.bucket)
+    return buckets
+
+
+def _incarnations(histories: Histories) -> Iterator[Violation]:
+    """A step that was still being sent when a newer process had taken the worker's place."""
+    last_sent: dict[StepId, float] = {}
+    for sent in histories.sent:
+        last_sent[sent.step] = max(sent.time, last_sent.get(sent.step, -math.inf))
+    joined: dict[int, list[Joined]] = defaultdict(list)
+    for each in histories.joined:
+        joined[each.worker].append(each)
+    for committed in histories.committed:
+        for step in committed.steps:
+            at = last_sent.get(step, -math.inf)
+            newer = [j for j in joined[step.worker] if j.incarnation > step.incarnation and j.time < at]
+            if newer:
+                text = f"{step} was sent after incarnation {newer[0].incarnation} had joined"
+                yield Violation("stale incarnation", text, committed.time)
+
+
+def _acknowledgements(histories: Histories) -> Iterator[Violation]:
+    """What a worker saw applied was committed, or is undone because a later epoch went back below it."""
+    commits = {(committed.epoch, committed.version): committed for committed in histories.committed}
+    for seen in histories.acknowledged:
+        committed = commits.get((seen.epoch, seen.version))
+        if committed is None:
+            # The parameter server may die between applying a round and recording it.
+            if any(e > seen.epoch and base < seen.version for e, base in bases(histories).items()):
+                continue
+            text = f"{seen.step} was seen in version {seen.version}, which epoch {seen.epoch} never committed"
+        elif seen.step not in committed.steps:
+            text = f"{seen.step} was seen in version {seen.version}, which is made of others"
+        elif committed.steps[seen.step] != seen.records:
+            text = f"{seen.step} was computed on {seen.records}, counted as {committed.steps[seen.step]}"
+        else:
+            continue
+        yield Violation("acknowledged step lost", text, seen.time)
+
+
+def _records(
+    surviving: Sequence[Committed], committed: Sequence[Committed], data: Data | None
+) -> Iterator[Violation]:
+    """Every record of every epoch of the data is in the surviving commits once."""
+    by_epoch: dict[int, list[tuple[Range, float]]] = defaultdict(list)
+    for each in surviving:
+        for ranges in each.steps.values():
+            for r in ranges:
+                by_epoch[r.epoch].append((r, each.time))
+    for epoch in range(data.epochs if data else 0):
+        by_epoch.setdefault(epoch, [])
+    for epoch, found in sorted(by_epoch.items()):
+        found.sort()
+        yield from _doubled(epoch, found)
+        if data is not None:
+            yield from _missing(epoch, [r for r, _ in found], committed, data)
+
+
+def _doubled(epoch: int, found: Sequence[tuple[Range, float]]) -> Iterator[Violation]:
+    reached, when = 0, -math.inf
+    for r, time in found:
+        twice = min(reached, r.stop) - r.start
+        if twice > 0:
+            text = f"records {r.start} to {r.start + twice - 1} of epoch {epoch} were trained twice"
+            yield Violation("record twice", text, max(time, when), twice)
+        if r.stop > reached:
+            reached, when = r.stop, time
+
+
+def _missing(
+    epoch: int, found: Sequence[Range], committed: Sequence[Committed], data: Data
+) -> Iterator[Violation]:
+    reached = 0
+    for r in [*found, Range(epoch, data.records, data.records)]:
+        if r.start > reached:
+            gap = Range(epoch, reached, r.start)
+            text = f"records {gap.start} to {gap.stop - 1} of epoch {epoch} are not in the model"
+            yield Violation("record missing", text, _last_seen(gap, committed), gap.records)
+        reached = max(reached, r.stop)
+
+
+def _last_seen(gap: Range, committed: Sequence[Committed]) -> float:
+    """When some of these records were last in the model."""
+    return max(
+        (
+            each.time
+            for each in committed
+            for ranges in each.steps.values()
+            for r in ranges
+            if r.epoch == gap.epoch and r.start < gap.stop and gap.start < r.stop
+        ),
+        default=math.inf,
+    )

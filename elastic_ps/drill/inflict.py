@@ -1,0 +1,231 @@
+"""How each fault is brought about on this machine, and when the job has recovered from it.
+
+Each function waits until the fault can happen, strikes, and returns once the job has recovered. They raise
+`Unavailable`, `NotRecovered` or `JobOver`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from elastic_ps.drill import disk
+from elastic_ps.drill.faults import Fault, Kind
+from elastic_ps.drill.target import NotRecovered, Target, Unavailable
+from elastic_ps.env import ProcessEnvironment, inherited
+from elastic_ps.job import Member
+from elastic_ps.local.poller import fetch_status
+from elastic_ps.local.processes import Child, Lifeline, free_addresses, with_threads
+
+BEYOND = timedelta(seconds=1)
+"""How much longer than a lease something is kept frozen."""
+
+
+def inflict(target: Target, fault: Fault) -> str:
+    """Bring a fault about and wait for the recovery; returns what is worth saying about it."""
+    return _INFLICT[fault.kind](target, fault)
+
+
+def _kill_worker(target: Target, fault: Fault) -> str:
+    index = fault.worker % target.workers
+    target.settled()
+    pid = target.pid("worker", index)
+    target.strike(lambda: os.kill(pid, signal.SIGKILL))
+    target.until(
+        lambda: any(m.worker == index and m.pid != pid for m in target.training()),
+        f"another process trains as worker {index}",
+    )
+    target.until(target.moved_on(), "the version moves on")
+    return f"worker {index}, pid {pid}"
+
+
+def _stop_worker(target: Target, _fault: Fault) -> str:
+    workers = target.workers
+    index = workers - 1
+    if workers < 2:
+        raise Unavailable("the job has one worker, so none can be spared")
+    target.settled()
+    pid = target.pid("worker", index)
+    target.strike(lambda: target.scale(workers - 1))
+    try:
+        gone = target.until(lambda: _departed(target.member(pid)), f"worker {index} leaves")
+        if gone.state != "left":
+            raise NotRecovered(f"worker {index} was {gone.state} when asked to leave")
+    finally:
+        target.scale(workers)
+    target.until(
+        lambda: any(m.worker == index and m.pid != pid for m in target.training()),
+        f"worker {index} is back",
+    )
+    return f"worker {index} left at version {gone.left_version}"
+
+
+def _freeze_worker(target: Target, fault: Fault) -> str:
+    index = fault.worker % target.workers
+    target.settled()
+    pid = target.pid("worker", index)
+    before = target.until(lambda: target.member(pid), f"worker {index} is a member")
+    with _frozen(target, pid):
+        target.until(
+            lambda: (m := target.member(pid)) is not None and m.state == "lost",
+            f"worker {index} is declared lost",
+            target.lease + timedelta(seconds=20),
+        )
+        if target.training():
+            target.until(target.moved_on(), "the others go on")
+    target.until(
+        lambda: any(m.pid == pid and m.incarnation > before.incarnation for m in target.training()),
+        f"worker {index} has joined again, without a restart",
+    )
+    return f"worker {index}, pid {pid}"
+
+
+def _kill_ps(target: Target, _fault: Fault) -> str:
+    epoch = target.settled().epoch
+    pid = target.pid("ps", 0)
+    target.strike(lambda: os.kill(pid, signal.SIGKILL))
+    target.until(target.moved_on(epoch=epoch), "the version passes the one before")
+    return f"pid {pid}"
+
+
+def _freeze_ps(target: Target, _fault: Fault) -> str:
+    target.settled()
+    pid = target.pid("ps", 0)
+    with _frozen(target, pid):
+        target.pause(target.lease + BEYOND)
+    target.until(target.moved_on(), "the version passes the one before")
+    return f"pid {pid}"
+
+
+def _rival_ps(target: Target, _fault: Fault) -> str:
+    epoch = target.settled().epoch
+    pid = target.pid("ps", 0)
+    with _frozen(target, pid), _rival(target) as address:
+        rival = target.until(lambda: fetch_status(address), "the second parameter server answers")
+        if rival.epoch <= epoch:
+            raise NotRecovered(f"the second parameter server began epoch {rival.epoch}, not above {epoch}")
+    target.until(
+        target.moved_on(epoch=rival.epoch), f"a parameter server goes on in an epoch above {rival.epoch}"
+    )
+    return f"epoch {rival.epoch} took over from epoch {epoch}"
+
+
+def _corrupt_checkpoint(target: Target, fault: Fault) -> str:
+    epoch = target.settled().epoch
+    target.until(lambda: len(_versions(target.checkpoints)) >= 2, "there are two checkpoints")
+    pid = target.pid("ps", 0)
+    position, file = 0, Path()
+
+    def corrupt() -> None:
+        nonlocal position, file
+        os.kill(pid, signal.SIGSTOP)  # so that no newer checkpoint comes to be
+        file = max(_versions(target.checkpoints)[-1].glob("*.safetensors"))
+        position = disk.flip(file, fault.place)
+        os.kill(pid, signal.SIGKILL)
+
+    target.strike(corrupt)
+    target.until(target.moved_on(epoch=epoch), "the version passes the one before")
+    if not list(target.checkpoints.glob("corrupt-*")):
+        raise NotRecovered("the broken checkpoint was not set aside")
+    return f"byte {position} of {file.parent.name}/{file.name}"
+
+
+def _fill_disk(target: Target, _fault: Fault) -> str:
+    if isinstance(target.disk, str):
+        raise Unavailable(target.disk)
+    directory = target.disk
+    target.settled()
+    filler = directory / "filler"
+    try:
+        target.strike(lambda: disk.fill(directory))
+        problem = target.until(lambda: s.problem if (s := target.server()) else None, "a checkpoint fails")
+        target.struck_version = target.settled().progress.version
+        target.until(target.moved_on(), "training goes on with a full disk")
+    finally:
+        filler.unlink(missing_ok=True)
+    durable = target.settled().progress.durable_version or 0
+    target.until(
+        lambda: (
+            (s := target.server()) is not None
+            and not s.problem
+            and (s.progress.durable_version or 0) > durable
+        ),
+        "a checkpoint is written again",
+    )
+    return problem.splitlines()[0]
+
+
+def _cut(_target: Target, _fault: Fault) -> str:
+    raise Unavailable("all processes share this machine's loopback; freeze-worker is as silent to the lease")
+
+
+_INFLICT: Mapping[Kind, Callable[[Target, Fault], str]] = {
+    "kill-worker": _kill_worker,
+    "stop-worker": _stop_worker,
+    "freeze-worker": _freeze_worker,
+    "kill-ps": _kill_ps,
+    "freeze-ps": _freeze_ps,
+    "rival-ps": _rival_ps,
+    "corrupt-checkpoint": _corrupt_checkpoint,
+    "fill-disk": _fill_disk,
+    "cut": _cut,
+}
+
+
+@contextmanager
+def _frozen(target: Target, pid: int) -> Iterator[None]:
+    target.strike(lambda: os.kill(pid, signal.SIGSTOP))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def _rival(target: Target) -> Iterator[str]:
+    """Another parameter server on the job's checkpoints, which no worker knows; yields its HTTP address."""
+    launcher = target.launcher
+    bind, http = free_addresses(2)
+    lifeline = Lifeline()
+    environment = ProcessEnvironment(
+        job=launcher.job.name,
+        spec=launcher.job.spec,
+        role="ps",
+        index=0,
+        addresses=(bind,),
+        bind=bind,
+        http=http,
+        checkpoints=target.checkpoints,
+        resume="require",
+        history=launcher.options.history,
+        lifeline=lifeline.fd,
+    )
+    with tempfile.TemporaryDirectory() as logs:
+        child = Child(
+            launcher.options.programs.server,
+            variables=with_threads({**inherited(), **environment.to_variables()}, processes=4),
+            log=Path(logs) / "rival.log",
+            lifeline=lifeline,
+        )
+        try:
+            yield http
+        finally:
+            child.kill()
+            while child.poll() is None:
+                target.pause(timedelta(milliseconds=20))
+            lifeline.close()
+
+
+def _departed(member: Member | None) -> Member | None:
+    return member if member is not None and member.state in ("left", "lost") else None
+
+
+def _versions(checkpoints: Path) -> list[Path]:
+    return sorted(path.parent for path in checkpoints.glob("version-*/manifest.json"))

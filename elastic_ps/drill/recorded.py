@@ -1,0 +1,71 @@
+"""Reading the histories that the processes of a job have written (`telemetry.History`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from elastic_ps.core.ledger import Range
+from elastic_ps.drill.history import (
+    Acknowledged,
+    Committed,
+    Histories,
+    Joined,
+    Restored,
+    Sent,
+    Started,
+    StepId,
+)
+
+
+def read(directory: Path) -> Histories:
+    """All histories in `directory`, of every process that ever wrote there."""
+    histories = Histories()
+    for event in sorted(_events(directory), key=lambda event: float(event["time"])):
+        _add(histories, event)
+    return histories
+
+
+def _events(directory: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(directory.glob("*.jsonl")):
+        role = path.name.partition("-")[0]
+        with path.open(errors="replace") as lines:
+            for line in lines:
+                try:
+                    yield {"role": role, **json.loads(line)}
+                except ValueError:
+                    continue  # cut off: the process was killed while it wrote
+
+
+def _add(histories: Histories, event: dict[str, Any]) -> None:
+    time = float(event["time"])
+    match event["role"], event["event"]:
+        case "ps", "start":
+            histories.started.append(Started(time, event["epoch"]))
+        case "ps", "restore":
+            histories.restored.append(Restored(time, event["epoch"], event["version"]))
+        case "ps", "join":
+            histories.joined.append(Joined(time, event["worker"], event["incarnation"]))
+        case "ps", "commit":
+            steps = {_step(c): _ranges(c["records"]) for c in event["contributions"]}
+            histories.committed.append(
+                Committed(time, event["epoch"], event["version"], steps, event["decided"])
+            )
+        case "worker", "push":
+            bucket, version, attempt = event["bucket"], event["version"], event["attempt"]
+            histories.sent.append(Sent(time, _step(event), bucket, version, attempt))
+        case "worker", "applied":
+            records = _ranges(event["records"])
+            histories.acknowledged.append(
+                Acknowledged(time, _step(event), event["epoch"], event["version"], records)
+            )
+
+
+def _step(event: dict[str, Any]) -> StepId:
+    return StepId(event["worker"], event["incarnation"], event["step"])
+
+
+def _ranges(values: list[list[int]]) -> tuple[Range, ...]:
+    return tuple(Range(*value) for value in values)

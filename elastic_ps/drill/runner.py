@@ -1,0 +1,211 @@
+"""Runs a job on this machine, brings the faults of a schedule about, and judges what came of it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from elastic_ps.drill.disk import NoDisk, small_disk
+from elastic_ps.drill.faults import Fault
+from elastic_ps.drill.history import Data, Histories, Violation, check, fate
+from elastic_ps.drill.inflict import inflict
+from elastic_ps.drill.recorded import read
+from elastic_ps.drill.target import JobOver, NotRecovered, Target, Unavailable
+from elastic_ps.job import TrainingJob
+from elastic_ps.local import Launcher, Options, Outcome
+
+LIMIT = timedelta(seconds=90)
+
+State = Literal["recovered", "not recovered", "not injected", "unavailable"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Injection:
+    """What became of one fault.
+
+    Attributes:
+        fault: what was planned.
+        state: whether it happened, and the job recovered from it.
+        detail: what exactly was done, or what was missing.
+        at: seconds from the job's start.
+        version: of the model when it struck.
+        seconds: from the strike to the recovery.
+        redone: versions that were undone and made again.
+        lost, twice: records that are not in the model, or more than once, since it struck.
+    """
+
+    fault: Fault
+    state: State
+    detail: str
+    at: float | None = None
+    version: int | None = None
+    seconds: float | None = None
+    redone: int = 0
+    lost: int = 0
+    twice: int = 0
+    struck: float | None = None
+
+
+@dataclass
+class Drill:
+    """The result of a drill.
+
+    Attributes:
+        outcome: how the job ended.
+        injections: in the order of the schedule.
+        violations: what the histories show that must not be.
+        commits: rounds that were committed, undone ones included.
+        records: how many the job was to train.
+    """
+
+    outcome: Outcome
+    injections: list[Injection] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
+    commits: int = 0
+    records: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether the job succeeded, nothing was violated, and every fault that is possible here happened."""
+        good = all(each.state in ("recovered", "unavailable") for each in self.injections)
+        return good and self.outcome.verdict.phase == "Succeeded" and not self.violations
+
+
+def run(
+    job: TrainingJob,
+    faults: Sequence[Fault],
+    *,
+    options: Options | None = None,
+    history: Path | None = None,
+    tell: Callable[[str], None] | None = None,
+    limit: timedelta = LIMIT,
+) -> Drill:
+    """Run the job to its end with these faults. Blocks.
+
+    Args:
+        options: how the job is run; its history is replaced.
+        history: where the processes record theirs; None for a directory that is deleted if the drill passes.
+        tell: called with a line about each thing that happens.
+        limit: how long a recovery may take before the job is stopped.
+    """
+    own = Path(tempfile.mkdtemp(prefix="elastic-ps-drill-")) if history is None else None
+    directory = history or own
+    assert directory is not None
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in directory.glob("*.jsonl"):
+        old.unlink()
+    with (
+        _disk(job, faults) as (job_here, disk),
+        Launcher(job_here, replace(options or Options(), history=directory)) as launcher,
+    ):
+        launcher.start()
+        outcome, injections = _train(Target(launcher, disk=disk, limit=limit), faults, tell or _silent)
+    drill = judge(outcome, injections, read(directory))
+    if own is not None and drill.passed:
+        shutil.rmtree(own)
+    elif drill.violations and tell is not None:
+        tell(f"the histories are in {directory}")
+    return drill
+
+
+def _silent(_text: str) -> None:
+    """Nobody listens."""
+
+
+def _train(
+    target: Target, faults: Sequence[Fault], tell: Callable[[str], None]
+) -> tuple[Outcome, list[Injection]]:
+    """Bring the faults about, one after the other, and wait for the job's end."""
+    began = time.monotonic()
+    injections: list[Injection] = []
+    for fault in faults:
+        injections.append(_one(target, fault, began, tell))
+        if injections[-1].state == "not recovered":
+            target.launcher.stop(f"not recovered from {fault}: {injections[-1].detail}")
+    target.launcher.wait()
+    return target.launcher.outcome(), injections
+
+
+@contextmanager
+def _disk(job: TrainingJob, faults: Sequence[Fault]) -> Iterator[tuple[TrainingJob, Path | str]]:
+    """The job, on a small disk if one is to be filled and can be made; the disk, or why there is none."""
+    if not any(fault.kind == "fill-disk" for fault in faults):
+        yield job, "no small disk was asked for"
+        return
+    mount = Path(tempfile.mkdtemp(prefix="elastic-ps-disk-"))
+    try:
+        with small_disk(mount):
+            changed = job.model_copy(deep=True)
+            changed.spec.parameter_server.checkpoint.path = str(mount / "checkpoints")
+            (mount / "checkpoints").mkdir()
+            yield changed, mount
+    except NoDisk as error:
+        yield job, str(error)
+    finally:
+        mount.rmdir()
+
+
+def _one(target: Target, fault: Fault, began: float, tell: Callable[[str], None]) -> Injection:
+    """Wait for a fault's moment, bring it about, wait for the recovery."""
+    target.struck = None
+    state: State = "not injected"
+    try:
+        target.until(
+            lambda: _percent(target) >= fault.at, f"{fault.at:.0f} % of the records", timedelta(hours=1)
+        )
+        detail, state = inflict(target, fault), "recovered"
+    except Unavailable as error:
+        detail, state = str(error), "unavailable"
+    except (NotRecovered, JobOver) as error:
+        detail, state = str(error), "not recovered" if target.struck is not None else "not injected"
+    now = time.monotonic()
+    injection = Injection(fault=fault, state=state, detail=detail, struck=target.struck)
+    if target.struck is not None:
+        injection = replace(
+            injection,
+            at=target.struck - began,
+            version=target.struck_version,
+            seconds=now - target.struck if state == "recovered" else None,
+        )
+    took = f" after {injection.seconds:.1f} s" if injection.seconds is not None else ""
+    tell(f"{now - began:7.1f} s  {fault}: {state}{took} ({detail})")
+    return injection
+
+
+def _percent(target: Target) -> float:
+    server = target.server()
+    if server is None or not server.progress.records_expected:
+        return -1.0
+    return 100 * server.progress.records_applied / server.progress.records_expected
+
+
+def judge(outcome: Outcome, injections: Sequence[Injection], histories: Histories) -> Drill:
+    """Check the histories, and put down to each fault what came about between it and the next one."""
+    progress = outcome.record.last.progress if outcome.record.last else None
+    data = None
+    if outcome.verdict.phase == "Succeeded" and progress and progress.records_expected and progress.epochs:
+        data = Data(progress.records_expected // progress.epochs, progress.epochs)
+    violations = check(histories, data)
+    undone = fate(histories).undone
+    judged = list(injections)
+    struck = [(each.struck, i) for i, each in enumerate(judged) if each.struck is not None]
+    ends = [*(time for time, _ in struck[1:]), float("inf")]
+    for (start, i), end in zip(struck, ends, strict=bool(struck)):
+        # What has no time, such as records that were never seen, is put down to the last fault.
+        within = [v for v in violations if start <= v.time < end or (v.time == end == float("inf"))]
+        epochs = [restored.epoch for restored in histories.restored if start <= restored.time < end]
+        judged[i] = replace(
+            judged[i],
+            redone=sum(len(undone.get(epoch, ())) for epoch in epochs),
+            lost=sum(v.records for v in within if v.kind == "record missing"),
+            twice=sum(v.records for v in within if v.kind == "record twice"),
+        )
+    expected = progress.records_expected if progress else None
+    return Drill(outcome, judged, violations, len(histories.committed), expected or 0)

@@ -1,0 +1,149 @@
+"""Requests to the API server, as plain dicts, each with a deadline and counted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import urllib3
+from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config.config_exception import ConfigException
+
+from elastic_operator.metrics import Metrics
+from elastic_operator.settings import Settings
+from elastic_ps.errors import ConnectionLost, ElasticPSError, UsageError
+
+logger = logging.getLogger(__name__)
+
+EXIT_TEST = 86
+"""Exit status of an operator that `fail_after_writes` ended."""
+
+_METHODS = {"get": "GET", "list": "GET", "create": "POST", "patch": "PATCH", "delete": "DELETE"}
+
+# The package has types, but not for these.
+_load_file: Callable[..., None] = config.load_kube_config
+_load_service_account: Callable[..., None] = config.load_incluster_config
+
+
+class ApiError(ElasticPSError):
+    """The API server said no: `status` is the HTTP status, `reason` Kubernetes' word for it."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status, self.reason, self.message = status, reason, message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """How the API server is reached, for kopf; as a kubeconfig says."""
+
+    server: str
+    authority: str | None
+    insecure: bool
+    token: str | None
+    certificate: str | None
+    key: str | None
+
+
+class Api:
+    """A thin client over the `kubernetes` package's connection handling. Thread-safe."""
+
+    def __init__(self, settings: Settings, metrics: Metrics) -> None:
+        configuration = client.Configuration()
+        try:
+            if settings.kubeconfig is not None:
+                _load_file(str(settings.kubeconfig), client_configuration=configuration)
+            else:
+                _load_service_account(client_configuration=configuration)
+        except ConfigException as error:
+            raise UsageError(f"no way to reach a cluster: {error}; give --kubeconfig") from error
+        configuration.retries = False
+        configuration.connection_pool_maxsize = settings.concurrency + 2
+        self._client = client.ApiClient(configuration)
+        self._timeout = settings.request_timeout.total_seconds()
+        self._metrics = metrics
+        self._left = settings.fail_after_writes
+        self._lock = threading.Lock()
+
+    def access(self) -> Access:
+        """How this client reaches the API server."""
+        configuration = self._client.configuration
+        token = configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        return Access(
+            server=configuration.host,
+            authority=configuration.ssl_ca_cert,
+            insecure=not configuration.verify_ssl,
+            token=token.split(" ", 1)[-1] if token else None,
+            certificate=configuration.cert_file,
+            key=configuration.key_file,
+        )
+
+    def request(
+        self,
+        verb: str,
+        resource: str,
+        path: str,
+        *,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """One request; `verb` and `resource` are RBAC's words for it.
+
+        Raises:
+            ApiError: the API server refused.
+            ConnectionLost: no answer; the request may or may not have taken effect.
+        """
+        if self._left == 0 and verb not in ("get", "list"):
+            self._end()
+        self._metrics.requests.labels(verb, resource).inc()
+        content = "application/merge-patch+json" if verb == "patch" else "application/json"
+        headers = {"Accept": "application/json", "Content-Type": content}
+        # The body stays out of this: it would turn empty strings into nulls.
+        method, url, headers, _, _ = self._client.param_serialize(
+            _METHODS[verb],
+            path,
+            header_params=headers,
+            query_params=list((query or {}).items()),
+            auth_settings=["BearerToken"],
+        )
+        try:
+            response = self._client.call_api(method, url, headers, body, _request_timeout=self._timeout)
+            data: bytes = response.read()  # type: ignore[no-untyped-call]
+        except ApiException as error:
+            raise self._error(verb, resource, error.status, error.body) from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise ConnectionLost(f"{verb} {path}: {error}") from error
+        if not 200 <= response.status < 300:
+            raise self._error(verb, resource, response.status, data)
+        if verb not in ("get", "list"):
+            self._written()
+        answer = json.loads(data)
+        return answer if isinstance(answer, dict) else {}
+
+    def _error(self, verb: str, resource: str, status: int, body: bytes | str | None) -> ApiError:
+        self._metrics.request_errors.labels(verb, resource, str(status)).inc()
+        try:
+            document = json.loads(body or "{}")
+        except ValueError:
+            document = {}
+        text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
+        return ApiError(status, str(document.get("reason", "")), str(document.get("message", text[:500])))
+
+    def _written(self) -> None:
+        with self._lock:
+            if self._left is None:
+                return
+            self._left -= 1
+            if self._left > 0:
+                return
+        self._end()
+
+    def _end(self) -> None:
+        logger.error("ended by --fail-after-writes")
+        os._exit(EXIT_TEST)

@@ -1,0 +1,279 @@
+"""Plain dicts for the objects that make up a job: pods, Services, volume claims, Events. Pure.
+
+Pods satisfy Pod Security "restricted" by default. A user's template is merged over the default pod:
+mappings key by key, lists of named things (containers, env, volumes, ports) by name, `null` removes. As
+an API server drops nulls before we see them, a probe is also removed by an empty mapping, `{}`.
+What the operator relies on (owner, labels, restart policy, the process contract) is set after the merge.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from elastic_operator import names
+from elastic_ps.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, ProcessEnvironment, Role
+from elastic_ps.job import API_VERSION, KIND, TrainingJobSpec
+
+Manifest: TypeAlias = dict[str, Any]
+
+USER_ID = 65532
+WORKER_GRACE_SECONDS = 60
+PS_GRACE_SECONDS = 120
+_MERGE_KEYS = ("name", "mountPath", "containerPort", "key", "ip", "topologyKey")
+_PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+FIXED_FIELDS = ("entrypoint", "arguments", "consistency", "compression", "data")
+FIXED_PS_FIELDS = ("replicas", "bucketBytes")
+
+
+def fixed_part(spec: TrainingJobSpec) -> Manifest:
+    """The fields that describe what is trained; a running job keeps those it was started with."""
+    document = spec.model_dump(mode="json", by_alias=True)
+    fixed = {name: document[name] for name in FIXED_FIELDS}
+    server = document["parameterServer"]
+    fixed["parameterServer"] = {name: server[name] for name in FIXED_PS_FIELDS}
+    fixed["parameterServer"]["checkpoint"] = {"volumeClaim": server["checkpoint"]["volumeClaim"]}
+    return fixed
+
+
+def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest:
+    """`spec` as a document, with the fields of `fixed` in the place of its own."""
+    merged = {**spec, **{name: value for name, value in fixed.items() if name != "parameterServer"}}
+    server = dict(spec.get("parameterServer") or {})
+    checkpoint = {**(server.get("checkpoint") or {}), **fixed["parameterServer"]["checkpoint"]}
+    merged["parameterServer"] = {**server, **fixed["parameterServer"], "checkpoint": checkpoint}
+    return merged
+
+
+def owner(job: Mapping[str, Any]) -> Manifest:
+    """The reference by which garbage collection finds what belongs to the job."""
+    metadata = job["metadata"]
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+        "controller": True,
+    }
+
+
+def service(job: Mapping[str, Any], spec: TrainingJobSpec, shard: int) -> Manifest:
+    """The stable address of one shard. Workers initialise the model, so it answers before it is ready."""
+    name = job["metadata"]["name"]
+    annotations = {names.SPEC_ANNOTATION: json.dumps(fixed_part(spec), sort_keys=True)} if shard == 0 else {}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(job, names.service(name, shard), names.pod_labels(name, "ps", shard))
+        | {"annotations": annotations},
+        "spec": {
+            "selector": {
+                names.JOB_LABEL: name,
+                names.ROLE_LABEL: "ps",
+                names.INDEX_LABEL: str(shard),
+            },
+            "publishNotReadyAddresses": True,
+            "ports": [
+                {"name": "grpc", "port": DEFAULT_PORT, "targetPort": DEFAULT_PORT},
+                {"name": "http", "port": DEFAULT_HTTP_PORT, "targetPort": DEFAULT_HTTP_PORT},
+            ],
+        },
+    }
+
+
+def claim(job: Mapping[str, Any], spec: TrainingJobSpec, shard: int) -> Manifest:
+    """The claim for one shard's checkpoints.
+
+    Raises:
+        ValueError: the job asks for no claim.
+    """
+    wanted = spec.parameter_server.checkpoint.volume_claim
+    if wanted is None:
+        raise ValueError("the job has no volumeClaim")
+    name = job["metadata"]["name"]
+    body: Manifest = {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": wanted.storage}},
+    }
+    if wanted.storage_class_name is not None:
+        body["storageClassName"] = wanted.storage_class_name
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": _metadata(job, names.claim(name, shard), names.pod_labels(name, "ps", shard)),
+        "spec": body,
+    }
+
+
+def pod(job: Mapping[str, Any], spec: TrainingJobSpec, role: Role, index: int) -> Manifest:
+    """The pod of one shard or one worker, the user's template merged over the default."""
+    name = job["metadata"]["name"]
+    template = spec.parameter_server.template if role == "ps" else spec.worker.template
+    pod_spec = merge(_default_pod_spec(name, spec, role, index), template.get("spec") or {})
+    pod_spec["restartPolicy"] = "Always" if role == "ps" else "Never"
+    given = template.get("metadata")
+    extra: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    metadata = _metadata(job, names.pod(name, role, index), names.pod_labels(name, role, index))
+    metadata["labels"] = {**(extra.get("labels") or {}), **metadata["labels"]}
+    metadata["annotations"] = dict(extra.get("annotations") or {})
+    for container in pod_spec["containers"]:
+        if container["name"] == names.CONTAINER[role]:
+            container["env"] = _contract(name, spec, role, index, container.get("env") or [])
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
+
+
+def event(job: Mapping[str, Any], *, name: str, kind: str, reason: str, message: str, now: str) -> Manifest:
+    """A core/v1 Event about the job; `kind` is Normal or Warning."""
+    metadata = job["metadata"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": name, "namespace": metadata["namespace"]},
+        "involvedObject": {
+            "apiVersion": API_VERSION,
+            "kind": KIND,
+            "name": metadata["name"],
+            "namespace": metadata["namespace"],
+            "uid": metadata["uid"],
+        },
+        "type": kind,
+        "reason": reason,
+        "message": message[:1024],
+        "count": 1,
+        "firstTimestamp": now,
+        "lastTimestamp": now,
+        "source": {"component": "elastic-ps-operator"},
+        "reportingComponent": "elastic-ps-operator",
+        "reportingInstance": "elastic-ps-operator",
+    }
+
+
+def merge(base: Any, over: Any) -> Any:
+    """`over` merged over `base`, as the module's docstring says; neither is changed."""
+    if isinstance(base, Mapping) and isinstance(over, Mapping):
+        merged = {key: copy.deepcopy(value) for key, value in base.items() if over.get(key, key) is not None}
+        for key, value in over.items():
+            if key in _PROBES and value == {}:
+                merged.pop(key, None)
+            elif value is not None:
+                merged[key] = merge(base.get(key), value)
+        return merged
+    if isinstance(base, list) and isinstance(over, list):
+        return _merge_lists(base, over)
+    if isinstance(over, Mapping):
+        return {key: merge(None, value) for key, value in over.items() if value is not None}
+    return copy.deepcopy(over)
+
+
+def _merge_lists(base: list[Any], over: list[Any]) -> list[Any]:
+    items = [*base, *over]
+    key = next((k for k in _MERGE_KEYS if all(isinstance(i, Mapping) and k in i for i in items)), None)
+    if key is None or not base:
+        return copy.deepcopy(over)
+    merged = {item[key]: copy.deepcopy(item) for item in base}
+    for item in over:
+        merged[item[key]] = merge(merged.get(item[key]), item)
+    return list(merged.values())
+
+
+def _metadata(job: Mapping[str, Any], name: str, labels: dict[str, str]) -> Manifest:
+    return {
+        "name": name,
+        "namespace": job["metadata"]["namespace"],
+        "labels": labels,
+        "ownerReferences": [owner(job)],
+    }
+
+
+def _contract(job: str, spec: TrainingJobSpec, role: Role, index: int, given: list[Any]) -> list[Manifest]:
+    """The container's variables: the user's, then those of the process contract, which win."""
+    bare = spec.model_copy(
+        update={
+            "parameter_server": spec.parameter_server.model_copy(update={"template": {}}),
+            "worker": spec.worker.model_copy(update={"template": {}}),
+        }
+    )
+    environment = ProcessEnvironment(
+        job=job,
+        spec=bare,
+        role=role,
+        index=index,
+        addresses=tuple(
+            f"{names.service(job, shard)}:{DEFAULT_PORT}" for shard in range(spec.parameter_server.replicas)
+        ),
+        checkpoints=Path(names.CHECKPOINT_DIRECTORY) if role == "ps" else None,
+    )
+    variables = environment.to_variables()
+    kept = [item for item in given if item["name"] not in variables]
+    return [*kept, *({"name": name, "value": value} for name, value in variables.items())]
+
+
+def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -> Manifest:
+    volumes: list[Manifest] = [{"name": "tmp", "emptyDir": {}}]
+    mounts: list[Manifest] = [{"name": "tmp", "mountPath": "/tmp"}]
+    if role == "ps":
+        mounts.append({"name": "checkpoints", "mountPath": names.CHECKPOINT_DIRECTORY})
+        volumes.append({"name": "checkpoints", **_checkpoint_volume(job, spec, index)})
+    else:
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    container: Manifest = {
+        "name": names.CONTAINER[role],
+        "command": ["python", "-m", "elastic_ps.server" if role == "ps" else "elastic_ps.worker"],
+        "imagePullPolicy": "IfNotPresent",
+        # The user has no entry in /etc/passwd, so what asks for its name or home finds them here.
+        "env": [
+            {"name": "HOME", "value": "/tmp"},
+            {"name": "USER", "value": "elastic-ps"},
+            {"name": "PYTHONUNBUFFERED", "value": "1"},
+        ],
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": mounts,
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+    }
+    if spec.image is not None:
+        container["image"] = spec.image
+    if role == "ps":
+        container |= _server_probes()
+    return {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": PS_GRACE_SECONDS if role == "ps" else WORKER_GRACE_SECONDS,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": volumes,
+    }
+
+
+def _checkpoint_volume(job: str, spec: TrainingJobSpec, shard: int) -> Manifest:
+    if spec.parameter_server.checkpoint.volume_claim is None:
+        return {"emptyDir": {}}
+    return {"persistentVolumeClaim": {"claimName": names.claim(job, shard)}}
+
+
+def _server_probes() -> Manifest:
+    def get(path: str, **timing: int) -> Manifest:
+        return {"httpGet": {"path": path, "port": DEFAULT_HTTP_PORT}, **timing}
+
+    return {
+        "ports": [
+            {"name": "grpc", "containerPort": DEFAULT_PORT},
+            {"name": "http", "containerPort": DEFAULT_HTTP_PORT},
+        ],
+        "startupProbe": get("/healthz", periodSeconds=2, failureThreshold=150, timeoutSeconds=2),
+        "livenessProbe": get("/healthz", periodSeconds=10, failureThreshold=6, timeoutSeconds=5),
+        "readinessProbe": get("/readyz", periodSeconds=2, failureThreshold=3, timeoutSeconds=2),
+    }

@@ -1,0 +1,248 @@
+"""Reads what belongs to a job and carries out plans. With `api` the only module that talks to Kubernetes."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import logging
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any
+
+from elastic_operator import builders, names, pods
+from elastic_operator.api import Api, ApiError
+from elastic_operator.builders import Manifest
+from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, stamp
+from elastic_operator.pods import Pod, Problem
+from elastic_operator.status import dump_status, read_server_status
+from elastic_ps.env import DEFAULT_HTTP_PORT
+from elastic_ps.errors import ConnectionLost
+from elastic_ps.job import GROUP, VERSION, ServerStatus, TrainingJobStatus
+
+logger = logging.getLogger(__name__)
+
+_RESOURCES = {"Pod": "pods", "Service": "services", "PersistentVolumeClaim": "persistentvolumeclaims"}
+_STATUS_LIMIT = 4 * 1024 * 1024
+
+
+class Cluster:
+    """The cluster as the operator uses it. Blocking; thread-safe."""
+
+    def __init__(self, api: Api, *, status_timeout: float) -> None:
+        self._api = api
+        self._status_timeout = status_timeout
+
+    def jobs(self, namespaces: Sequence[str]) -> list[dict[str, Any]]:
+        """All jobs that are served."""
+        paths = [f"{_group()}/namespaces/{ns}/{names.PLURAL}" for ns in namespaces]
+        return self._list_all(names.PLURAL, paths or [f"{_group()}/{names.PLURAL}"], {})
+
+    def all_pods(self, namespaces: Sequence[str]) -> list[dict[str, Any]]:
+        """All pods of all jobs that are served."""
+        paths = [f"/api/v1/namespaces/{ns}/pods" for ns in namespaces]
+        return self._list_all("pods", paths or ["/api/v1/pods"], {"labelSelector": names.JOB_LABEL})
+
+    def _list_all(self, resource: str, paths: Iterable[str], query: Mapping[str, str]) -> list[Manifest]:
+        return [
+            item
+            for path in paths
+            for item in self._api.request("list", resource, path, query=query).get("items") or []
+        ]
+
+    def job(self, namespace: str, name: str) -> dict[str, Any] | None:
+        """The job, or None if there is no such."""
+        try:
+            return self._api.request("get", names.PLURAL, _job_path(namespace, name))
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def observe(self, job: Mapping[str, Any]) -> Observed:
+        """Everything that belongs to the job, and what its parameter server says."""
+        metadata = job["metadata"]
+        selector = {"labelSelector": names.job_selector(metadata["name"])}
+
+        def owned(resource: str) -> list[dict[str, Any]]:
+            path = f"/api/v1/namespaces/{metadata['namespace']}/{resource}"
+            return [m for m in self._list_all(resource, [path], selector) if _is_owned(m, metadata["uid"])]
+
+        found = tuple(pod for manifest in owned("pods") if (pod := pods.read(manifest)) is not None)
+        services = {
+            item["metadata"]["name"]: (item["metadata"].get("annotations") or {}).get(names.SPEC_ANNOTATION)
+            for item in owned("services")
+        }
+        claims = frozenset(item["metadata"]["name"] for item in owned("persistentvolumeclaims"))
+        server = self._server_status(metadata["name"], found)
+        return Observed(pods=found, services=services, claims=claims, server=server)
+
+    def execute(self, job: Mapping[str, Any], actions: Sequence[Action]) -> list[Problem]:
+        """Carry out a plan; what the API server refuses for good comes back in words.
+
+        Raises:
+            ApiError, ConnectionLost: the API server is not well; the whole pass is to be made again.
+        """
+        refused = []
+        done: list[Action] = []
+        for action in actions:
+            problem = self._create(job, action) if isinstance(action, Create) else self._delete(job, action)
+            if problem is None:
+                done.append(action)
+            else:
+                refused.append(problem)
+        metadata = job["metadata"]
+        identity = f"{metadata['namespace']}/{metadata['name']}"
+        for note in _summaries(done):
+            self.post(job, note)
+        for action in done:
+            what = "created" if isinstance(action, Create) else "deleted"
+            kind = action.kind if isinstance(action, Create) else type(action).__name__[len("Delete") :]
+            name = getattr(action, "name", metadata["name"])
+            logger.info("%s: %s %s %s: %s", identity, what, kind, name, action.reason)
+        for problem in refused:
+            logger.warning("%s: refused: %s", identity, problem.message)
+        return refused
+
+    def _create(self, job: Mapping[str, Any], action: Create) -> Problem | None:
+        resource = _RESOURCES[action.kind]
+        path = f"/api/v1/namespaces/{job['metadata']['namespace']}/{resource}"
+        try:
+            self._api.request("create", resource, path, body=action.manifest)
+        except ApiError as error:
+            if error.reason == "AlreadyExists":
+                return self._check_owner(job, resource, action.name)
+            if error.status == 403:
+                quota = "exceeded quota" in error.message
+                return Problem("QuotaExceeded" if quota else "Forbidden", f"{action.name}: {error.message}")
+            if error.status in (400, 422):
+                return Problem("InvalidSpec", f"{action.name}: {error.message}")
+            raise
+        return None
+
+    def _check_owner(self, job: Mapping[str, Any], resource: str, name: str) -> Problem | None:
+        path = f"/api/v1/namespaces/{job['metadata']['namespace']}/{resource}/{name}"
+        try:
+            there = self._api.request("get", resource, path)
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+        if _is_owned(there, job["metadata"]["uid"]):
+            return None
+        if there["metadata"].get("deletionTimestamp"):
+            return Problem(
+                "NameTaken", f"{name} of {resource} is still being deleted, with what had the name"
+            )
+        return Problem("NameTaken", f"{name} of {resource} exists already and does not belong to this job")
+
+    def _delete(self, job: Mapping[str, Any], action: DeletePod | DeleteJob) -> Problem | None:
+        metadata = job["metadata"]
+        body: dict[str, Any] = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "propagationPolicy": "Background",
+            "preconditions": {"uid": action.uid},
+        }
+        if isinstance(action, DeletePod):
+            resource, path = "pods", f"/api/v1/namespaces/{metadata['namespace']}/pods/{action.name}"
+            if action.force:
+                body["gracePeriodSeconds"] = 0
+        else:
+            resource, path = names.PLURAL, _job_path(metadata["namespace"], metadata["name"])
+        try:
+            self._api.request("delete", resource, path, body=body)
+        except ApiError as error:
+            if error.status not in (404, 409):  # gone, or another one has the name by now
+                raise
+        return None
+
+    def post(self, job: Mapping[str, Any], note: Note) -> None:
+        """Record an Event; one that cannot be recorded is only logged."""
+        metadata = job["metadata"]
+        digest = hashlib.sha256(f"{metadata['uid']}/{note.key}".encode()).hexdigest()[:16]
+        event = builders.event(
+            job,
+            name=f"{metadata['name']}.{digest}",
+            kind=note.kind,
+            reason=note.reason,
+            message=note.message,
+            now=stamp(datetime.now(UTC)),
+        )
+        path = f"/api/v1/namespaces/{metadata['namespace']}/events"
+        try:
+            self._api.request("create", "events", path, body=event)
+        except (ApiError, ConnectionLost) as error:
+            if not (isinstance(error, ApiError) and error.reason == "AlreadyExists"):
+                logger.warning("%s/%s: no Event: %s", metadata["namespace"], metadata["name"], error)
+
+    def write_status(self, job: Mapping[str, Any], status: TrainingJobStatus) -> bool:
+        """Write the status if it differs; whether it did. A job that changed meanwhile is an ApiError 409."""
+        old, new = job.get("status") or {}, dump_status(status)
+        changes = difference(old, new)
+        if not changes:
+            return False
+        metadata = job["metadata"]
+        body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": changes}
+        path = f"{_job_path(metadata['namespace'], metadata['name'])}/status"
+        self._api.request("patch", f"{names.PLURAL}/status", path, body=body)
+        return True
+
+    def _server_status(self, job: str, found: Sequence[Pod]) -> ServerStatus | None:
+        """What shard 0 says about itself, or None if it does not answer in time."""
+        first = next((pod for pod in found if pod.role == "ps" and pod.index == 0), None)
+        if first is None or first.ending is not None or first.address is None:
+            return None
+        host = f"[{first.address}]" if ":" in first.address else first.address
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        url = f"http://{host}:{DEFAULT_HTTP_PORT}/status"
+        try:
+            with opener.open(url, timeout=self._status_timeout) as answer:
+                status = read_server_status(dict(json.loads(answer.read(_STATUS_LIMIT))))
+        except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
+            logger.debug("%s does not tell its status: %s", first.name, error)
+            return None
+        return status if status.job == job else None
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON merge patch that turns `old` into `new`; empty if they are equal."""
+    patch: dict[str, Any] = {key: None for key in old if key not in new}
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            if inner := difference(before, value):
+                patch[key] = inner
+        elif key not in old or before != value:
+            patch[key] = value
+    return patch
+
+
+def with_refusals(observed: Observed, refused: Sequence[Problem]) -> Observed:
+    return replace(observed, refusals=tuple(refused))
+
+
+def _summaries(done: Sequence[Action]) -> Iterable[Note]:
+    """One Event for all that was done for the same reason."""
+    now = stamp(datetime.now(UTC))
+    pairs = [action for action in done if isinstance(action, Create | DeletePod)]
+    for (kind, reason), group in groupby(pairs, key=lambda action: (type(action), action.reason)):
+        items = [f"{a.kind.lower()} {a.name}" if isinstance(a, Create) else f"pod {a.name}" for a in group]
+        word = "Created" if kind is Create else "Deleted"
+        what = ", ".join(items[:20]) + (f" and {len(items) - 20} more" if len(items) > 20 else "")
+        yield Note(f"{now}/{word}/{what}", "Normal", word, f"{word} {what}: {reason}")
+
+
+def _is_owned(manifest: Mapping[str, Any], uid: str) -> bool:
+    return any(ref.get("uid") == uid for ref in manifest["metadata"].get("ownerReferences") or [])
+
+
+def _group() -> str:
+    return f"/apis/{GROUP}/{VERSION}"
+
+
+def _job_path(namespace: str, name: str) -> str:
+    return f"{_group()}/namespaces/{namespace}/{names.PLURAL}/{name}"

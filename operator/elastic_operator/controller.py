@@ -1,0 +1,132 @@
+"""One pass over a job, put together: read, decide, carry out, report. And the full listings.
+
+The order within a pass is: actions, Events, status. A pass that is cut short anywhere is simply made again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+from elastic_operator.api import ApiError
+from elastic_operator.cluster import Cluster, with_refusals
+from elastic_operator.metrics import Metrics
+from elastic_operator.queue import Key
+from elastic_operator.reconcile import reconcile
+from elastic_operator.settings import Settings
+from elastic_operator.status import holds, read_status
+from elastic_operator.watches import WatchMonitor
+from elastic_ps.errors import ConnectionLost
+from elastic_ps.job import TrainingJobStatus
+
+logger = logging.getLogger(__name__)
+
+
+class Controller:
+    """What the operator does, without the framework that says when. Blocking; thread-safe."""
+
+    def __init__(self, cluster: Cluster, settings: Settings, metrics: Metrics) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        self._metrics = metrics
+        self.jobs_watch = WatchMonitor()
+        self.pods_watch = WatchMonitor()
+        self.served = False
+        """Whether the API server has answered a listing; before that there is nothing to watch."""
+        self.definition_gone = False
+        """Whether the API server no longer knows TrainingJobs; the watches do not survive that."""
+
+    def run_pass(self, key: Key) -> timedelta | None:
+        """One pass over the job; when to look again.
+
+        Raises:
+            ApiError, ConnectionLost: try again later.
+        """
+        with self._metrics.duration.time():
+            try:
+                again = self._pass(key)
+            except ApiError as error:
+                self._metrics.reconciles.labels("error").inc()
+                if error.status == 409:  # the job changed while it was looked at
+                    return timedelta(0)
+                raise
+            except ConnectionLost:
+                self._metrics.reconciles.labels("error").inc()
+                raise
+        self._metrics.reconciles.labels("ok").inc()
+        return again
+
+    def _pass(self, key: Key) -> timedelta | None:
+        namespace, name = key
+        job = self._cluster.job(namespace, name)
+        if job is None:
+            return None
+        observed = self._cluster.observe(job)
+        now, options = datetime.now(UTC), self._settings.options
+        plan = reconcile(job, observed, now, options)
+        refused = self._cluster.execute(job, plan.actions)
+        if refused:
+            plan = reconcile(job, with_refusals(observed, refused), now, options)
+        if plan.status is None:
+            return plan.requeue
+        for note in plan.notes:
+            self._cluster.post(job, note)
+        if self._cluster.write_status(job, plan.status):
+            self._report(key, read_status(job), plan.status)
+        return plan.requeue
+
+    def _report(self, key: Key, old: TrainingJobStatus, new: TrainingJobStatus) -> None:
+        if old.phase != new.phase or not old.conditions:
+            reasons = "; ".join(f"{c.type}: {c.message}" for c in new.conditions if c.status == "True")
+            logger.info("%s/%s: %s -> %s (%s)", *key, old.phase, new.phase, reasons)
+        if old.start_time is None and new.start_time is not None:
+            self._metrics.jobs.labels("started").inc()
+        if holds(new, "Succeeded") and not holds(old, "Succeeded"):
+            self._metrics.jobs.labels("succeeded").inc()
+        if holds(new, "Failed") and not holds(old, "Failed"):
+            self._metrics.jobs.labels("failed").inc()
+        self._metrics.restarts.inc(max(0, new.worker.restarts - old.worker.restarts))
+
+    def list_all(self) -> list[Key]:
+        """List everything, check the watches by it, and say which jobs are not over.
+
+        Raises:
+            ApiError, ConnectionLost: the API server cannot be asked.
+        """
+        try:
+            jobs = self._cluster.jobs(self._settings.namespaces)
+        except ApiError as error:
+            self.definition_gone = self.served and error.status == 404
+            raise
+        pods = self._cluster.all_pods(self._settings.namespaces)
+        now = time.monotonic()
+        self.jobs_watch.listed(jobs, now)
+        self.pods_watch.listed(pods, now)
+        self.served, self.definition_gone = True, False
+        return [
+            (job["metadata"]["namespace"], job["metadata"]["name"])
+            for job in jobs
+            if not (holds(status := read_status(job), "Succeeded") or holds(status, "Failed"))
+        ]
+
+    def wait_until_served(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Block until the API server serves TrainingJobs; it may be away, or the CRD be on its way."""
+        delay = 1.0
+        while True:
+            try:
+                self.list_all()
+                return
+            except (ApiError, ConnectionLost) as error:
+                logger.warning("cannot list TrainingJobs yet, next try in %g s: %s", delay, error)
+            sleep(delay)
+            delay = min(15.0, delay * 1.5)
+
+    def watch_ages(self) -> dict[str, float]:
+        """Seconds by which each watch is behind what was listed."""
+        now = time.monotonic()
+        ages = {"trainingjobs": self.jobs_watch.age(now), "pods": self.pods_watch.age(now)}
+        for resource, age in ages.items():
+            self._metrics.watch_age.labels(resource).set(age)
+        return ages

@@ -1,0 +1,98 @@
+"""What a person asks for, as far as it can be followed now. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from elastic_operator import builders, names
+from elastic_operator.plan import Observed
+from elastic_ps.errors import InvalidJob
+from elastic_ps.job import ObjectMeta, TrainingJobSpec, parse_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Desired:
+    """The job to work towards.
+
+    Attributes:
+        spec: the spec; what describes the training itself is as it was when the job started.
+        replicas: wanted workers, within the bounds.
+        ignored: why `spec` is not quite what the resource says; empty if it is.
+    """
+
+    name: str
+    spec: TrainingJobSpec
+    replicas: int
+    ignored: tuple[str, ...] = ()
+
+
+def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
+    """What to work towards.
+
+    Raises:
+        InvalidJob: the spec cannot be followed; each line of the message names a field.
+    """
+    name = job["metadata"]["name"]
+    try:
+        ObjectMeta.model_validate({"name": name})
+    except ValidationError:
+        raise InvalidJob(
+            f"metadata.name {name!r}: expected at most 52 characters of a-z, 0-9 and '-', "
+            "so that the names of its pods are valid"
+        ) from None
+    document = dict(job.get("spec") or {})
+    ignored: list[str] = []
+    if observed.services:
+        document = _clamp(document, ignored)
+    recorded = observed.services.get(names.service(name, 0))
+    if recorded:
+        document = _keep_fixed(document, json.loads(recorded), ignored)
+    spec = parse_spec(document, source="spec")
+    _check_pods(job, spec)
+    return Desired(name=name, spec=spec, replicas=spec.worker.replicas, ignored=tuple(ignored))
+
+
+def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """What is trained stays as it was when the job started."""
+    kept = builders.overlay_fixed(document, fixed)
+    try:
+        asked = builders.fixed_part(parse_spec(document, source="spec"))
+    except InvalidJob as error:
+        ignored.append(f"the spec cannot be followed: {error}")
+        return kept
+    changed = [field for field in (*builders.FIXED_FIELDS, "parameterServer") if asked[field] != fixed[field]]
+    if changed:
+        ignored.append(f"{', '.join(changed)} cannot change during a run; create a new job for that")
+    return kept
+
+
+def _clamp(document: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """A running job that is scaled out of its bounds goes to the bound."""
+    worker = document.get("worker") or {}
+    low, high = worker.get("minReplicas", 1), worker.get("maxReplicas")
+    replicas = worker.get("replicas", 1)
+    if not all(isinstance(n, int) for n in (low, replicas)) or not (high is None or isinstance(high, int)):
+        return document
+    bounded = max(low, replicas if high is None else min(replicas, high))
+    if bounded == replicas or (high is not None and low > high):
+        return document
+    bound = f"minReplicas {low}" if bounded > replicas else f"maxReplicas {high}"
+    ignored.append(f"worker.replicas {replicas} is beyond {bound}; {bounded} workers are run")
+    return {**document, "worker": {**worker, "replicas": bounded}}
+
+
+def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec) -> None:
+    """Raise InvalidJob where no pod can be built: a template of another shape, or no image."""
+    for field, role in (("parameterServer", "ps"), ("worker", "worker")):
+        try:
+            pod = builders.pod(job, spec, "ps" if role == "ps" else "worker", 0)
+            images = [container.get("image") for container in pod["spec"]["containers"]]
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise InvalidJob(f"spec.{field}.template is not a PodTemplateSpec: {error!r}") from error
+        if not all(images):
+            raise InvalidJob(f"spec.image is missing, and spec.{field}.template names none for its container")

@@ -1,0 +1,61 @@
+"""Names, labels and ports of everything that belongs to a job.
+
+Names follow from the job's name and an index alone, so that creating twice cannot make two.
+"""
+
+from __future__ import annotations
+
+from elastic_ps.env import Role
+from elastic_ps.job import GROUP
+
+PLURAL = "trainingjobs"
+JOB_LABEL = f"{GROUP}/job"
+ROLE_LABEL = f"{GROUP}/role"
+INDEX_LABEL = f"{GROUP}/index"
+SPEC_ANNOTATION = f"{GROUP}/spec"
+"""On the Service of shard 0: the part of the spec that stays as it was when the job started."""
+
+CONTAINER: dict[Role, str] = {"ps": "parameter-server", "worker": "worker"}
+CHECKPOINT_DIRECTORY = "/var/lib/elastic-ps"
+
+
+def pod(job: str, role: Role, index: int) -> str:
+    """`digits-ps-0`, `digits-worker-3`."""
+    return f"{job}-{role}-{index}"
+
+
+def service(job: str, shard: int) -> str:
+    """The Service in front of one shard; it has the name of its pod."""
+    return pod(job, "ps", shard)
+
+
+def claim(job: str, shard: int) -> str:
+    """The volume claim that holds one shard's checkpoints."""
+    return f"{job}-ps-{shard}"
+
+
+def labels(job: str) -> dict[str, str]:
+    """Labels of everything that belongs to the job."""
+    return {
+        "app.kubernetes.io/name": "elastic-ps",
+        "app.kubernetes.io/instance": job,
+        "app.kubernetes.io/managed-by": "elastic-ps-operator",
+        JOB_LABEL: job,
+    }
+
+
+def pod_labels(job: str, role: Role, index: int) -> dict[str, str]:
+    return labels(job) | {
+        "app.kubernetes.io/component": CONTAINER[role],
+        ROLE_LABEL: role,
+        INDEX_LABEL: str(index),
+    }
+
+
+def job_selector(job: str) -> str:
+    return f"{JOB_LABEL}={job}"
+
+
+def worker_selector(job: str) -> str:
+    """The selector that the autoscaler reads from status."""
+    return f"{JOB_LABEL}={job},{ROLE_LABEL}=worker"

@@ -1,0 +1,116 @@
+"""What a reconcile looks at and what it answers with: plain data, no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, Literal, TypeAlias
+
+from elastic_operator.pods import Pod, Problem
+from elastic_ps.env import Role
+from elastic_ps.job import ServerStatus, TrainingJobStatus
+
+Kind: TypeAlias = Literal["Pod", "Service", "PersistentVolumeClaim"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Times that decisions depend on.
+
+    Attributes:
+        poll: how often a job with pods is looked at again, for its progress.
+        retry: how long to wait after the API server refused to create something.
+        answer_limit: how long a ready PS may stay silent after the last worker has ended.
+        restart_base, restart_limit: delay before a failed worker is replaced; doubles with each failure.
+        short_life: a worker killed before it lived this long is replaced only after `short_life_delay`.
+        force_after: a pod that outlives its grace period by this much (its node is gone) is removed.
+    """
+
+    poll: timedelta = timedelta(seconds=10)
+    retry: timedelta = timedelta(seconds=15)
+    answer_limit: timedelta = timedelta(seconds=30)
+    restart_base: timedelta = timedelta(seconds=1)
+    restart_limit: timedelta = timedelta(seconds=60)
+    short_life: timedelta = timedelta(seconds=60)
+    short_life_delay: timedelta = timedelta(seconds=5)
+    force_after: timedelta = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What belongs to the job and exists.
+
+    Attributes:
+        pods: its pods.
+        services: names of its Services, with the spec annotation of the one that has it.
+        claims: names of its volume claims.
+        server: what shard 0 answered; None if it did not.
+        refusals: what the API server refused to create a moment ago, in this same pass.
+    """
+
+    pods: tuple[Pod, ...] = ()
+    services: Mapping[str, str | None] = field(default_factory=dict)
+    claims: frozenset[str] = frozenset()
+    server: ServerStatus | None = None
+    refusals: tuple[Problem, ...] = ()
+
+    def of(self, role: Role) -> list[Pod]:
+        """The pods of one role, by index."""
+        return sorted((pod for pod in self.pods if pod.role == role), key=lambda pod: pod.index)
+
+
+@dataclass(frozen=True)
+class Create:
+    """Create an object; one that is there already and belongs to the job is as good."""
+
+    kind: Kind
+    name: str
+    manifest: Mapping[str, Any]
+    reason: str
+
+
+@dataclass(frozen=True)
+class DeletePod:
+    """Delete exactly this pod (by uid). `force`: without waiting for its node."""
+
+    name: str
+    uid: str
+    reason: str
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class DeleteJob:
+    """Delete the job itself; garbage collection removes what it owns."""
+
+    uid: str
+    reason: str
+
+
+Action: TypeAlias = Create | DeletePod | DeleteJob
+
+
+@dataclass(frozen=True)
+class Note:
+    """An Event to record. Notes with the same `key` are one Event, however often they are posted."""
+
+    key: str
+    kind: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer: what to do, what to report, when to look again (None: only when something changes)."""
+
+    actions: tuple[Action, ...] = ()
+    status: TrainingJobStatus | None = None
+    notes: tuple[Note, ...] = ()
+    requeue: timedelta | None = None
+
+
+def stamp(now: datetime) -> str:
+    """A time as metav1.Time writes it."""
+    return now.strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,199 @@
+"""What a pod's status means for the job, in the job's own words. Pure.
+
+===================== ======================================================================
+ending                how it is recognised
+===================== ======================================================================
+done                  exit status 0
+invalid               exit status `env.EXIT_INVALID`: starting it again is no use
+failed                exit status 1 to 127, or the container's command cannot be started
+killed                128 to 255, out of memory, eviction, preemption, loss of the node
+===================== ======================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, TypeAlias
+
+from elastic_operator import names
+from elastic_ps.env import EXIT_INVALID, Role
+
+Ending: TypeAlias = Literal["done", "invalid", "failed", "killed"]
+
+_IMAGE_REASONS = {
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "ImageInspectError",
+}
+_CONFIG_REASONS = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+_CANNOT_START = {"StartError", "ContainerCannotRun"}
+_KILLED_AS = {
+    "Evicted": "was evicted",
+    "Preempting": "was preempted",
+    "Preempted": "was preempted",
+    "NodeLost": "was lost with its node",
+    "Shutdown": "was stopped by the shutdown of its node",
+    "NodeShutdown": "was stopped by the shutdown of its node",
+    "Terminated": "was stopped by the shutdown of its node",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that keeps a pod from working. `reason` is a condition's word, `message` for a person."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """One pod of a job, as far as decisions need it.
+
+    Attributes:
+        ready: the pod's Ready condition.
+        deleting: when its grace period ends, once its deletion has been asked for.
+        ending: how it ended; None while it may still run. Of the PS, which is started again in place,
+            only `invalid` is looked at while it lives.
+        problem: why it ended or cannot start, in words.
+        started, ended: when its container did.
+        address: its IP.
+    """
+
+    name: str
+    uid: str
+    role: Role
+    index: int
+    ready: bool = False
+    deleting: datetime | None = None
+    ending: Ending | None = None
+    problem: Problem | None = None
+    started: datetime | None = None
+    ended: datetime | None = None
+    address: str | None = None
+
+    @property
+    def active(self) -> bool:
+        """It runs or is about to, and nobody asked it to end."""
+        return self.ending is None and self.deleting is None
+
+    @property
+    def over(self) -> bool:
+        """It ended other than well, without being asked to."""
+        return self.ending not in (None, "done") and self.deleting is None
+
+
+def parse_time(value: object) -> datetime | None:
+    """Read a timestamp of the API; None stays None."""
+    return datetime.fromisoformat(value) if isinstance(value, str) else None
+
+
+def read(manifest: Mapping[str, Any]) -> Pod | None:
+    """A pod of the API as a `Pod`; None if its labels are not the operator's."""
+    metadata, status = manifest["metadata"], manifest.get("status") or {}
+    labels = metadata.get("labels") or {}
+    role, index = labels.get(names.ROLE_LABEL), str(labels.get(names.INDEX_LABEL, ""))
+    if role not in ("ps", "worker") or not index.isdecimal():
+        return None
+    container = _main_container(manifest, names.CONTAINER["ps" if role == "ps" else "worker"])
+    state = container.get("state") or {}
+    terminated = state.get("terminated") or {}
+    ending, problem = _ended(manifest, container)
+    if ending is None:
+        problem = _not_starting(manifest, container)
+    started = terminated.get("startedAt") or (state.get("running") or {}).get("startedAt")
+    return Pod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        role="ps" if role == "ps" else "worker",
+        index=int(index),
+        ready=_condition(status, "Ready").get("status") == "True",
+        deleting=parse_time(metadata.get("deletionTimestamp")),
+        ending=ending,
+        problem=problem,
+        started=parse_time(started),
+        ended=parse_time(terminated.get("finishedAt")),
+        address=status.get("podIP"),
+    )
+
+
+def _main_container(manifest: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    statuses = (manifest.get("status") or {}).get("containerStatuses") or []
+    return next((status for status in statuses if status.get("name") == name), {})
+
+
+def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    return next((c for c in status.get("conditions") or [] if c.get("type") == kind), {})
+
+
+def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[Ending | None, Problem | None]:
+    name, status = manifest["metadata"]["name"], manifest.get("status") or {}
+    phase, reason = status.get("phase"), str(status.get("reason") or "")
+    last = (container.get("lastState") or {}).get("terminated") or {}
+    terminated = (container.get("state") or {}).get("terminated") or {}
+    for end in (terminated, last):
+        if end.get("exitCode") == EXIT_INVALID:
+            return "invalid", Problem("InvalidJob", _said(f"{name} says that the job cannot work", end))
+    if phase == "Succeeded":
+        return "done", None
+    if phase != "Failed":
+        return None, None
+    if reason:
+        words = _KILLED_AS.get(reason, f"was ended by its node ({reason})")
+        detail = f": {status['message']}" if status.get("message") else ""
+        return "killed", Problem(reason, f"{name} {words}{detail}")
+    if not terminated:
+        return "killed", Problem("Lost", f"{name} ended, and nothing is known about how")
+    return _exit(name, manifest, terminated)
+
+
+def _exit(name: str, manifest: Mapping[str, Any], end: Mapping[str, Any]) -> tuple[Ending, Problem]:
+    code = int(end.get("exitCode", 255))
+    if end.get("reason") == "OOMKilled":
+        return "killed", Problem("OutOfMemory", f"{name} was killed: out of memory{_limit(manifest)}")
+    if end.get("reason") in _CANNOT_START:
+        return "failed", Problem("CannotStart", _said(f"{name}: its command cannot be started", end))
+    if 0 < code < 128:
+        return "failed", Problem("WorkerFailed", _said(f"{name} exited with {code}", end))
+    return "killed", Problem("WorkerKilled", _said(f"{name} was killed (exit status {code})", end))
+
+
+def _limit(manifest: Mapping[str, Any]) -> str:
+    for container in manifest["spec"].get("containers") or []:
+        memory = ((container.get("resources") or {}).get("limits") or {}).get("memory")
+        if memory and container["name"] in names.CONTAINER.values():
+            return f" (its limit is {memory})"
+    return ""
+
+
+def _said(what: str, end: Mapping[str, Any]) -> str:
+    """`what`, with the end of the container's last words."""
+    words = str(end.get("message") or "").strip()
+    return f"{what}. It wrote last: {words[-600:]}" if words else what
+
+
+def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> Problem | None:
+    name, status = manifest["metadata"]["name"], manifest.get("status") or {}
+    scheduled = _condition(status, "PodScheduled")
+    if scheduled.get("reason") == "Unschedulable":
+        return Problem("Unschedulable", f"{name} fits on no node: {scheduled.get('message', '')}")
+    waiting = (container.get("state") or {}).get("waiting") or {}
+    reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
+    if reason in _IMAGE_REASONS:
+        image = container.get("image") or "its image"
+        # The kubelet's own message changes to and fro while it backs off; this one stays as it is.
+        hint = f"`kubectl describe pod {name}` says why"
+        return Problem("ImagePullFailed", f"{name}: the image {image!r} cannot be pulled; {hint}")
+    if reason in _CONFIG_REASONS:
+        return Problem("CannotStart", f"{name} cannot be started: {message or reason}")
+    if reason == "CrashLoopBackOff":
+        last = (container.get("lastState") or {}).get("terminated") or {}
+        if last.get("reason") == "OOMKilled":
+            return Problem("OutOfMemory", f"{name} was killed: out of memory{_limit(manifest)}")
+        code = last.get("exitCode", "an error")
+        return Problem("CrashLoop", _said(f"{name} ends again and again, last with {code}", last))
+    return None

@@ -1,0 +1,286 @@
+"""The decisions: (job, observed, now) -> what to do, what to report, when to look again. Pure.
+
+Level-triggered: it does not matter which event led here, only what there is. A plan that has been carried
+out leads to an empty one. Of an ended worker three steps are made in three passes: it is counted in the
+status, its pod is deleted, a new one is created. So is the end of a job: the verdict is written first,
+and only a job whose written status says that it is over is cleaned up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from elastic_operator import builders, names
+from elastic_operator.desired import Desired, read_desired
+from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, Options, Plan, stamp
+from elastic_operator.pods import Pod, Problem, parse_time
+from elastic_operator.status import (
+    condition,
+    counted,
+    holds,
+    read_status,
+    turned,
+    with_condition,
+    with_counts,
+)
+from elastic_operator.verdict import Verdict, health, verdict
+from elastic_ps.env import Role
+from elastic_ps.errors import InvalidJob
+from elastic_ps.job import TrainingJobStatus
+
+_ZERO = timedelta(0)
+
+
+def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options: Options) -> Plan:
+    """One pass over one job."""
+    if job["metadata"].get("deletionTimestamp"):
+        return Plan()
+    old = read_status(job)
+    generation = job["metadata"].get("generation")
+    if _over(old) and not _may_start_after_all(old, generation):
+        return _finished(job, observed, old, now)
+    status = old.model_copy(update={"observed_generation": generation})
+    if _over(old):
+        status = TrainingJobStatus(observed_generation=generation)
+    try:
+        desired = read_desired(job, observed)
+    except InvalidJob as error:
+        return _invalid(old, status, str(error), started=bool(observed.services), now=now)
+    status, notes = counted(status, observed)
+    status = _with_counts(status, observed, desired)
+    if desired.spec.run_policy.suspend:
+        return _suspended(old, status, desired, observed, notes, now, options)
+    status = _resumed(status, now)
+    end = verdict(status, desired, observed, now, options)
+    if end is not None:
+        return _conclude(old, status, end, notes, now)
+    actions = [*_servers(job, desired, observed)]
+    actions += _workers(job, desired, old, status, observed, now, options)
+    status = health(status, desired, observed, now=now)
+    return Plan(
+        actions=tuple(actions),
+        status=status,
+        notes=(*notes, *turned(old, status)),
+        requeue=_next_look(status, desired, observed, now, options),
+    )
+
+
+def _over(status: TrainingJobStatus) -> bool:
+    return holds(status, "Succeeded") or holds(status, "Failed")
+
+
+def _may_start_after_all(status: TrainingJobStatus, generation: int | None) -> bool:
+    """Refused before anything was created, and edited since."""
+    failed = condition(status, "Failed")
+    return (
+        failed is not None
+        and failed.status == "True"
+        and failed.reason == "InvalidSpec"
+        and status.start_time is None
+        and status.observed_generation != generation
+    )
+
+
+def _with_counts(status: TrainingJobStatus, observed: Observed, desired: Desired) -> TrainingJobStatus:
+    shards = desired.spec.parameter_server.replicas
+    return with_counts(status, observed, job=desired.name, replicas=desired.replicas, shards=shards)
+
+
+def _invalid(
+    old: TrainingJobStatus, status: TrainingJobStatus, message: str, *, started: bool, now: datetime
+) -> Plan:
+    """An invalid spec ends a job that has not started. One that runs goes on as it was."""
+    why = Problem("InvalidSpec", message)
+    if started:
+        kept = f"the job goes on as it was, until the spec is corrected: {message}"
+        status = with_condition(status, "Degraded", True, Problem("InvalidSpec", kept), now=now)
+        return Plan(status=status, notes=tuple(turned(old, status)))
+    return _conclude(old, status, Verdict("Failed", why), [], now)
+
+
+def _conclude(
+    old: TrainingJobStatus, status: TrainingJobStatus, end: Verdict, notes: list[Note], now: datetime
+) -> Plan:
+    """Write down how the job ended; the next pass cleans up."""
+    status = status.model_copy(update={"phase": end.phase, "completion_time": stamp(now)})
+    status = with_condition(status, end.phase, True, end.why, now=now)
+    over = Problem(end.phase, "the job is over")
+    for kind in ("Running", "Degraded"):
+        if condition(status, kind) is not None:
+            status = with_condition(status, kind, False, over, now=now)
+    return Plan(status=status, notes=(*notes, *turned(old, status)), requeue=_ZERO)
+
+
+def _finished(job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus, now: datetime) -> Plan:
+    """A job that is over: clean up by its policies, and touch nothing else."""
+    policy = (job.get("spec") or {}).get("runPolicy") or {}
+    clean = policy.get("cleanPodPolicy") or "Running"
+    reason = f"the job is over, and cleanPodPolicy is {clean}"
+    actions: list[Action] = []
+    for pod in observed.pods:
+        if pod.deleting is None and (clean == "All" or (clean == "Running" and pod.ending is None)):
+            actions.append(DeletePod(pod.name, pod.uid, reason))
+    requeue = None
+    ttl, completed = policy.get("ttlSecondsAfterFinished"), parse_time(old.completion_time)
+    if ttl is not None and completed is not None:
+        requeue = max(_ZERO, completed + timedelta(seconds=ttl) - now)
+        if requeue == _ZERO:
+            why = f"ttlSecondsAfterFinished ({ttl} s) is over"
+            return Plan(actions=(DeleteJob(job["metadata"]["uid"], why),))
+    workers, servers = observed.of("worker"), observed.of("ps")
+    counts = {
+        "replicas": sum(pod.active for pod in workers),
+        "ready": sum(pod.active and pod.ready for pod in workers),
+        "counted_pods": [uid for uid in old.worker.counted_pods if uid in {pod.uid for pod in workers}],
+    }
+    ready = {"ready": sum(pod.active and pod.ready for pod in servers)}
+    status = old.model_copy(
+        update={
+            "observed_generation": job["metadata"].get("generation"),
+            "worker": old.worker.model_copy(update=counts),
+            "parameter_server": old.parameter_server.model_copy(update=ready),
+        }
+    )
+    return Plan(actions=tuple(actions), status=status, requeue=requeue)
+
+
+def _suspended(
+    old: TrainingJobStatus,
+    status: TrainingJobStatus,
+    desired: Desired,
+    observed: Observed,
+    notes: list[Note],
+    now: datetime,
+    options: Options,
+) -> Plan:
+    """Workers leave first; then the parameter servers write a checkpoint and end."""
+    reason = "the job is suspended"
+    workers = [pod for pod in observed.of("worker") if pod.ending != "done"]
+    deletable = [pod for pod in workers if not pod.over or pod.uid in old.worker.counted_pods]
+    leaving = deletable if workers else observed.of("ps")
+    actions: list[Action] = [DeletePod(p.name, p.uid, reason) for p in leaving if p.deleting is None]
+    actions += _stuck(observed, now, options)
+    rest = [*workers, *observed.of("ps")]
+    if rest:
+        why = Problem("Stopping", f"{len(rest)} pods have not ended yet")
+        status = with_condition(status, "Suspended", False, why, now=now)
+    else:
+        kept = desired.spec.parameter_server.checkpoint.volume_claim is not None
+        words = (
+            "training goes on from the last checkpoint"
+            if kept
+            else ("parameterServer.checkpoint.volumeClaim is not set, so training will start over")
+        )
+        status = with_condition(status, "Suspended", True, Problem("Suspended", words), now=now)
+        status = status.model_copy(update={"phase": "Suspended", "start_time": None})
+    off = Problem("Suspended", reason)
+    status = with_condition(status, "Running", False, off, now=now)
+    if condition(status, "Degraded") is not None:
+        status = with_condition(status, "Degraded", False, off, now=now)
+    return Plan(
+        actions=tuple(actions),
+        status=status,
+        notes=(*notes, *turned(old, status)),
+        requeue=options.poll if rest else None,
+    )
+
+
+def _resumed(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
+    if condition(status, "Suspended") is not None:
+        status = with_condition(status, "Suspended", False, Problem("Resumed", "the job goes on"), now=now)
+    if status.start_time is None:
+        status = status.model_copy(update={"start_time": stamp(now)})
+    return status
+
+
+def _servers(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
+    """Services, claims and pods of the parameter servers."""
+    spec, name = desired.spec, desired.name
+    shards = range(spec.parameter_server.replicas)
+    for shard in shards:
+        if names.service(name, shard) not in observed.services:
+            service = builders.service(job, spec, shard)
+            yield Create("Service", names.service(name, shard), service, "the address of the shard")
+    if spec.parameter_server.checkpoint.volume_claim is not None:
+        for shard in shards:
+            if names.claim(name, shard) not in observed.claims:
+                claim = builders.claim(job, spec, shard)
+                yield Create("PersistentVolumeClaim", names.claim(name, shard), claim, "for checkpoints")
+    there = {pod.index: pod for pod in observed.of("ps")}
+    for shard in shards:
+        pod = there.get(shard)
+        if pod is None:
+            yield _create(job, desired, "ps", shard, "every shard needs its parameter server")
+        elif pod.ending is not None and pod.deleting is None:
+            yield DeletePod(pod.name, pod.uid, "it has ended and is brought back")
+
+
+def _workers(
+    job: Mapping[str, Any],
+    desired: Desired,
+    old: TrainingJobStatus,
+    status: TrainingJobStatus,
+    observed: Observed,
+    now: datetime,
+    options: Options,
+) -> Iterator[Action]:
+    there = {pod.index: pod for pod in observed.of("worker")}
+    some_done = any(pod.ending == "done" for pod in there.values())
+    if not (status.progress.finished and some_done):
+        wanted = f"{desired.replicas} workers are wanted"
+        for index in range(desired.replicas):
+            if index not in there:
+                yield _create(job, desired, "worker", index, wanted)
+    for index, pod in sorted(there.items(), reverse=True):
+        if pod.deleting is not None:
+            continue
+        if pod.over:
+            if pod.uid in old.worker.counted_pods and _restart_in(pod, status, now, options) == _ZERO:
+                yield DeletePod(pod.name, pod.uid, "it has ended and is replaced")
+        elif index >= desired.replicas:
+            yield DeletePod(pod.name, pod.uid, f"scaled down to {desired.replicas} workers")
+    yield from _stuck(observed, now, options)
+
+
+def _create(job: Mapping[str, Any], desired: Desired, role: Role, index: int, reason: str) -> Create:
+    return Create(
+        "Pod",
+        names.pod(desired.name, role, index),
+        builders.pod(job, desired.spec, role, index),
+        reason,
+    )
+
+
+def _stuck(observed: Observed, now: datetime, options: Options) -> Iterator[Action]:
+    """Pods whose node does not answer. Their old processes, should they live, are fenced off by the PS."""
+    for pod in observed.pods:
+        if pod.deleting is not None and now - pod.deleting > options.force_after:
+            yield DeletePod(pod.name, pod.uid, "its node does not confirm that it ended", force=True)
+
+
+def _restart_in(pod: Pod, status: TrainingJobStatus, now: datetime, options: Options) -> timedelta:
+    """How long the replacement of an ended worker still has to wait."""
+    delay = _ZERO
+    if pod.ending == "failed":
+        doubled = options.restart_base * 2 ** min(16, max(0, status.worker.failures - 1))
+        delay = min(options.restart_limit, doubled)
+    elif pod.started and pod.ended and pod.ended - pod.started < options.short_life:
+        delay = options.short_life_delay
+    return max(_ZERO, delay - (now - (pod.ended or now - delay)))
+
+
+def _next_look(
+    status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime, options: Options
+) -> timedelta:
+    times = [options.poll]
+    if observed.refusals:
+        times = [options.retry]
+    times += [_restart_in(pod, status, now, options) for pod in observed.of("worker") if pod.over]
+    if any(pod.ending == "done" for pod in observed.of("worker")):
+        times.append(timedelta(seconds=2))
+    deadline, start = desired.spec.run_policy.active_deadline_seconds, parse_time(status.start_time)
+    if deadline is not None and start is not None:
+        times.append(max(_ZERO, start + timedelta(seconds=deadline) - now))
+    return min(times)

@@ -1,0 +1,89 @@
+"""How the operator itself is configured: its command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+from elastic_operator.plan import Options
+from elastic_ps.job import parse_duration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that can be set.
+
+    Attributes:
+        namespaces: those that are served; empty: all.
+        kubeconfig: to run outside of the cluster; None: the pod's service account.
+        health: `host:port` of /healthz, /readyz and /metrics.
+        concurrency: how many jobs are looked at at the same time.
+        resync: how often everything is listed and compared with what the watches delivered.
+        watch_limit: the operator is unhealthy when a watch misses a change for this long.
+        request_timeout: deadline of a request to the API server.
+        status_timeout: deadline of a request to a parameter server.
+        fail_after_writes: end the process, as if killed, right after so many writes (for tests).
+    """
+
+    namespaces: tuple[str, ...] = ()
+    kubeconfig: Path | None = None
+    health: tuple[str, int] = ("0.0.0.0", 8080)
+    concurrency: int = 8
+    resync: timedelta = timedelta(seconds=60)
+    watch_limit: timedelta = timedelta(seconds=120)
+    request_timeout: timedelta = timedelta(seconds=15)
+    status_timeout: timedelta = timedelta(seconds=2)
+    fail_after_writes: int | None = None
+    log_level: str = "info"
+    options: Options = field(default_factory=Options)
+
+
+def parse(arguments: Sequence[str] | None = None) -> Settings:
+    """Read the command line (the process's own if None); a wrong one exits with 2 and says why."""
+    defaults = Settings()
+    parser = argparse.ArgumentParser(prog="elastic-operator", description="Runs TrainingJobs on Kubernetes.")
+    add = parser.add_argument
+    add("--namespace", action="append", default=[], help="serve only this namespace; may be repeated")
+    add("--kubeconfig", type=Path, help="run outside of the cluster, with this kubeconfig")
+    add("--health", type=_address, default=defaults.health, help="host:port of the probes and metrics")
+    add("--concurrency", type=_positive, default=defaults.concurrency, help="jobs looked at at a time")
+    add("--resync", type=_duration, default=defaults.resync, help="time between two full listings")
+    add("--watch-limit", type=_duration, default=defaults.watch_limit, help="unhealthy after this")
+    add("--poll", type=_duration, default=defaults.options.poll, help="time between two reads of progress")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
+    add("--fail-after-writes", type=int, default=None, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    return Settings(
+        namespaces=tuple(given.namespace),
+        kubeconfig=given.kubeconfig,
+        health=given.health,
+        concurrency=given.concurrency,
+        resync=given.resync,
+        watch_limit=given.watch_limit,
+        fail_after_writes=given.fail_after_writes,
+        log_level=given.log_level,
+        options=Options(poll=given.poll),
+    )
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not host:port")
+    return host or "0.0.0.0", int(port)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    return int(text)
+
+
+def _duration(text: str) -> timedelta:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

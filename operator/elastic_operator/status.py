@@ -1,0 +1,200 @@
+"""The status of a job, from its old status and what there is. Pure.
+
+Counts of failures are kept in the status itself, with the uids of the pods that are in them. A failed pod
+is only deleted once its uid has been written there, so an operator that is killed at any point neither
+forgets a failure nor counts one twice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Literal, TypeAlias
+
+from pydantic import ValidationError
+
+from elastic_operator import names
+from elastic_operator.plan import Note, Observed, stamp
+from elastic_operator.pods import Pod, Problem
+from elastic_ps.job import Condition, Progress, ServerStatus, Summary, TrainingJobStatus, WorkerStatus
+
+ConditionType: TypeAlias = Literal["Created", "Running", "Degraded", "Suspended", "Succeeded", "Failed"]
+
+
+def read_status(job: Mapping[str, Any]) -> TrainingJobStatus:
+    """The status as it was written; fields that another version of the operator wrote are dropped."""
+    document = dict(job.get("status") or {})
+    for _ in range(64):
+        try:
+            return TrainingJobStatus.model_validate(document)
+        except ValidationError as error:
+            for item in error.errors():
+                _drop(document, item["loc"])
+    return TrainingJobStatus()
+
+
+def read_server_status(document: dict[str, Any]) -> ServerStatus:
+    """What a parameter server answered; fields of a newer version than the operator's are dropped.
+
+    Raises:
+        ValidationError: it is something else.
+    """
+    try:
+        return ServerStatus.model_validate(document)
+    except ValidationError as error:
+        for item in error.errors():
+            if item["type"] == "extra_forbidden":
+                _drop(document, item["loc"])
+    return ServerStatus.model_validate(document)
+
+
+def _drop(document: Any, location: Sequence[int | str]) -> None:
+    for part in location[:-1]:
+        if isinstance(document, dict) and part not in document:
+            return
+        document = document[part]
+    if isinstance(document, dict):
+        document.pop(location[-1], None)
+    elif isinstance(document, list):
+        document.clear()
+
+
+def dump_status(status: TrainingJobStatus) -> dict[str, Any]:
+    """The status as the API server stores it: without what is unset, empty text, and what is not finite.
+
+    JSON has no NaN, and an API server of 1.20 takes an empty text in a merge patch for a null.
+    """
+    return dict(_stored(status.model_dump(mode="json", by_alias=True, exclude_none=True)))
+
+
+def _stored(value: Any) -> Any:
+    if isinstance(value, dict):
+        pairs = ((key, _stored(item)) for key, item in value.items())
+        return {key: item for key, item in pairs if item != "" and not _is_odd(item)}
+    if isinstance(value, list):
+        return [_stored(item) for item in value]
+    return value
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def condition(status: TrainingJobStatus, kind: ConditionType) -> Condition | None:
+    return next((c for c in status.conditions if c.type == kind), None)
+
+
+def holds(status: TrainingJobStatus, kind: ConditionType) -> bool:
+    """Whether the condition is there and True."""
+    found = condition(status, kind)
+    return found is not None and found.status == "True"
+
+
+def with_condition(
+    status: TrainingJobStatus,
+    kind: ConditionType,
+    value: bool,
+    why: Problem,
+    *,
+    now: datetime,
+) -> TrainingJobStatus:
+    """The status with that condition; its transition time moves only when it turns."""
+    old = condition(status, kind)
+    text: Literal["True", "False"] = "True" if value else "False"
+    turned = old is None or old.status != text
+    new = Condition(
+        type=kind,
+        status=text,
+        reason=why.reason,
+        message=why.message[:2000],
+        last_transition_time=stamp(now) if turned or old is None else old.last_transition_time,
+        observed_generation=status.observed_generation,
+    )
+    conditions = [new if c.type == kind else c for c in status.conditions]
+    return status.model_copy(update={"conditions": conditions if old is not None else [*conditions, new]})
+
+
+def counted(status: TrainingJobStatus, observed: Observed) -> tuple[TrainingJobStatus, list[Note]]:
+    """The status with workers that have ended since counted, and an Event for each of them."""
+    worker = status.worker
+    fresh = [pod for pod in observed.of("worker") if pod.over and pod.uid not in worker.counted_pods]
+    there = {pod.uid for pod in observed.pods}
+    kept = [uid for uid in worker.counted_pods if uid in there]
+    update: dict[str, Any] = {"counted_pods": [*kept, *(pod.uid for pod in fresh)]}
+    update["failures"] = worker.failures + sum(pod.ending == "failed" for pod in fresh)
+    update["restarts"] = worker.restarts + len(fresh)
+    if fresh:
+        update["last_failure"] = describe(fresh[-1]).message[:1000]
+    notes = [Note(pod.uid, "Warning", describe(pod).reason, describe(pod).message) for pod in fresh]
+    return status.model_copy(update={"worker": worker.model_copy(update=update)}), notes
+
+
+def describe(pod: Pod) -> Problem:
+    return pod.problem or Problem("Lost", f"{pod.name} ended, and nothing is known about how")
+
+
+def with_counts(
+    status: TrainingJobStatus, observed: Observed, *, job: str, replicas: int, shards: int
+) -> TrainingJobStatus:
+    """The status with the numbers of pods, the progress and the words for `kubectl get`."""
+    workers = observed.of("worker")
+    ready = sum(pod.active and pod.ready for pod in workers)
+    completed = sum(pod.ending == "done" and pod.index < replicas for pod in workers)
+    worker: WorkerStatus = status.worker.model_copy(
+        update={
+            "replicas": sum(pod.active for pod in workers),
+            "ready": ready,
+            "completed": max(completed, status.worker.completed if status.completion_time else 0),
+            "selector": names.worker_selector(job),
+        }
+    )
+    progress = status.progress
+    epoch = status.parameter_server.epoch
+    if observed.server is not None:
+        epoch = observed.server.epoch
+        if observed.server.ready and not status.completion_time:
+            progress = observed.server.progress
+    server = status.parameter_server.model_copy(
+        update={
+            "ready": sum(p.active and p.ready and p.index < shards for p in observed.of("ps")),
+            "epoch": epoch,
+        }
+    )
+    return status.model_copy(
+        update={
+            "worker": worker,
+            "parameter_server": server,
+            "progress": progress,
+            "summary": _summary(worker, progress, replicas),
+        }
+    )
+
+
+def _summary(worker: WorkerStatus, progress: Progress, replicas: int) -> Summary:
+    known = progress.records_expected is not None
+    return Summary(
+        workers=f"{worker.ready + worker.completed}/{replicas}",
+        progress=f"{progress.percent}%" if known else "",
+        loss="" if progress.loss is None else f"{progress.loss:.4g}",
+    )
+
+
+def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
+    """An Event for each condition that turned True, or is no longer Degraded, since `old`."""
+    notes = []
+    for after in new.conditions:
+        before = condition(old, after.type)
+        same = before is not None and before.status == after.status
+        if same and (before is None or before.reason == after.reason or after.status != "True"):
+            continue
+        since = before.last_transition_time if before is not None else "first"
+        key = f"{after.type}/{after.status}/{after.reason}/{since}"
+        if after.status == "True" and after.type != "Created":
+            bad = after.type in ("Degraded", "Failed")
+            plain = after.reason in (after.type, "Finished")
+            reason = after.type if plain else f"{after.type}{after.reason}"
+            notes.append(Note(key, "Warning" if bad else "Normal", reason, after.message))
+        elif after.type == "Degraded" and before is not None and new.phase == "Running":
+            notes.append(Note(key, "Normal", "Recovered", after.message))
+    return notes

@@ -1,0 +1,134 @@
+"""Whether a job is over, and how well one that is not over is doing. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Literal
+
+from elastic_operator.desired import Desired
+from elastic_operator.plan import Observed, Options
+from elastic_operator.pods import Problem, parse_time
+from elastic_operator.status import condition, describe, holds, with_condition
+from elastic_ps.job import TrainingJobStatus
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a job ends."""
+
+    phase: Literal["Succeeded", "Failed"]
+    why: Problem
+
+
+def verdict(
+    status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime, options: Options
+) -> Verdict | None:
+    """How the job ends, if it is to end now. `status` has this pass's counts and progress."""
+    for pod in observed.pods:
+        if pod.ending == "invalid" and pod.deleting is None:
+            return Verdict("Failed", describe(pod))
+    for refusal in observed.refusals:
+        if refusal.reason == "InvalidSpec" and not holds(status, "Running"):
+            return Verdict("Failed", refusal)
+    policy = desired.spec.run_policy
+    if status.worker.failures > policy.backoff_limit:
+        message = (
+            f"workers failed {status.worker.failures} times, backoffLimit is {policy.backoff_limit}; "
+            f"the last: {status.worker.last_failure}"
+        )
+        return Verdict("Failed", Problem("BackoffLimitExceeded", message))
+    deadline, start = policy.active_deadline_seconds, parse_time(status.start_time)
+    if deadline is not None and start is not None and now - start >= timedelta(seconds=deadline):
+        message = f"not finished after activeDeadlineSeconds: {deadline}"
+        return Verdict("Failed", Problem("DeadlineExceeded", message))
+    return _workers_done(status, desired, observed, now, options)
+
+
+def _workers_done(
+    status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime, options: Options
+) -> Verdict | None:
+    progress, workers = status.progress, observed.of("worker")
+    done = [pod for pod in workers if pod.ending == "done"]
+    if not done or any(pod.ending != "done" for pod in workers):
+        return None
+    wanted = sum(pod.index < desired.replicas for pod in done)
+    if wanted < desired.replicas and not progress.finished:
+        return None
+    if observed.server is None and not progress.finished:
+        last = max((pod.ended for pod in done if pod.ended), default=now)
+        if status.parameter_server.ready < desired.spec.parameter_server.replicas:
+            return None
+        if now - last <= options.answer_limit:
+            return None
+    if progress.finished:
+        return Verdict("Succeeded", Problem("Finished", "every record of every epoch is in the model"))
+    if progress.records_expected is None:
+        return Verdict("Succeeded", Problem("Finished", "every worker has ended its script"))
+    return Verdict(
+        "Failed",
+        Problem(
+            "RecordsLeft",
+            f"every worker has ended its script, but only {progress.records_applied} of "
+            f"{progress.records_expected} records are in the model",
+        ),
+    )
+
+
+def health(
+    status: TrainingJobStatus, desired: Desired, observed: Observed, *, now: datetime
+) -> TrainingJobStatus:
+    """The status with phase and conditions of a job that goes on."""
+    present = status.worker.ready + status.worker.completed
+    servers, shards = status.parameter_server.ready, desired.spec.parameter_server.replicas
+    needed = min(desired.spec.worker.min_replicas, desired.replicas)
+    running = servers >= shards and present >= needed
+    problems = list(_problems(observed))
+    created = not observed.refusals
+    made = Problem("Created", "its pods, Services and volumes have been asked for")
+    status = with_condition(status, "Created", created, made if created else observed.refusals[0], now=now)
+    counts = f"{present} of {desired.replicas} workers and {servers} of {shards} parameter servers are ready"
+    if running:
+        why = Problem("Running", counts)
+    elif problems:
+        why = Problem(problems[0].reason, f"{counts}; {problems[0].message}")
+    else:
+        waits = "WaitingForParameterServer" if servers < shards else "WaitingForWorkers"
+        why = Problem(waits, counts)
+    status = with_condition(status, "Running", running, why, now=now)
+    status = status.model_copy(update={"phase": "Running" if running else "Pending"})
+    return _degraded(status, desired, problems, full=present >= desired.replicas, running=running, now=now)
+
+
+def _degraded(
+    status: TrainingJobStatus,
+    desired: Desired,
+    problems: list[Problem],
+    *,
+    full: bool,
+    running: bool,
+    now: datetime,
+) -> TrainingJobStatus:
+    """Degraded: less than what was asked for, because of a problem; workers that just start are none."""
+    old = condition(status, "Degraded")
+    if problems:
+        why = problems[0]
+        if len(problems) > 1:
+            why = Problem(why.reason, "; ".join(problem.message for problem in problems[:3]))
+    elif desired.ignored:
+        why = Problem("SpecNotFollowed", "; ".join(desired.ignored))
+    elif old is not None and holds(status, "Degraded") and not (full and running):
+        why = Problem(old.reason, old.message)
+    else:
+        ok = Problem("AsAsked", "everything that was asked for is there or on its way")
+        return with_condition(status, "Degraded", False, ok, now=now)
+    return with_condition(status, "Degraded", True, why, now=now)
+
+
+def _problems(observed: Observed) -> list[Problem]:
+    """What keeps pods from working, the most telling first."""
+    problems = list(observed.refusals)
+    for pod in [*observed.of("ps"), *observed.of("worker")]:
+        if pod.deleting is None and pod.problem is not None:
+            problems.append(pod.problem)
+    return problems

@@ -1,0 +1,202 @@
+"""An operator as a process beside the cluster, and jobs whose containers only sleep.
+
+Sleeping containers replace neither the API server nor the kubelet; they stand where training would be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from elastic_operator.builders import merge
+from tests.e2e.cluster import GivenCluster, wait_for
+
+ROOT = Path(__file__).parents[2]
+SLEEP = ["python3", "-c", "import signal, time; signal.signal(15, lambda *_: exit(0)); time.sleep(9999)"]
+NO_PROBES: dict[str, Any] = {"startupProbe": {}, "livenessProbe": {}, "readinessProbe": {}}
+LIMIT = timedelta(seconds=90)
+
+
+class OperatorProcess:
+    """Serves one namespace. Start it as often as you like; `close` ends it."""
+
+    def __init__(self, kubeconfig: Path, namespace: str, log: Path) -> None:
+        self._kubeconfig, self._namespace, self.log = kubeconfig, namespace, log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+
+    def start(self, *arguments: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "elastic_operator", f"--kubeconfig={self._kubeconfig}"]
+        command += [f"--namespace={self._namespace}", f"--health=127.0.0.1:{self._port}", "--poll=2s"]
+        path = os.pathsep.join([str(ROOT), str(ROOT / "operator")])
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, *arguments], stderr=log, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT
+            )
+
+    def wait(self, timeout: timedelta = LIMIT) -> int:
+        """Wait until it has ended by itself; its exit status."""
+        assert self._process is not None
+        return self._process.wait(timeout.total_seconds())
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def close(self, number: signal.Signals = signal.SIGTERM) -> int | None:
+        if self._process is None:
+            return None
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+        code = self._process.wait(40)
+        self._process = None
+        return code
+
+    def get(self, path: str) -> str:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"http://127.0.0.1:{self._port}{path}", timeout=5) as answer:
+            return str(answer.read().decode())
+
+    def writes(self) -> float:
+        """Writes that the API server got from this process so far."""
+        return sum(number for (verb, _), number in requests(self.get("/metrics")).items() if writes(verb))
+
+
+def writes(verb: str) -> bool:
+    return verb not in ("get", "list", "watch")
+
+
+def requests(metrics: str) -> dict[tuple[str, str], float]:
+    """The operator's count of API requests by (verb, resource), from its metrics."""
+    return {
+        (sample.labels["verb"], sample.labels["resource"]): sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.name == "elastic_ps_operator_api_requests_total"
+    }
+
+
+def sleeper(name: str, image: str, *, command: list[str] | None = None, **spec: Any) -> dict[str, Any]:
+    """A TrainingJob of sleeping containers; `command` is the workers', `spec` is merged over."""
+
+    def template(container: str, what: list[str]) -> dict[str, Any]:
+        main = {"name": container, "command": what, **NO_PROBES}
+        return {"spec": {"terminationGracePeriodSeconds": 2, "containers": [main]}}
+
+    base: Mapping[str, Any] = {
+        "entrypoint": "stand_in:main",
+        "image": image,
+        "parameterServer": {"template": template("parameter-server", SLEEP)},
+        "worker": {"replicas": 2, "template": template("worker", command or SLEEP)},
+    }
+    merged = merge(base, spec)
+    for field in ("parameterServer", "worker"):
+        container = merged[field]["template"]["spec"]["containers"][0]
+        for probe in NO_PROBES:
+            container.setdefault(probe, {})
+    return {
+        "apiVersion": "elastic-ps.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name},
+        "spec": merged,
+    }
+
+
+class Jobs:
+    """What a test asks of the jobs in its namespace."""
+
+    def __init__(self, cluster: GivenCluster, namespace: str, image: str) -> None:
+        self.cluster, self.namespace, self.image = cluster, namespace, image
+
+    def kubectl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return self.cluster.kubectl("-n", self.namespace, *arguments, check=check)
+
+    def apply(self, name: str, *, command: list[str] | None = None, **spec: Any) -> None:
+        self.cluster.apply(sleeper(name, self.image, command=command, **spec), namespace=self.namespace)
+
+    def patch(self, name: str, spec: Mapping[str, Any]) -> None:
+        self.kubectl("patch", "tj", name, "--type=merge", "-p", json.dumps({"spec": spec}))
+
+    def job(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = self.cluster.get("-n", self.namespace, "tj", name)
+        return found
+
+    def pods(self, name: str) -> dict[str, dict[str, Any]]:
+        selector = f"elastic-ps.dev/job={name}"
+        items = self.cluster.get("-n", self.namespace, "pods", "-l", selector)["items"]
+        return {item["metadata"]["name"]: item for item in items}
+
+    def identities(self, name: str) -> dict[str, tuple[str, int]]:
+        """uid and restart count of each pod that is not on its way out."""
+        return {
+            pod: (
+                item["metadata"]["uid"],
+                sum(c["restartCount"] for c in item["status"].get("containerStatuses") or []),
+            )
+            for pod, item in self.pods(name).items()
+            if "deletionTimestamp" not in item["metadata"]
+        }
+
+    def condition(self, name: str, kind: str) -> dict[str, Any]:
+        conditions = self.job(name).get("status", {}).get("conditions", [])
+        found: dict[str, Any] = next((c for c in conditions if c["type"] == kind), {})
+        return found
+
+    def events(self, name: str) -> dict[str, str]:
+        selector = f"involvedObject.name={name},involvedObject.kind=TrainingJob"
+        items = self.cluster.get("-n", self.namespace, "events", f"--field-selector={selector}")["items"]
+        return {item["reason"]: item["message"] for item in items}
+
+    def wait_status(self, name: str, *, timeout: timedelta = LIMIT, **wanted: object) -> None:
+        """Wait until fields of the status are as given: `phase="Running"`, `workers="2/2"`."""
+
+        def reached() -> bool:
+            status = self.job(name).get("status") or {}
+            seen = {"phase": status.get("phase"), "workers": status.get("summary", {}).get("workers")}
+            return all(seen[key] == value for key, value in wanted.items())
+
+        def explain() -> str:
+            return str(self.job(name).get("status"))
+
+        wait_for(reached, what=f"{name} gets {wanted}", timeout=timeout, explain=explain)
+
+    def wait_condition(self, name: str, kind: str, reason: str, *, timeout: timedelta = LIMIT) -> str:
+        """Wait until the condition is True for that reason; its message."""
+
+        def reached() -> bool:
+            found = self.condition(name, kind)
+            return (found.get("status"), found.get("reason")) == ("True", reason)
+
+        wait_for(
+            reached,
+            what=f"{name} is {kind} for {reason}",
+            timeout=timeout,
+            explain=lambda: str(self.job(name).get("status")),
+        )
+        return str(self.condition(name, kind)["message"])
+
+    def wait_gone(self, *names: str, timeout: timedelta = LIMIT) -> None:
+        """Wait until nothing of these jobs exists any more."""
+
+        def gone() -> bool:
+            kinds = "pods,services,persistentvolumeclaims"
+            return all(
+                not self.cluster.get("-n", self.namespace, kinds, "-l", f"elastic-ps.dev/job={name}")["items"]
+                for name in names
+            )
+
+        wait_for(gone, what=f"everything of {names} is gone", timeout=timeout)

@@ -1,0 +1,184 @@
+"""Install with Helm, train the digits for real, scale while it runs, uninstall: what a person does first."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from helm_python import Config, HelmError
+
+from tests.e2e.cluster import Cluster, GivenCluster, build_image, wait_for
+from tests.e2e.operator_process import ROOT, Jobs, requests
+
+CHART = ROOT / "charts" / "elastic-ps"
+SYSTEM = "elastic-ps-system"
+OPERATOR_IMAGE = "localhost/elastic-ps-operator:0.1.0"
+TRAINING_IMAGE = "localhost/elastic-ps:0.1.0"
+TRAINED = timedelta(minutes=10)
+
+
+@pytest.fixture(scope="module")
+def images(cluster: GivenCluster) -> None:
+    """Both images, built from the Dockerfiles and known to the node."""
+    if not isinstance(cluster, Cluster):
+        return  # whoever gave the cluster has loaded them
+    build_image(ROOT / "operator" / "Dockerfile", ROOT, OPERATOR_IMAGE)
+    build_image(ROOT / "Dockerfile", ROOT, TRAINING_IMAGE)
+    for tag in (OPERATOR_IMAGE, TRAINING_IMAGE):
+        cluster.load_image(tag)
+
+
+@pytest.fixture(scope="module")
+def helm(cluster: GivenCluster) -> Iterator[Config]:
+    with Config(kubeconfig_path=cluster.kubeconfig, namespace=SYSTEM) as config:
+        yield config
+
+
+@pytest.fixture(scope="module")
+def installed(cluster: GivenCluster, helm: Config, images: None) -> Iterator[None]:
+    # Another test may have made the definition without Helm; Helm takes over nothing that is not its own.
+    helm.uninstall("elastic-ps", ignore_not_found=True)
+    cluster.kubectl("delete", "crd", "trainingjobs.elastic-ps.dev", "--ignore-not-found")
+    try:
+        helm.install(str(CHART), "elastic-ps", {"operator": {"poll": "2s"}}, create_namespace=True)
+        cluster.kubectl("-n", SYSTEM, "rollout", "status", "deployment/elastic-ps", "--timeout=120s")
+        yield
+    finally:
+        _remove(cluster, helm)
+
+
+def _remove(cluster: GivenCluster, helm: Config) -> None:
+    log = cluster.kubectl("-n", SYSTEM, "logs", "deployment/elastic-ps", check=False).stdout
+    print(log[-8000:])
+    helm.uninstall("elastic-ps", ignore_not_found=True)
+    cluster.kubectl("delete", "namespace", SYSTEM, "--wait=false")
+
+
+@pytest.fixture
+def jobs(cluster: GivenCluster, namespace: str) -> Jobs:
+    return Jobs(cluster, namespace, TRAINING_IMAGE)
+
+
+def digits(**arguments: Any) -> dict[str, Any]:
+    sample: dict[str, Any] = yaml.safe_load((ROOT / "manifests/samples/digits.yaml").read_text())
+    sample["spec"]["arguments"].update(arguments)
+    return sample
+
+
+def progress(jobs: Jobs, name: str = "digits") -> dict[str, Any]:
+    found: dict[str, Any] = (jobs.job(name).get("status") or {}).get("progress") or {}
+    return found
+
+
+def wait_version(jobs: Jobs, beyond: int) -> None:
+    wait_for(
+        lambda: progress(jobs).get("version", 0) > beyond,
+        what=f"the version rises above {beyond}",
+        timeout=timedelta(minutes=2),
+        explain=lambda: str(jobs.job("digits").get("status")),
+    )
+
+
+def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
+    jobs.cluster.apply(digits(epochs=40), namespace=jobs.namespace)
+    jobs.wait_status("digits", phase="Running", workers="2/2", timeout=timedelta(minutes=3))
+    wait_version(jobs, 0)
+    before = jobs.identities("digits")
+    jobs.kubectl("scale", "tj/digits", "--replicas=4")
+    jobs.wait_status("digits", workers="4/4", timeout=timedelta(minutes=2))
+    assert before.items() <= jobs.identities("digits").items()
+    version = progress(jobs)["version"]
+    wait_version(jobs, version + 50)
+    print(jobs.kubectl("get", "tj").stdout)
+    jobs.kubectl("scale", "tj/digits", "--replicas=1")
+    wait_for(
+        lambda: set(jobs.identities("digits")) == {"digits-ps-0", "digits-worker-0"},
+        what="three workers leave",
+        timeout=timedelta(minutes=2),
+    )
+    stayed = jobs.identities("digits")
+    assert stayed == {name: before[name] for name in stayed}
+    assert progress(jobs)["finished"] is False, "the job ended before it was scaled down; give it more epochs"
+    jobs.wait_status("digits", phase="Succeeded", timeout=TRAINED)
+    status = jobs.job("digits")["status"]
+    print(jobs.kubectl("get", "tj").stdout, json.dumps(status["progress"]))
+    assert status["progress"]["metrics"]["test_accuracy"] >= 0.95
+    assert status["progress"]["recordsApplied"] == status["progress"]["recordsExpected"]
+    assert status["worker"]["failures"] == 0
+    assert status["parameterServer"]["epoch"] == 1
+    print(jobs.kubectl("describe", "tj", "digits").stdout.partition("Events:")[2])
+    jobs.kubectl("delete", "tj", "digits")
+    jobs.wait_gone("digits")
+
+
+def test_suspended_training_goes_on_from_its_checkpoint(installed: None, jobs: Jobs) -> None:
+    jobs.cluster.apply(digits(epochs=200), namespace=jobs.namespace)
+    jobs.wait_status("digits", phase="Running", timeout=timedelta(minutes=3))
+    wait_version(jobs, 100)
+    jobs.patch("digits", {"runPolicy": {"suspend": True}})
+    jobs.wait_status("digits", phase="Suspended", timeout=timedelta(minutes=3))
+    version = progress(jobs)["version"]
+    jobs.patch("digits", {"runPolicy": {"suspend": False}})
+    jobs.wait_status("digits", phase="Running", timeout=timedelta(minutes=3))
+    wait_version(jobs, version)
+    assert jobs.job("digits")["status"]["parameterServer"]["epoch"] == 2
+
+
+def test_helm_test_upgrade_and_schema(
+    installed: None, cluster: GivenCluster, helm: Config, tmp_path: Path
+) -> None:
+    helm.test("elastic-ps", timeout=120)
+    with pytest.raises(HelmError, match="concurrency"):
+        helm.upgrade(str(CHART), "elastic-ps", {"operator": {"concurrency": 0}})
+    older = tmp_path / "elastic-ps"
+    shutil.copytree(CHART, older)
+    template = older / "templates" / "crd.yaml"
+    template.write_text(template.read_text().replace("    - tj\n", "    - tj\n    - tjob\n"))
+    for chart, short in ((older, ["tj", "tjob"]), (CHART, ["tj"])):
+        helm.upgrade(str(chart), "elastic-ps", {"operator": {"poll": "2s"}})
+        names = cluster.get("crd", "trainingjobs.elastic-ps.dev")["spec"]["names"]
+        assert names["shortNames"] == short, "an upgrade of the chart upgrades the definition"
+    cluster.kubectl("-n", SYSTEM, "rollout", "status", "deployment/elastic-ps", "--timeout=120s")
+
+
+def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: Jobs) -> None:
+    """Every verb of the role is used in the life of jobs, and none is missing: nothing is refused."""
+    invalid = digits()
+    invalid["spec"] |= {"entrypoint": "no.such.module:main", "runPolicy": {"ttlSecondsAfterFinished": 5}}
+    jobs.cluster.apply(invalid, namespace=jobs.namespace)
+    wait_for(
+        lambda: not cluster.get("-n", jobs.namespace, "tj")["items"],
+        what="the job fails and is deleted",
+        timeout=timedelta(minutes=2),
+    )
+    metrics = cluster.kubectl(
+        "get", "--raw", f"/api/v1/namespaces/{SYSTEM}/services/elastic-ps:http/proxy/metrics"
+    ).stdout
+    used = set(requests(metrics))
+    used |= {("watch", "trainingjobs"), ("watch", "pods")}  # kopf's
+    # Only looked at when a name is taken: by what of an earlier job is still being deleted.
+    used |= {("get", resource) for resource in ("pods", "services", "persistentvolumeclaims")}
+    role = cluster.get("clusterrole", "elastic-ps")
+    granted = {
+        (verb, resource) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]
+    }
+    assert used == granted
+    refused = [line for line in metrics.splitlines() if "request_errors_total{" in line and '"403"' in line]
+    assert refused == []
+
+
+def test_uninstall_keeps_definition_and_jobs(
+    installed: None, cluster: GivenCluster, helm: Config, jobs: Jobs
+) -> None:
+    jobs.cluster.apply(digits(), namespace=jobs.namespace)
+    helm.uninstall("elastic-ps")
+    assert cluster.get("crd", "trainingjobs.elastic-ps.dev")
+    assert [item["metadata"]["name"] for item in cluster.get("-n", jobs.namespace, "tj")["items"]] == [
+        "digits"
+    ]

@@ -1,0 +1,301 @@
+"""The operator against a real API server, scheduler and kubelet: converges, comes to rest, loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from subprocess import TimeoutExpired
+from typing import Any
+
+import pytest
+
+from elastic_operator.api import EXIT_TEST
+from elastic_operator.crd import crd
+from tests.e2e.cluster import Cluster, ClusterError, GivenCluster, wait_for
+from tests.e2e.operator_process import LIMIT, Jobs, OperatorProcess, requests, writes
+
+CLAIM = {"checkpoint": {"volumeClaim": {"storage": "10Mi"}}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def definition(cluster: GivenCluster) -> None:
+    minor = int(
+        cluster.kubectl("version", "-o", "json").stdout.split('"minor": "')[-1].split('"')[0].rstrip("+")
+    )
+    cluster.apply(crd(rules=minor >= 29))
+    cluster.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.elastic-ps.dev", "--timeout=30s")
+
+
+@pytest.fixture
+def jobs(cluster: GivenCluster, namespace: str, python_image: str) -> Jobs:
+    return Jobs(cluster, namespace, python_image)
+
+
+@pytest.fixture
+def idle(cluster: GivenCluster, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
+    """An operator for the namespace that has not been started."""
+    process = OperatorProcess(cluster.kubeconfig, namespace, tmp_path / "operator.log")
+    yield process
+    process.close()
+    print(process.log.read_text()[-6000:] if process.log.exists() else "")
+
+
+@pytest.fixture
+def operator(idle: OperatorProcess) -> OperatorProcess:
+    idle.start()
+    return idle
+
+
+def test_comes_to_rest(jobs: Jobs, operator: OperatorProcess) -> None:
+    jobs.apply("rest", parameterServer=CLAIM)
+    jobs.wait_status("rest", phase="Running", workers="2/2")
+    time.sleep(3)
+    version, before = jobs.job("rest")["metadata"]["resourceVersion"], operator.writes()
+    passes = reconciles(operator)
+    wait_for(lambda: reconciles(operator) >= passes + 3, what="three more passes", timeout=LIMIT)
+    assert operator.writes() == before
+    assert jobs.job("rest")["metadata"]["resourceVersion"] == version
+    assert jobs.job("rest")["metadata"].get("annotations", {}).keys() <= {LAST_APPLIED}
+    assert "finalizers" not in jobs.job("rest")["metadata"]
+
+
+LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+def reconciles(operator: OperatorProcess) -> float:
+    lines = [line for line in operator.get("/metrics").splitlines() if "reconciles_total{" in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+
+def test_scale_up_and_down_restarts_nobody(jobs: Jobs, operator: OperatorProcess) -> None:
+    jobs.apply("scale")
+    jobs.wait_status("scale", phase="Running", workers="2/2")
+    before = jobs.identities("scale")
+    jobs.kubectl("scale", "tj/scale", "--replicas=4")
+    jobs.wait_status("scale", workers="4/4")
+    after = jobs.identities("scale")
+    assert before.items() <= after.items()
+    raw = f"/apis/elastic-ps.dev/v1alpha1/namespaces/{jobs.namespace}/trainingjobs/scale/scale"
+    scale = jobs.kubectl("get", "--raw", raw).stdout
+    assert '"replicas":4' in scale
+    assert '"selector":"elastic-ps.dev/job=scale,elastic-ps.dev/role=worker"' in scale
+    jobs.kubectl("scale", "tj/scale", "--replicas=1")
+    wait_for(lambda: len(jobs.pods("scale")) == 2, what="three workers leave", timeout=LIMIT)
+    jobs.wait_status("scale", workers="1/1")
+    stayed = jobs.identities("scale")
+    assert stayed == {name: before[name] for name in ("scale-ps-0", "scale-worker-0")}
+    status = jobs.job("scale")["status"]["worker"]
+    assert (status["failures"], status["restarts"]) == (0, 0)
+
+
+def test_killed_between_any_two_writes(jobs: Jobs, idle: OperatorProcess) -> None:
+    """Each start ends after one more write, so that the operator dies after every write there is."""
+    jobs.apply("killed", parameterServer=CLAIM, worker={"replicas": 3})
+    deaths = 0
+    while deaths < 40:
+        idle.start("--fail-after-writes=1")
+        try:
+            assert idle.wait(timedelta(seconds=12)) == EXIT_TEST
+        except TimeoutExpired:
+            break
+        deaths += 1
+    idle.close()
+    assert 5 <= deaths < 40
+    idle.start()
+    jobs.wait_status("killed", phase="Running", workers="3/3")
+    wanted = {"killed-ps-0", *(f"killed-worker-{index}" for index in range(3))}
+    assert set(jobs.identities("killed")) == wanted
+    print(f"the operator died {deaths} times, once after each of its writes")
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+def test_failure_is_counted_once(jobs: Jobs, idle: OperatorProcess, count: int) -> None:
+    """Wherever between counting a failed worker and replacing it the operator dies."""
+    once = "import os, sys, time; time.sleep(1); sys.exit(1)"
+    jobs.apply("dies", command=["python3", "-c", once], worker={"replicas": 1}, runPolicy={"backoffLimit": 1})
+    deaths = 0
+    for _ in range(12):
+        idle.start(f"--fail-after-writes={count}")
+        try:
+            idle.wait(timedelta(seconds=10))
+        except TimeoutExpired:
+            idle.close(signal.SIGKILL)
+            break
+        deaths += 1
+    assert deaths >= 2
+    idle.start()
+    jobs.wait_condition("dies", "Failed", "BackoffLimitExceeded")
+    assert jobs.job("dies")["status"]["worker"]["failures"] == 2
+
+
+def test_operator_away(jobs: Jobs, operator: OperatorProcess) -> None:
+    for name in ("scaled", "edited", "deleted"):
+        jobs.apply(name, worker={"replicas": 1})
+    for name in ("scaled", "edited", "deleted"):
+        jobs.wait_status(name, phase="Running")
+    before = jobs.identities("scaled")
+    operator.close()
+    jobs.kubectl("scale", "tj/scaled", "--replicas=3")
+    jobs.patch("edited", {"runPolicy": {"suspend": True}})
+    jobs.kubectl("delete", "tj", "deleted")
+    jobs.wait_gone("deleted")
+    assert jobs.identities("scaled") == before, "who trains goes on"
+    operator.start()
+    jobs.wait_status("scaled", workers="3/3")
+    jobs.wait_status("edited", phase="Suspended")
+    assert before.items() <= jobs.identities("scaled").items()
+    wait_for(lambda: not jobs.pods("edited"), what="the suspended job's pods end", timeout=LIMIT)
+    jobs.patch("edited", {"runPolicy": {"suspend": False}})
+    jobs.wait_status("edited", phase="Running", workers="1/1")
+
+
+def test_api_server_away(jobs: Jobs, operator: OperatorProcess, local_cluster: Cluster) -> None:
+    jobs.apply("api", worker={"replicas": 1})
+    jobs.wait_status("api", phase="Running")
+    before = jobs.identities("api")
+    local_cluster.stop("kube-apiserver")
+    try:
+        time.sleep(60)
+        assert operator.alive
+        assert operator.get("/healthz") == "ok"
+    finally:
+        local_cluster.start("kube-apiserver")
+    jobs.kubectl("scale", "tj/api", "--replicas=2")
+    jobs.wait_status("api", workers="2/2")
+    assert before.items() <= jobs.identities("api").items()
+
+
+def test_deletion_leaves_nothing(jobs: Jobs, operator: OperatorProcess) -> None:
+    jobs.apply("gone", parameterServer={**CLAIM, "replicas": 2})
+    jobs.wait_status("gone", phase="Running", workers="2/2")
+    jobs.kubectl("delete", "tj", "gone")
+    jobs.wait_gone("gone")
+
+
+def test_api_requests_use_what_is_granted(jobs: Jobs, operator: OperatorProcess) -> None:
+    jobs.apply("verbs")
+    jobs.wait_status("verbs", phase="Running")
+    used = requests(operator.get("/metrics"))
+    assert {verb for verb, _ in used if writes(verb)} <= {"create", "delete", "patch"}
+
+
+def failing(code: int) -> list[str]:
+    return [
+        "python3",
+        "-c",
+        f"import sys, time; time.sleep(1); print('cannot go on', file=sys.stderr); sys.exit({code})",
+    ]
+
+
+def test_worker_that_fails_until_the_limit(jobs: Jobs, operator: OperatorProcess) -> None:
+    jobs.apply("fails", command=failing(1), worker={"replicas": 1}, runPolicy={"backoffLimit": 1})
+    message = jobs.wait_condition("fails", "Failed", "BackoffLimitExceeded")
+    assert "exited with 1" in message
+    assert "cannot go on" in message
+    status = jobs.job("fails")["status"]
+    assert status["worker"]["failures"] == 2
+    assert {"WorkerFailed", "FailedBackoffLimitExceeded"} <= jobs.events("fails").keys()
+    wait_for(lambda: list(jobs.pods("fails")) == ["fails-worker-0"], what="the PS ends", timeout=LIMIT)
+
+
+def test_worker_that_says_the_job_is_invalid(jobs: Jobs, operator: OperatorProcess) -> None:
+    jobs.apply("invalid", command=failing(78))
+    assert "cannot go on" in jobs.wait_condition("invalid", "Failed", "InvalidJob")
+
+
+def test_worker_that_is_killed_is_replaced(
+    jobs: Jobs, operator: OperatorProcess, local_cluster: Cluster
+) -> None:
+
+    jobs.apply("kill", worker={"replicas": 1})
+    jobs.wait_status("kill", phase="Running")
+    old = jobs.identities("kill")["kill-worker-0"]
+    os.kill(local_cluster.pod_pid("kill-worker-0", namespace=jobs.namespace), signal.SIGKILL)
+    wait_for(
+        lambda: jobs.identities("kill").get("kill-worker-0", old) != old, what="a replacement", timeout=LIMIT
+    )
+    jobs.wait_status("kill", phase="Running", workers="1/1")
+    status = jobs.job("kill")["status"]["worker"]
+    assert (status["failures"], status["restarts"]) == (0, 1)
+    assert "WorkerKilled" in jobs.events("kill")
+
+
+def with_worker(**container: Any) -> dict[str, Any]:
+    return {"template": {"spec": {"containers": [{"name": "worker", **container}]}}}
+
+
+def test_worker_out_of_memory(jobs: Jobs, operator: OperatorProcess) -> None:
+    limit = {"limits": {"memory": "48Mi"}}
+    hungry = ["python3", "-c", "x = bytearray(400 << 20); x[::4096] = b'1' * len(x[::4096])"]
+    jobs.apply("oom", command=hungry, worker={"replicas": 1, **with_worker(resources=limit)})
+    wait_for(lambda: "OutOfMemory" in jobs.events("oom"), what="it is told", timeout=LIMIT)
+    assert "48Mi" in jobs.events("oom")["OutOfMemory"]
+    assert jobs.job("oom")["status"]["worker"]["failures"] == 0
+    assert jobs.condition("oom", "Degraded")["reason"] == "OutOfMemory"
+
+
+def test_image_that_is_missing(jobs: Jobs, operator: OperatorProcess) -> None:
+    jobs.apply("image", worker=with_worker(image="localhost/no-such-image:1"))
+    assert "no-such-image" in jobs.wait_condition("image", "Degraded", "ImagePullFailed")
+    assert jobs.job("image")["status"]["phase"] == "Pending"
+
+
+def test_unschedulable_worker_with_enough_others(jobs: Jobs, operator: OperatorProcess) -> None:
+    jobs.apply("full", worker={"replicas": 1})
+    jobs.wait_status("full", phase="Running")
+    jobs.patch("full", {"worker": {"replicas": 2, "template": big(jobs, "full")}})
+    message = jobs.wait_condition("full", "Degraded", "Unschedulable")
+    assert "full-worker-1" in message
+    assert jobs.job("full")["status"]["phase"] == "Running"
+    assert "DegradedUnschedulable" in jobs.events("full")
+
+
+def big(jobs: Jobs, name: str) -> dict[str, Any]:
+    template: dict[str, Any] = jobs.job(name)["spec"]["worker"]["template"]
+    template["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "500"}}
+    return template
+
+
+def test_quota(jobs: Jobs, operator: OperatorProcess) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}}
+    jobs.cluster.apply({**quota, "spec": {"hard": {"pods": "2"}}}, namespace=jobs.namespace)
+    wait_for(
+        lambda: bool(jobs.cluster.get("-n", jobs.namespace, "quota", "few").get("status", {}).get("hard")),
+        what="the quota is in force",
+        timeout=LIMIT,
+    )
+    jobs.apply("quota", worker={"replicas": 2})
+    assert "exceeded quota" in jobs.wait_condition("quota", "Degraded", "QuotaExceeded")
+    jobs.wait_status("quota", phase="Running", workers="1/2")
+    jobs.kubectl("delete", "quota", "few")
+    jobs.wait_status("quota", workers="2/2")
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        ({"worker": {"replicas": 0}}, "spec.worker.replicas"),
+        ({"entrypoint": "no colon"}, "spec.entrypoint"),
+        ({"runPolicy": {"cleanPodPolicy": "Some"}}, "spec.runPolicy.cleanPodPolicy"),
+        ({"data": {"shardRecord": 1}}, "shardRecord"),
+    ],
+)
+def test_bad_spec_is_refused_by_kubectl(jobs: Jobs, spec: dict[str, Any], word: str) -> None:
+    with pytest.raises(ClusterError) as refused:
+        jobs.apply("bad", **spec)
+    assert word in str(refused.value)
+
+
+def test_bad_spec_that_only_the_operator_sees(jobs: Jobs, operator: OperatorProcess) -> None:
+    jobs.apply(
+        "template", worker={"template": {"spec": {"containers": [{"name": "worker", "command": "x"}]}}}
+    )
+    message = jobs.wait_condition("template", "Failed", "InvalidSpec")
+    assert "template-worker-0" in message
+    before = operator.writes()
+    time.sleep(8)
+    assert operator.writes() - before <= 1, "there is no retry loop"

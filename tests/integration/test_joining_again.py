@@ -1,0 +1,45 @@
+"""Workers that were declared gone, though they live, and join again."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import torch
+
+from elastic_ps.worker.session import Session
+from tests.integration.harness import DEADLINE, Numbers, make_mlp, running_job, wait_until
+from tests.integration.oracle import assert_each_record_once, mse
+
+
+def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path) -> None:
+    """Also if it has just used up the records in hand, so that it asks for some while it iterates."""
+    data = Numbers(400)
+    gone, again = threading.Event(), threading.Event()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for step, (x, y) in enumerate(session.loader(data, 4)):
+            mse(model, x, y).backward()
+            if session.worker == 0 and step == 3:
+                assert job.servers[0].coordinator is not None
+                job.servers[0].coordinator.gone(0, os.getpid())
+                gone.set()
+                wait_until(lambda: taken[0] >= 3, "worker 1 has taken what worker 0 held")
+            if session.worker == 1 and gone.is_set():
+                taken[0] += 1
+                if taken[0] >= 4:
+                    assert again.wait(DEADLINE)
+            optimizer.step()
+            if session.generation:
+                again.set()
+
+    taken = [0]
+    with running_job(tmp_path, data={"shardRecords": 8}) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        assert_each_record_once(job.commits(), records=len(data), epochs=1)
+        assert [member.worker for member in job.status().members].count(0) == 2, "worker 0 joined again"

@@ -1,0 +1,164 @@
+"""The chart, the CRD and the manifests: generated files are up to date, what is rendered is valid."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python import Chart, HelmError, lint
+
+from elastic_operator import builders, crd
+from elastic_ps.job import TrainingJobSpec, load_job
+from tests.unit.simulation import job_document
+from tools.render_install import CHART, ROOT, TARGET, install_manifest, render
+
+VERSION = "1.34"
+EVERYTHING = {
+    "namespaces": ["one", "two"],
+    "networkPolicy": {"enabled": True},
+    "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    "imagePullSecrets": [{"name": "registry"}],
+    "podLabels": {"a": "b"},
+    "podAnnotations": {"c": "d"},
+    "nodeSelector": {"e": "f"},
+    "tolerations": [{"operator": "Exists"}],
+    "operator": {"extraArgs": ["--watch-limit=60s"]},
+}
+
+
+def documents(values: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    for name, text in render(values).items():
+        if name.endswith(".yaml"):
+            yield from (document for document in yaml.safe_load_all(text) if document)
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["default", "everything"])
+def test_rendering_is_valid_for_a_current_kubernetes(values: dict[str, Any]) -> None:
+    kinds = set()
+    for document in documents(values):
+        kinds.add(document["kind"])
+        if document["kind"] == "ServiceMonitor":
+            continue
+        if document["kind"] == "CustomResourceDefinition":
+            continue  # its schema is recursive, and no longer published; the API server is the judge
+        kubernetes_validate.validate(document, VERSION, strict=True)
+    assert {"Deployment", "Service", "ServiceAccount", "CustomResourceDefinition"} <= kinds
+    assert ("Role" in kinds) == bool(values)
+
+
+def test_pods_and_services_of_a_job_are_valid_for_a_current_kubernetes() -> None:
+    job = job_document()
+    spec = TrainingJobSpec.model_validate(
+        {**job["spec"], "parameterServer": {"checkpoint": {"volumeClaim": {"storageClassName": "fast"}}}}
+    )
+    for manifest in (
+        builders.pod(job, spec, "ps", 0),
+        builders.pod(job, spec, "worker", 1),
+        builders.service(job, spec, 0),
+        builders.claim(job, spec, 0),
+        builders.event(job, name="e", kind="Normal", reason="R", message="m", now="2026-01-01T00:00:00Z"),
+    ):
+        kubernetes_validate.validate(manifest, VERSION, strict=True)
+
+
+def test_chart_has_no_findings() -> None:
+    findings = lint(str(CHART), strict=True)
+    assert findings["errors"] == []
+    assert [m for m in findings["messages"] if "icon" not in m["error"]] == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"operator": {"concurrency": 0}},
+        {"operator": {"poll": "soon"}},
+        {"image": {"repository": ""}},
+        {"namespaces": "default"},
+        {"imagePolicy": "Always"},
+    ],
+)
+def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
+    with Chart.load(CHART) as chart, pytest.raises(HelmError, match=next(iter(values))):
+        chart.validate_schema(values)
+
+
+def test_role_has_no_wildcard() -> None:
+    roles = [d for d in documents() if d["kind"] == "ClusterRole"]
+    assert roles
+    for role in roles:
+        for rule in role["rules"]:
+            assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
+
+
+def test_generated_files_are_up_to_date() -> None:
+    for path, content in crd.files(ROOT).items():
+        assert path.read_text() == content, f"{path}: run `python -m elastic_operator.crd --write`"
+    assert TARGET.read_text() == install_manifest(), "run `python tools/render_install.py --write`"
+
+
+def test_chart_holds_the_generated_definition() -> None:
+    (rendered,) = (d for d in documents() if d["kind"] == "CustomResourceDefinition")
+    assert rendered["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+    assert rendered == crd.crd(rules=True)
+    assert not [d for d in documents({"crd": {"install": False}}) if d["kind"] == rendered["kind"]]
+
+
+def schema_of_spec(*, rules: bool) -> dict[str, Any]:
+    version = crd.crd(rules=rules)["spec"]["versions"][0]
+    found: dict[str, Any] = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    return found
+
+
+@pytest.mark.parametrize("rules", [True, False])
+def test_schema_is_structural(rules: bool) -> None:
+    def walk(node: object) -> None:
+        if isinstance(node, dict):
+            assert not {"$ref", "anyOf", "oneOf", "allOf", "title", "const"} & node.keys()
+            if "properties" in node:
+                assert node["type"] == "object"
+                assert "additionalProperties" not in node
+                for child in node["properties"].values():
+                    assert "type" in child or child.get("x-kubernetes-preserve-unknown-fields")
+            for value in node.values():
+                walk(value)
+        elif isinstance(node, list):
+            for value in node:
+                walk(value)
+
+    walk(crd.crd(rules=rules)["spec"]["versions"][0]["schema"])
+    assert ("x-kubernetes-validations" in yaml.safe_dump(crd.crd(rules=rules))) == rules
+
+
+def test_defaults_of_the_definition_are_those_of_the_models() -> None:
+    """What the API server fills in is what the models would have filled in."""
+
+    def fill(schema: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
+        for name, child in schema.get("properties", {}).items():
+            if name not in value and "default" in child:
+                value[name] = copy.deepcopy(child["default"])
+            if isinstance(value.get(name), dict):
+                fill(child, value[name])
+        return value
+
+    given = fill(schema_of_spec(rules=False), {"entrypoint": "a:b"})
+    assert TrainingJobSpec.model_validate(given) == TrainingJobSpec(entrypoint="a:b")
+
+
+def test_samples_are_valid() -> None:
+    for path in sorted((ROOT / "manifests" / "samples").glob("*.yaml")):
+        job = load_job(path)
+        document = job.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+        jsonschema.validate(document, schema_of_spec(rules=False))
+
+
+def test_the_operator_image_holds_what_the_operator_imports() -> None:
+    lines = (ROOT / "operator" / "Dockerfile").read_text().splitlines()
+    assert not [line for line in lines if "torch" in line and not line.startswith("#")]
+    copied = {Path(word).name for line in lines if "elastic_ps/" in line for word in line.split()}
+    assert {"__init__.py", "job.py", "env.py", "errors.py"} <= copied

@@ -1,0 +1,269 @@
+"""The checker finds nothing in histories that are as they should be, and every violation that is planted."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from elastic_ps.core.ledger import Ledger, Range
+from elastic_ps.drill.history import (
+    Acknowledged,
+    Committed,
+    Data,
+    Histories,
+    Joined,
+    Kind,
+    Restored,
+    Sent,
+    Started,
+    StepId,
+    check,
+    fate,
+)
+from elastic_ps.drill.recorded import read
+
+DATA = Data(records=40, epochs=2)
+BUCKETS = 3
+
+
+@dataclass
+class Simulation:
+    """A job of two workers that trains on `DATA`, goes back to checkpoints, and records what it does."""
+
+    seed: int
+    crashes: int
+    histories: Histories = field(default_factory=Histories)
+    now: float = 0.0
+    epoch: int = 0
+    version: int = 0
+
+    def run(self) -> Histories:
+        rng = random.Random(self.seed)
+        crashes = {rng.randrange(3, 20) for _ in range(self.crashes)}
+        ledger = Ledger(DATA.records, DATA.epochs, 8)
+        kept = (0, ledger.state())
+        rounds, steps = 0, 0
+        self.begin(None)
+        while not ledger.finished:
+            self.now += 1
+            rounds += 1
+            contributions: dict[StepId, tuple[Range, ...]] = {}
+            for worker in range(2):
+                incarnation = self.epoch * 100 + worker
+                taken = ledger.take(incarnation, batch=4, workers=2)
+                if not taken:
+                    continue
+                steps += 1
+                step = StepId(worker, incarnation, steps)
+                attempts = rng.choice([1, 1, 2])
+                for attempt in range(attempts):
+                    for bucket in range(BUCKETS if attempt == attempts - 1 else 1):
+                        sent = Sent(self.now + 0.1 * attempt, step, bucket, self.version, attempt)
+                        self.histories.sent.append(sent)
+                contributions[step] = tuple(taken)
+            if rounds in crashes:
+                ledger = self.crash(rng, contributions, kept)
+                continue
+            self.commit(contributions)
+            for step, ranges in contributions.items():
+                ledger.apply(step.incarnation, ranges)
+            if rng.random() < 0.2:
+                kept = (self.version, ledger.state())
+        return self.histories
+
+    def begin(self, version: int | None) -> None:
+        self.epoch += 1
+        self.now += 1
+        self.histories.started.append(Started(self.now, self.epoch))
+        if version is not None:
+            self.histories.restored.append(Restored(self.now, self.epoch, version))
+            self.version = version
+        for worker in range(2):
+            self.histories.joined.append(Joined(self.now, worker, self.epoch * 100 + worker))
+
+    def commit(self, contributions: dict[StepId, tuple[Range, ...]], *, recorded: bool = True) -> None:
+        self.version += 1
+        at = self.now + 0.5
+        if recorded:
+            made = Committed(at, self.epoch, self.version, contributions, at - 0.1)
+            self.histories.committed.append(made)
+        for step, ranges in contributions.items():
+            seen = Acknowledged(at, step, self.epoch, self.version, ranges)
+            self.histories.acknowledged.append(seen)
+
+    def crash(
+        self,
+        rng: random.Random,
+        contributions: dict[StepId, tuple[Range, ...]],
+        kept: tuple[int, dict[str, object]],
+    ) -> Ledger:
+        """Before, or after the round was applied but before that was recorded."""
+        if rng.random() < 0.5:
+            self.commit(contributions, recorded=False)
+        version, state = kept
+        self.begin(version)
+        return Ledger.from_state(state, shard_records=8)
+
+
+def kinds(histories: Histories, data: Data | None = DATA) -> set[Kind]:
+    return {violation.kind for violation in check(histories, data)}
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=st.integers(0, 2**32), crashes=st.integers(0, 4))
+def test_nothing_is_found_in_a_run_that_lost_nothing(seed: int, crashes: int) -> None:
+    assert check(Simulation(seed, crashes).run(), DATA) == []
+
+
+Plant = Callable[[Histories, random.Random], None]
+
+
+def of_model(histories: Histories, rng: random.Random) -> int:
+    """The place of a commit that is in the model."""
+    return histories.committed.index(rng.choice(fate(histories).surviving))
+
+
+def lose_a_record(histories: Histories, rng: random.Random) -> None:
+    at = of_model(histories, rng)
+    commit = histories.committed[at]
+    step, ranges = next(iter(commit.steps.items()))
+    less = (ranges[0]._replace(stop=ranges[0].stop - 1), *ranges[1:])
+    histories.committed[at] = replace(commit, steps={**commit.steps, step: less})
+
+
+def double_a_record(histories: Histories, rng: random.Random) -> None:
+    at = of_model(histories, rng)
+    commit = histories.committed[at]
+    step, ranges = next(iter(commit.steps.items()))
+    first = ranges[0]
+    more = Range(first.epoch, max(0, first.start - 1), first.stop + (first.start == 0))
+    histories.committed[at] = replace(commit, steps={**commit.steps, step: (more, *ranges[1:])})
+
+
+def double_a_step(histories: Histories, rng: random.Random) -> None:
+    last = histories.committed[-1]
+    at = rng.choice(histories.committed)
+    again = replace(last, steps=at.steps, version=last.version + 1, time=last.time + 1)
+    histories.committed.append(again)
+
+
+def invent_a_step(histories: Histories, rng: random.Random) -> None:
+    at = of_model(histories, rng)
+    steps = set(histories.committed[at].steps)
+    histories.sent = [sent for sent in histories.sent if sent.step not in steps]
+
+
+def apply_to_another_version(histories: Histories, rng: random.Random) -> None:
+    steps = set(histories.committed[of_model(histories, rng)].steps)
+    histories.sent = [replace(s, version=s.version + 1) if s.step in steps else s for s in histories.sent]
+
+
+def send_in_part(histories: Histories, rng: random.Random) -> None:
+    step = rng.choice(list(histories.committed[of_model(histories, rng)].steps))
+    histories.sent = [s for s in histories.sent if not (s.step == step and s.bucket == BUCKETS - 1)]
+
+
+def commit_when_frozen_before(histories: Histories, rng: random.Random) -> None:
+    at = of_model(histories, rng)
+    commit = histories.committed[at]
+    histories.started.append(Started(commit.decided - 0.01, commit.epoch + 1))
+
+
+def send_when_replaced(histories: Histories, rng: random.Random) -> None:
+    step = rng.choice(list(histories.committed[of_model(histories, rng)].steps))
+    earliest = min(sent.time for sent in histories.sent if sent.step == step)
+    histories.joined.append(Joined(earliest - 0.01, step.worker, step.incarnation + 10))
+
+
+def forget_a_commit(histories: Histories, rng: random.Random) -> None:
+    surviving = fate(histories).surviving
+    followed = [a for a, b in pairwise(surviving) if a.epoch == b.epoch]
+    assume(followed)
+    histories.committed.remove(rng.choice(followed))
+
+
+def acknowledge_what_was_not_taken(histories: Histories, rng: random.Random) -> None:
+    seen = histories.acknowledged[-1]
+    histories.acknowledged.append(replace(seen, step=seen.step._replace(step=10_000)))
+
+
+def come_from_nowhere(histories: Histories, rng: random.Random) -> None:
+    last = histories.committed[-1]
+    histories.restored.append(Restored(last.time + 1, last.epoch + 1, last.version + 5))
+
+
+@pytest.mark.parametrize(
+    ("plant", "kind"),
+    [
+        (lose_a_record, "record missing"),
+        (double_a_record, "record twice"),
+        (double_a_step, "step twice"),
+        (invent_a_step, "step not sent"),
+        (apply_to_another_version, "step not sent"),
+        (send_in_part, "step in part"),
+        (commit_when_frozen_before, "stale epoch"),
+        (send_when_replaced, "stale incarnation"),
+        (forget_a_commit, "version gap"),
+        (forget_a_commit, "acknowledged step lost"),
+        (forget_a_commit, "record missing"),
+        (acknowledge_what_was_not_taken, "acknowledged step lost"),
+        (come_from_nowhere, "version from nowhere"),
+    ],
+)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**32), crashes=st.integers(0, 3))
+def test_what_is_planted_is_found(plant: Plant, kind: Kind, seed: int, crashes: int) -> None:
+    histories = Simulation(seed, crashes).run()
+    plant(histories, random.Random(seed))
+    assert kind in kinds(histories)
+
+
+def test_a_job_that_has_not_ended_may_lack_records() -> None:
+    histories = Simulation(1, 0).run()
+    del histories.committed[-3:]
+    last = histories.committed[-1].version
+    histories.acknowledged = [seen for seen in histories.acknowledged if seen.version <= last]
+    assert check(histories, None) == []
+    assert kinds(histories) == {"record missing"}
+
+
+def test_a_restore_undoes_what_was_committed_above_it() -> None:
+    histories = Simulation(4, 3).run()
+    assert histories.restored
+    fates = fate(histories)
+    assert sum(len(each) for each in fates.undone.values()) == len(histories.committed) - len(fates.surviving)
+    assert [c.version for c in fates.surviving] == list(range(1, len(fates.surviving) + 1))
+    without = copy.deepcopy(histories)
+    without.restored = [replace(r, version=r.version + 1) for r in without.restored]
+    assert kinds(without), "another version than the one restored does not fit"
+
+
+def test_files_are_read_even_if_their_last_line_is_cut_off(tmp_path: Path) -> None:
+    contribution = {"worker": 0, "incarnation": 7, "step": 1, "records": [[0, 0, 4]]}
+    server = [
+        {"event": "start", "time": 1.0, "epoch": 1},
+        {"event": "join", "time": 1.5, "worker": 0, "incarnation": 7, "version": 0, "epoch": 1},
+        {"event": "commit", "time": 3.0, "decided": 2.9, "epoch": 1, "version": 1}
+        | {"contributions": [contribution]},
+    ]
+    push = {"event": "push", "time": 2.0, "worker": 0, "incarnation": 7, "step": 1, "bucket": 0}
+    worker = [
+        push | {"version": 0, "attempt": 0},
+        {"event": "applied", "time": 3.1, "epoch": 1, "version": 1, "samples": 4} | contribution,
+    ]
+    for name, events in (("ps-0-11", server), ("worker-0-12", worker)):
+        text = "".join(json.dumps(event) + "\n" for event in events) + '{"event": "comm'
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    histories = read(tmp_path)
+    assert check(histories, Data(records=4, epochs=1)) == []
+    assert (len(histories.committed), len(histories.sent), len(histories.acknowledged)) == (1, 1, 1)
+    assert "records 4 to 4" in str(check(histories, Data(records=5, epochs=1))[0])

@@ -1,0 +1,51 @@
+"""A shard's part in checkpoints."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_ps.checkpoint.store import ShardFile, Store, Stored
+from elastic_ps.core.partition import Rule, TensorSpec, partition
+from elastic_ps.core.settings import Settings
+from elastic_ps.server.node import Advance, Configuration, Node
+from elastic_ps.telemetry import Trace
+
+
+class InstantStore(Store):
+    """A disk that takes no time."""
+
+    def write_shard(
+        self, epoch: int, version: int, shard: int, shards: int, tensors: Iterator[Stored]
+    ) -> ShardFile:
+        return ShardFile("file", "digest", 0)
+
+
+@pytest.fixture
+def eager_threads() -> Iterator[None]:
+    """Threads take turns at every opportunity."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("eager_threads")
+def test_a_part_is_never_answered_by_the_order_to_write_it(tmp_path: Path) -> None:
+    """The coordinator takes note of a checkpoint when all shards have been told, and drops earlier parts."""
+    node = Node(0, 1, store=InstantStore(tmp_path), deterministic=False, trace=Trace(None, ""))
+    layout = partition([TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0)], bucket_bytes=1 << 20, shards=1)
+    node.configure(Configuration(layout, "SGD", Settings(({"lr": 0.1},)), 1, None))
+    try:
+        for _ in range(300):
+            assert node.advance(Advance(0, 0, frozenset(), checkpoint=True)) == []
+            deadline = time.monotonic() + 10
+            while not (written := node.advance(Advance(0, 0, frozenset()))):
+                assert time.monotonic() < deadline
+            assert [part.version for part in written] == [0]
+    finally:
+        node.close()

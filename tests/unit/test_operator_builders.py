@@ -1,0 +1,103 @@
+"""The pods of a job: secure by default, the template merged over them, the contract on top."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_operator import builders, names
+from elastic_ps import env
+from elastic_ps.job import TrainingJobSpec
+from tests.unit.simulation import job_document
+
+
+def build(role: env.Role, index: int = 0, **spec: Any) -> dict[str, Any]:
+    job = job_document(**spec)
+    return builders.pod(job, TrainingJobSpec.model_validate(job["spec"]), role, index)
+
+
+def container(pod: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = pod["spec"]["containers"][0]
+    return found
+
+
+@pytest.mark.parametrize("role", ["ps", "worker"])
+def test_pod_security_restricted(role: env.Role) -> None:
+    pod = build(role)
+    security = pod["spec"]["securityContext"]
+    assert security["runAsNonRoot"] is True
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container(pod)["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
+    assert pod["spec"]["automountServiceAccountToken"] is False
+    kinds = {key for volume in pod["spec"]["volumes"] for key in volume if key != "name"}
+    assert kinds <= {"emptyDir", "persistentVolumeClaim"}
+
+
+def test_the_process_is_told_who_it_is() -> None:
+    pod = build("worker", 3, parameterServer={"replicas": 2}, worker={"template": {"spec": {}}})
+    variables = {item["name"]: item["value"] for item in container(pod)["env"]}
+    told = env.read(variables)
+    assert (told.job, told.role, told.index) == ("digits", "worker", 3)
+    assert told.addresses == ("digits-ps-0:2222", "digits-ps-1:2222")
+    assert told.checkpoints is None
+    assert told.spec.entrypoint == "examples.digits.train:main"
+    server = env.read({item["name"]: item["value"] for item in container(build("ps"))["env"]})
+    assert str(server.checkpoints) == names.CHECKPOINT_DIRECTORY
+    assert server.resume == "auto"
+
+
+def test_the_template_is_merged_and_cannot_break_what_is_relied_on() -> None:
+    template = {
+        "metadata": {"labels": {"team": "a", names.JOB_LABEL: "other"}, "annotations": {"note": "x"}},
+        "spec": {
+            "restartPolicy": "Always",
+            "nodeSelector": {"gpu": "yes"},
+            "volumes": [{"name": "data", "emptyDir": {}}],
+            "containers": [
+                {
+                    "name": "worker",
+                    "image": "mine:1",
+                    "env": [
+                        {"name": "ELASTIC_PS_JOB", "value": "other"},
+                        {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+                    ],
+                    "volumeMounts": [{"name": "data", "mountPath": "/data"}],
+                },
+                {"name": "sidecar", "image": "side:1"},
+            ],
+        },
+    }
+    pod = build("worker", worker={"template": template})
+    assert pod["metadata"]["labels"]["team"] == "a"
+    assert pod["metadata"]["labels"][names.JOB_LABEL] == "digits"
+    assert pod["spec"]["restartPolicy"] == "Never"
+    assert [c["name"] for c in pod["spec"]["containers"]] == ["worker", "sidecar"]
+    assert [v["name"] for v in pod["spec"]["volumes"]] == ["tmp", "shm", "data"]
+    main = container(pod)
+    assert main["image"] == "mine:1"
+    assert main["securityContext"]["readOnlyRootFilesystem"] is True
+    assert {m["mountPath"] for m in main["volumeMounts"]} == {"/tmp", "/dev/shm", "/data"}
+    variables = {item["name"]: item for item in main["env"]}
+    assert variables["ELASTIC_PS_JOB"]["value"] == "digits"
+    assert "valueFrom" in variables["SECRET"]
+
+
+def test_an_empty_probe_removes_the_default() -> None:
+    probes: dict[str, Any] = {
+        "containers": [{"name": "parameter-server", "livenessProbe": {}, "startupProbe": None}]
+    }
+    main = container(build("ps", parameterServer={"template": {"spec": probes}}))
+    assert "livenessProbe" not in main
+    assert "startupProbe" not in main
+    assert "readinessProbe" in main
+
+
+def test_names_are_short_enough() -> None:
+    longest = names.pod("x" * 52, "worker", 99999)
+    assert len(longest) <= 65
+    assert len(names.service("x" * 52, 63)) <= 63

@@ -1,0 +1,108 @@
+"""The operator's queue and the monitor of its watches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from datetime import timedelta
+from typing import Any
+
+from elastic_operator.queue import Key, Queue
+from elastic_operator.watches import WatchMonitor
+
+JOB: Key = ("default", "digits")
+SOON = timedelta(milliseconds=1)
+
+
+async def _serve(queue: Queue, until: threading.Event) -> None:
+    task = asyncio.create_task(queue.run())
+    assert await asyncio.to_thread(until.wait, 20), "the pass was not made"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_many_wishes_are_one_pass() -> None:
+    passes: list[Key] = []
+    done = threading.Event()
+
+    def run(key: Key) -> timedelta | None:
+        passes.append(key)
+        done.set()
+        return None
+
+    async def main() -> None:
+        queue = Queue(run, concurrency=2)
+        for _ in range(10):
+            queue.add(JOB, SOON)
+        await _serve(queue, done)
+
+    asyncio.run(main())
+    assert passes == [JOB]
+
+
+def test_one_job_is_never_looked_at_twice_at_a_time() -> None:
+    inside, most, count = 0, 0, 0
+    lock, done = threading.Lock(), threading.Event()
+
+    def run(key: Key) -> timedelta | None:
+        nonlocal inside, most, count
+        with lock:
+            inside += 1
+            most = max(most, inside)
+            count += 1
+        threading.Event().wait(0.01)
+        with lock:
+            inside -= 1
+        if count >= 5:
+            done.set()
+            return None
+        return timedelta(0)
+
+    async def main() -> None:
+        queue = Queue(run, concurrency=4)
+        queue.add(JOB)
+        asyncio.get_running_loop().call_later(0.005, queue.add, JOB)
+        await _serve(queue, done)
+
+    asyncio.run(main())
+    assert most == 1
+
+
+def test_a_pass_that_fails_is_made_again() -> None:
+    attempts = 0
+    done = threading.Event()
+
+    def run(key: Key) -> timedelta | None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            raise RuntimeError("the API server is away")
+        done.set()
+        return None
+
+    async def main() -> None:
+        queue = Queue(run, concurrency=1)
+        queue.add(JOB)
+        await _serve(queue, done)
+
+    asyncio.run(main())
+    assert attempts == 2
+
+
+def item(uid: str, version: str) -> dict[str, Any]:
+    return {"metadata": {"uid": uid, "resourceVersion": version}}
+
+
+def test_a_watch_that_died_is_noticed() -> None:
+    monitor = WatchMonitor()
+    monitor.delivered(item("a", "1"), gone=False)
+    monitor.listed([item("a", "1")], now=0.0)
+    assert monitor.age(100.0) == 0.0
+    monitor.listed([item("a", "2"), item("b", "3")], now=100.0)
+    monitor.listed([item("a", "5"), item("b", "3")], now=160.0)
+    assert monitor.age(160.0) == 60.0
+    monitor.delivered(item("a", "5"), gone=False)
+    monitor.delivered(item("b", "3"), gone=True)
+    assert monitor.age(200.0) == 0.0
+    monitor.listed([], now=300.0)
+    assert monitor.age(400.0) == 0.0

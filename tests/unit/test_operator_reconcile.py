@@ -1,0 +1,341 @@
+"""The operator's decisions: what is done, what is reported, and that it comes to rest."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_operator.cluster import with_refusals
+from elastic_operator.plan import Create, DeleteJob, DeletePod, Options, Plan
+from elastic_operator.pods import Problem
+from elastic_operator.reconcile import reconcile
+from elastic_operator.status import read_server_status, read_status
+from elastic_ps.job import Progress, ServerStatus
+from tests.unit.simulation import Simulation, job_document
+
+
+def running(**spec: Any) -> Simulation:
+    simulation = Simulation(job_document(**spec))
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    return simulation
+
+
+def _names(plan: Plan) -> list[str]:
+    return [action.name for action in plan.actions if not isinstance(action, DeleteJob)]
+
+
+def finish(simulation: Simulation) -> None:
+    progress = Progress(finished=True, records_expected=10, records_applied=10, percent=100)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, epoch=1, ready=True, progress=progress)
+
+
+def test_job_becomes_services_claims_and_pods() -> None:
+    simulation = running(
+        parameterServer={"replicas": 2, "checkpoint": {"volumeClaim": {"storage": "1Gi"}}},
+        worker={"replicas": 3},
+    )
+    assert set(simulation.services) == {"digits-ps-0", "digits-ps-1"}
+    assert simulation.claims == {"digits-ps-0", "digits-ps-1"}
+    assert simulation.workers() == [f"digits-worker-{index}" for index in range(3)]
+    assert set(simulation.pods) - set(simulation.workers()) == {"digits-ps-0", "digits-ps-1"}
+    assert simulation.status["worker"].items() >= {"replicas": 3, "ready": 3, "failures": 0}.items()
+    assert simulation.status["summary"]["workers"] == "3/3"
+    assert simulation.condition("Running")["status"] == "True"
+
+
+def test_second_pass_does_nothing() -> None:
+    simulation = running(worker={"replicas": 2})
+    before = simulation.writes
+    simulation.now += timedelta(seconds=30)
+    assert simulation.step().actions == ()
+    assert simulation.writes == before
+
+
+def test_scaling_removes_the_highest_indexes_and_keeps_the_others() -> None:
+    simulation = running(worker={"replicas": 4})
+    uids = {name: pod["metadata"]["uid"] for name, pod in simulation.pods.items()}
+    simulation.scale(2)
+    plan = simulation.plan()
+    assert [a.name for a in plan.actions if isinstance(a, DeletePod)] == [
+        "digits-worker-3",
+        "digits-worker-2",
+    ]
+    simulation.settle()
+    simulation.scale(5)
+    simulation.settle()
+    assert len(simulation.workers()) == 5
+    for name in ("digits-worker-0", "digits-worker-1", "digits-ps-0"):
+        assert simulation.pods[name]["metadata"]["uid"] == uids[name]
+    assert simulation.status["worker"]["failures"] == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "failures", "condition"),
+    [
+        (1, "Error", 1, "WorkerFailed"),
+        (127, "Error", 1, "WorkerFailed"),
+        (137, "Error", 0, "WorkerKilled"),
+        (143, "Error", 0, "WorkerKilled"),
+        (137, "OOMKilled", 0, "OutOfMemory"),
+        (128, "StartError", 1, "CannotStart"),
+    ],
+)
+def test_how_a_worker_ends(code: int, reason: str, failures: int, condition: str) -> None:
+    simulation = running(worker={"replicas": 2})
+    old = simulation.pods["digits-worker-1"]["metadata"]["uid"]
+    simulation.end("digits-worker-1", code, reason=reason, message="boom")
+    first = simulation.step()
+    assert not any(isinstance(action, DeletePod) for action in first.actions), "it is counted first"
+    assert simulation.condition("Degraded")["status"] == "True"
+    assert simulation.condition("Degraded")["reason"] == condition
+    assert condition in simulation.notes.values()
+    simulation.settle()
+    assert simulation.pods["digits-worker-1"]["metadata"]["uid"] != old
+    assert simulation.status["worker"]["failures"] == failures
+    assert simulation.status["worker"]["restarts"] == 1
+    assert simulation.status["worker"]["countedPods"] == []
+    assert simulation.condition("Degraded")["status"] == "False"
+
+
+def test_too_many_failures_end_the_job_with_the_last_words() -> None:
+    simulation = running(runPolicy={"backoffLimit": 1})
+    simulation.end("digits-worker-0", 1)
+    simulation.settle()
+    simulation.end("digits-worker-0", 1, message="KeyError: 'x'")
+    simulation.settle()
+    assert simulation.status["phase"] == "Failed"
+    failed = simulation.condition("Failed")
+    assert failed["reason"] == "BackoffLimitExceeded"
+    assert "KeyError: 'x'" in failed["message"]
+    assert list(simulation.pods) == ["digits-worker-0"], "the failed pod stays for its log"
+
+
+def test_invalid_exit_ends_the_job_at_once() -> None:
+    simulation = running(worker={"replicas": 2})
+    simulation.end("digits-worker-1", 78, message="no module named examples.digits")
+    simulation.settle()
+    assert simulation.condition("Failed")["reason"] == "InvalidJob"
+    assert "no module named" in simulation.condition("Failed")["message"]
+
+
+def test_success_is_final_and_cleans_up_what_runs() -> None:
+    simulation = running(worker={"replicas": 2})
+    finish(simulation)
+    simulation.end("digits-worker-0", 0)
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    simulation.end("digits-worker-1", 0)
+    simulation.settle()
+    assert simulation.status["phase"] == "Succeeded"
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
+    assert "digits-ps-0" not in simulation.pods
+    assert simulation.status["summary"] == {"workers": "2/2", "progress": "100%"}
+    simulation.scale(4)
+    simulation.settle()
+    assert len(simulation.workers()) == 2
+
+
+def test_workers_that_end_with_records_left_fail_the_job() -> None:
+    simulation = running()
+    progress = Progress(records_expected=10, records_applied=4)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, epoch=1, ready=True, progress=progress)
+    simulation.end("digits-worker-0", 0)
+    simulation.settle()
+    assert simulation.condition("Failed")["reason"] == "RecordsLeft"
+
+
+@pytest.mark.parametrize(("policy", "left"), [("Running", 1), ("None", 2), ("All", 0)])
+def test_clean_pod_policy(policy: str, left: int) -> None:
+    simulation = running(runPolicy={"cleanPodPolicy": policy})
+    finish(simulation)
+    simulation.end("digits-worker-0", 0)
+    simulation.settle()
+    assert len(simulation.pods) == left
+
+
+def test_ttl_deletes_the_finished_job() -> None:
+    simulation = running(runPolicy={"ttlSecondsAfterFinished": 300})
+    finish(simulation)
+    simulation.end("digits-worker-0", 0)
+    simulation.settle(limit=30)
+    assert simulation.job is None
+
+
+def test_deadline_fails_the_job() -> None:
+    simulation = running(runPolicy={"activeDeadlineSeconds": 3600})
+    simulation.now += timedelta(hours=1)
+    simulation.settle()
+    assert simulation.condition("Failed")["reason"] == "DeadlineExceeded"
+
+
+def test_suspend_stops_workers_before_servers_and_goes_on() -> None:
+    simulation = running(worker={"replicas": 2})
+    simulation.edit(runPolicy={"suspend": True})
+    assert _names(simulation.step()) == ["digits-worker-0", "digits-worker-1"]
+    assert _names(simulation.step()) == ["digits-ps-0"]
+    simulation.settle()
+    assert simulation.status["phase"] == "Suspended"
+    assert simulation.pods == {}
+    simulation.edit(runPolicy={"suspend": False})
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    assert simulation.condition("Suspended")["status"] == "False"
+
+
+@pytest.mark.parametrize(
+    ("spec", "word"),
+    [
+        ({"entrypoint": "nonsense"}, "entrypoint"),
+        ({"image": None}, "spec.image"),
+        ({"worker": {"replicas": 9, "maxReplicas": 2}}, "maxReplicas"),
+        ({"worker": {"template": {"spec": {"containers": 5}}}}, "spec.worker.template"),
+        ({"unknown": 1}, "unknown"),
+    ],
+)
+def test_invalid_spec_fails_once_and_is_looked_at_again_when_edited(spec: dict[str, Any], word: str) -> None:
+    simulation = Simulation(job_document(**spec))
+    simulation.settle()
+    assert simulation.pods == {}
+    assert simulation.condition("Failed")["reason"] == "InvalidSpec"
+    assert word in simulation.condition("Failed")["message"]
+    assert simulation.job is not None
+    simulation.job["spec"] = job_document()["spec"]
+    simulation.job["metadata"]["generation"] += 1
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+
+
+def test_long_name_is_refused_in_words() -> None:
+    simulation = Simulation(job_document(name="x" * 60))
+    simulation.settle()
+    assert "52 characters" in simulation.condition("Failed")["message"]
+
+
+def test_invalid_edit_does_not_end_a_training() -> None:
+    simulation = running()
+    simulation.edit(data={"shardRecords": 0})
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    assert simulation.condition("Degraded")["status"] == "True"
+
+
+def test_running_job_keeps_what_it_trains_and_goes_to_the_bound() -> None:
+    simulation = running(worker={"replicas": 1, "maxReplicas": 2})
+    simulation.edit(entrypoint="other:main")
+    simulation.scale(7)
+    simulation.settle()
+    assert len(simulation.workers()) == 2
+    degraded = simulation.condition("Degraded")
+    assert "maxReplicas 2" in degraded["message"]
+    assert "entrypoint cannot change" in degraded["message"]
+    variables = {
+        e["name"]: e["value"] for e in simulation.pods["digits-worker-1"]["spec"]["containers"][0]["env"]
+    }
+    assert "examples.digits.train:main" in variables["ELASTIC_PS_SPEC"]
+
+
+def test_parameter_server_that_was_evicted_comes_back() -> None:
+    simulation = running()
+    simulation.pods["digits-ps-0"]["status"] = {"phase": "Failed", "reason": "Evicted", "message": "disk"}
+    simulation.step()
+    simulation.settle()
+    assert simulation.pods["digits-ps-0"]["metadata"]["uid"] != "pod-1"
+    assert simulation.status["phase"] == "Running"
+
+
+def test_what_cannot_start_is_told_and_enough_workers_run_on() -> None:
+    simulation = running(worker={"replicas": 1})
+    simulation.scale(2)
+    simulation.step()
+    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no cpu"}
+    simulation.pods["digits-worker-1"]["status"] = {
+        "phase": "Pending",
+        "held": True,
+        "conditions": [condition],
+    }
+    simulation.step()
+    assert simulation.status["phase"] == "Running"
+    assert simulation.condition("Degraded")["reason"] == "Unschedulable"
+    assert "no cpu" in simulation.condition("Degraded")["message"]
+
+
+def test_refused_creation_is_told() -> None:
+    simulation = Simulation(job_document())
+    assert simulation.job is not None
+    quota = with_refusals(simulation.observed(), [Problem("QuotaExceeded", "exceeded quota: pods=0")])
+    plan = reconcile(simulation.job, quota, simulation.now, Options())
+    assert plan.status is not None
+    found = {c.type: c for c in plan.status.conditions}
+    assert found["Created"].reason == found["Running"].reason == "QuotaExceeded"
+    invalid = with_refusals(simulation.observed(), [Problem("InvalidSpec", "containers[0].image: required")])
+    plan = reconcile(simulation.job, invalid, simulation.now, Options())
+    assert plan.status is not None
+    assert plan.status.phase == "Failed"
+
+
+def test_pod_of_a_lost_node_is_removed_by_force() -> None:
+    simulation = running()
+    pod = simulation.pods["digits-worker-0"]
+    pod["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    simulation.now += timedelta(minutes=10)
+    forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
+    assert [(a.name, a.force) for a in forced] == [("digits-worker-0", True)]
+
+
+def test_fields_of_other_versions_are_dropped() -> None:
+    answer = {"job": "digits", "shard": 0, "shards": 1, "epoch": 2, "ready": True, "new": 1}
+    status = read_server_status({**answer, "progress": {"version": 3, "alsoNew": {}}})
+    assert (status.epoch, status.progress.version) == (2, 3)
+    old = read_status({"status": {"phase": "Running", "gone": 1, "worker": {"failures": 2, "gone": 1}}})
+    assert (old.phase, old.worker.failures) == ("Running", 2)
+
+
+events = st.one_of(
+    st.tuples(st.just("end"), st.integers(0, 4), st.sampled_from([1, 2, 137, 143])),
+    st.tuples(st.just("scale"), st.integers(1, 5), st.just(0)),
+    st.tuples(st.just("suspend"), st.booleans(), st.just(0)),
+    st.tuples(st.just("delete"), st.integers(0, 4), st.just(0)),
+    st.tuples(st.just("pass"), st.one_of(st.none(), st.integers(0, 6)), st.just(0)),
+    st.tuples(st.just("start"), st.just(0), st.just(0)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(events, max_size=30))
+def test_from_anywhere_it_comes_to_rest_where_it_should(happened: list[tuple[str, Any, int]]) -> None:
+    """An operator killed after any write neither forgets nor double counts, and reaches the same end."""
+    simulation = Simulation(job_document(worker={"replicas": 2}, runPolicy={"backoffLimit": 1000}))
+    failures = 0
+    for what, value, code in happened:
+        if what == "end":
+            ended = simulation.end(f"digits-worker-{value}", code)
+            failures += ended and code < 128
+        elif what == "scale":
+            simulation.scale(value)
+        elif what == "suspend":
+            simulation.edit(runPolicy={"suspend": value, "backoffLimit": 1000})
+        elif what == "delete":
+            gone = simulation.pods.get(f"digits-worker-{value}")
+            if gone is not None and gone["status"]["phase"] == "Running":
+                del simulation.pods[f"digits-worker-{value}"]
+        elif what == "start":
+            simulation.start_pods()
+        else:
+            simulation.step(value)
+            simulation.now += timedelta(seconds=5)
+    assert simulation.job is not None
+    wanted = simulation.job["spec"]["worker"]["replicas"]
+    simulation.edit(runPolicy={"backoffLimit": 1000})
+    simulation.settle(limit=120)
+    assert simulation.workers() == [f"digits-worker-{index}" for index in range(wanted)]
+    assert simulation.status["phase"] == "Running"
+    assert simulation.status["worker"]["failures"] == failures
+    before = simulation.writes
+    plan = simulation.step()
+    assert simulation.writes == before
+    assert not any(isinstance(action, Create | DeletePod) for action in plan.actions)

@@ -1,0 +1,24 @@
+"""Builds the operator's and the training image and gives them to the cluster that `make cluster` started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.e2e.cluster import Cluster, build_image
+
+ROOT = Path(__file__).parents[1]
+IMAGES = {
+    "operator/Dockerfile": "localhost/elastic-ps-operator:0.1.0",
+    "Dockerfile": "localhost/elastic-ps:0.1.0",
+}
+
+
+def main() -> None:
+    cluster = Cluster.up()
+    for dockerfile, tag in IMAGES.items():
+        build_image(ROOT / dockerfile, ROOT, tag)
+        cluster.load_image(tag)
+
+
+if __name__ == "__main__":
+    main()
