@@ -76,6 +76,7 @@ class Session:
         self._batches: list[Range] = []
         self._computed = 0  # how many of `_batches` a backward() has run for
         self._stopping = False
+        self._given_back = False  # a batch that the script may still have
         self._ended_early: ElasticLoader | None = None
         self._steps = 0
         self._settings = Settings(groups=())
@@ -225,6 +226,11 @@ class Session:
 
     def _begin_step(self) -> None:
         assert self._exchange is not None
+        if not self._batches and self._given_back:
+            raise UsageError(
+                "this step's batch was given back when the loop over the loader was left before backward(). "
+                "Compute on a batch before leaving the loop; instead of next(iter(loader)), keep the iterator"
+            )
         if not self._batches:
             raise UsageError(
                 "this step's batch did not come from session.loader(...), so its records cannot be counted. "
@@ -264,11 +270,11 @@ class Session:
             self._join_again(refusal)
             self._dropped = True
             self._adopt(self._settings, stepped)
-            return
-        self._steps += 1
-        self._batches, self._metrics, self._computed = [], {}, 0
-        if self._exchange.settings and self._exchange.settings != settings:
-            self._optimizer.adopt(Settings.from_json(self._exchange.settings))
+        else:
+            self._steps += 1
+            self._forget_batches()
+            if self._exchange.settings and self._exchange.settings != settings:
+                self._optimizer.adopt(Settings.from_json(self._exchange.settings))
         if self._stopping:
             self._stop_computing()
 
@@ -293,7 +299,7 @@ class Session:
         while True:
             self._generation += 1
             self._steps += 1
-            self._batches, self._metrics = [], {}
+            self._forget_batches()
             member = self._client.join(*self._signature, self._optimizer.settings(), again=True)
             self._exchange.reset()
             try:
@@ -366,6 +372,7 @@ class Session:
 
     def _begin_batch(self, ranges: list[Range]) -> None:
         self._batches.extend(ranges)
+        self._given_back = False
         self._phases.forward()
 
     def _between_batches(self) -> None:
@@ -374,12 +381,16 @@ class Session:
             self.close()
             raise Drained
 
+    def _forget_batches(self) -> None:
+        self._batches, self._metrics, self._computed = [], {}, 0
+
     def _computed_on_batches(self) -> None:
         """A backward() has run: the batches so far belong to the next step."""
         self._computed = len(self._batches)
 
     def _drop_batches(self) -> None:
         """The script stopped iterating: forget the batches that it has not computed on."""
+        self._given_back = len(self._batches) > self._computed
         del self._batches[self._computed :]
 
     def _stop_computing(self) -> None:

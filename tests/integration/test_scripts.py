@@ -500,6 +500,16 @@ def test_a_batch_from_elsewhere_is_refused(tmp_path: Path) -> None:
     failing(tmp_path, script, UsageError, "session.loader")
 
 
+def test_a_batch_whose_iterator_is_gone_is_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model)
+        x, y = next(iter(session.loader(Numbers(40), 4)))
+        mse(model, x, y).backward()
+
+    failing(tmp_path, script, UsageError, "keep the iterator")
+
+
 class MySGD(torch.optim.SGD):
     """A subclass, whose step could be anything."""
 
