@@ -328,20 +328,33 @@ class Driver:
             self._drive()
 
     def _keep_now(self) -> None:
-        """Write a checkpoint of the version that is there. Blocks until it is on disk or given up."""
+        """Write a checkpoint of the version that is there. Blocks until it is on disk or given up.
+
+        One that is under way is finished before: two at a time would take each other's files away.
+        """
         assert self._keeper is not None
-        deadline = self._clock() + PATIENCE.total_seconds()
+        with self._changed:
+            self._checkpoint_wanted = True
+            order, state = self._current(), self._state
+            self._checkpoint_wanted = False
+        probe = Advance(order.version, order.attempt, order.expected)
         try:
-            with self._changed:
-                self._checkpoint_wanted = True
-                order, state = self._current(), self._state
-                self._checkpoint_wanted = False
+            self._finish_writing(probe)
+            if self._keeper.durable_version == order.version:
+                return
             self._send(order)
             with self._changed:
                 self._keeper.begin(order.version, self._clock(), state.to_checkpoint())
-            probe = Advance(order.version, order.attempt, order.expected)
-            while self._keeper.writing and self._clock() < deadline:
-                time.sleep(0.01)
-                self._send(probe)
+            self._finish_writing(probe)
         except (Refused, TransportError, CheckpointError) as error:
             logger.warning("version %d was not kept: %s", order.version, error)
+
+    def _finish_writing(self, probe: Advance) -> None:
+        """Collect the parts of the checkpoint under way. Raises CheckpointError if it takes too long."""
+        assert self._keeper is not None
+        deadline = self._clock() + PATIENCE.total_seconds()
+        while self._keeper.writing:
+            if self._clock() > deadline:
+                raise CheckpointError(f"a checkpoint is not written after {PATIENCE.total_seconds():.0f} s")
+            self._send(probe)
+            time.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint.store import Manifest, Store
 from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, NoCheckpoint
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
@@ -122,6 +123,32 @@ def test_going_on_from_a_checkpoint_that_was_written_while_training_ran(tmp_path
             job.start(worker, trainer(make, seed=4, models=models))
         job.join()
         check_replay(first[:version] + job.commits(), models[0], make, job)
+
+
+def test_the_last_checkpoint_waits_for_the_one_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is slow to commit: at the end there are both, and both are whole."""
+    commit, began = Store.commit, threading.Event()
+
+    def slow(store: Store, manifest: Manifest, *, keep: int) -> Path:
+        began.set()
+        threading.Event().wait(0.5)
+        return commit(store, manifest, keep=keep)
+
+    checkpoints = tmp_path / "checkpoints"
+    with running_job(tmp_path / "1", checkpoints=checkpoints, parameterServer=server(2, "1ms")) as job:
+        job.start(0, trainer(CLASSES["SGD"], until=5))
+        job.until(lambda: job.version >= 1, "the first checkpoint is written")
+        monkeypatch.setattr(Store, "commit", slow)
+        job.until(began.is_set, "another one is under way")
+        job.join()
+        version = job.version
+    *_, before, last = Store(checkpoints).versions()
+    assert last == version
+    assert Store(checkpoints).manifest(before).version == before, "its files are there, with their digests"
+    assert Store(checkpoints).manifest(last).version == last
+    assert not list(checkpoints.glob("partial-*"))
 
 
 def test_a_broken_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: Path) -> None:
