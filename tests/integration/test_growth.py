@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -64,7 +63,10 @@ def test_two_thousand_steps(tmp_path: Path) -> None:
 
 
 def test_the_servers_memory_does_not_grow_with_the_workers(tmp_path: Path) -> None:
-    """Six workers push 16 MB each. Keeping their contributions would take 80 MB more than with one."""
+    """Six workers push 38 MB each. Keeping their contributions would take 190 MB more than with one.
+
+    A connection costs some megabytes, whatever the size of the model: gRPC's buffers, a thread, its arena.
+    """
     address, http = free_addresses(2)
     spec = make_spec(parameterServer={"bucketBytes": 1 << 20}, data={"shardRecords": 2})
     environment = ProcessEnvironment(
@@ -75,7 +77,7 @@ def test_the_servers_memory_does_not_grow_with_the_workers(tmp_path: Path) -> No
     log = tmp_path / "ps.log"
 
     def script(session: Session) -> None:
-        model = make_mlp((6, *[1024] * 5, 1))
+        model = make_mlp((6, *[1536] * 5, 1))
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
         members[session.worker].set()
         for step, (x, y) in enumerate(session.loader(Numbers(10_000), 2)):
@@ -85,12 +87,12 @@ def test_the_servers_memory_does_not_grow_with_the_workers(tmp_path: Path) -> No
             if session.worker == 0:
                 count = sum(member.is_set() for member in members)
                 peak[count] = max(peak.get(count, 0), seen.memory_info().rss)
-                if step == 5:
+                if step == 3:
                     for worker in range(1, 6):
                         start(worker)
                 if len(members) == count:
                     counted.append(step)
-            if len(counted) > 5:
+            if len(counted) > 3:
                 break
 
     counted: list[int] = []
@@ -127,7 +129,5 @@ def test_the_servers_memory_does_not_grow_with_the_workers(tmp_path: Path) -> No
         for thread in threads:
             thread.join(30)
     assert not errors, (errors, log.read_text()[-2000:])
-    assert os.cpu_count()
     grown = peak[6] - peak[1]
-    print(f"grew by {grown / MB:.1f} MB")
-    assert grown < 32 * MB, f"grew by {grown / MB:.1f} MB"
+    assert grown < 80 * MB, f"grew by {grown / MB:.1f} MB"
