@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-SCALE ?= --scale 200:4 --scale 1000:2
+SCALE ?= --scale 100:4 --scale 1700:2
 
 .PHONY: run test check bench proto manifests format cluster cluster-down clean
 
