@@ -155,9 +155,12 @@ class _Call:
             return self._error is None and self._remaining() > 0
 
     def end(self, error: TransportError) -> None:
-        """Cancel the call: both sides get `error`. Returns when nobody reads the other's memory any more."""
+        """Cancel the call: both sides get `error`. Returns when nobody reads the other's memory any more.
+
+        A call whose last answer has been taken is over; what the client finds then is its end.
+        """
         with self._changed:
-            if self._error is None:
+            if self._error is None and not self._finished:
                 self._error = error
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._copying)
