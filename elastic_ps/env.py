@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -73,7 +73,6 @@ class ProcessEnvironment:
     trace: Path | None = None
     history: Path | None = None
     lifeline: int | None = None
-    extra: Mapping[str, str] = field(default_factory=dict)
 
     def to_variables(self) -> dict[str, str]:
         """The environment variables that `read` turns back into this object."""
@@ -91,7 +90,7 @@ class ProcessEnvironment:
             "HISTORY": str(self.history or ""),
             "LIFELINE": "" if self.lifeline is None else str(self.lifeline),
         }
-        return {PREFIX + key: value for key, value in values.items() if value} | dict(self.extra)
+        return {PREFIX + key: value for key, value in values.items() if value}
 
 
 def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:

@@ -305,7 +305,6 @@ class Assembled:
     """
 
     def __init__(self, elements: Mapping[int, int], stored: Iterator[Stored]) -> None:
-        self._elements = elements
         self._full: dict[tuple[int, str], torch.Tensor] = {}
         self._scalars: dict[tuple[int, str], torch.Tensor] = {}
         self._found: Counter[tuple[int, str]] = Counter()

@@ -7,7 +7,8 @@ alive it may feel; it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -99,7 +100,16 @@ class Membership:
         """Everybody who is or was here, in order of joining."""
         return sorted([*self.departed, *self.live.values()], key=lambda stay: stay.incarnation)
 
-    def eldest(self, workers: Mapping[int, object]) -> int:
-        """Of `workers` (not empty), the one that has been in the job for longest."""
-        known = {stay.worker: stay.incarnation for stay in self.stays()}
-        return min(workers, key=lambda worker: (known.get(worker, self.last_incarnation + 1), worker))
+    def stay(self, incarnation: int) -> Stay:
+        """The stay with this number, also if it has ended. Raises KeyError if it is not remembered."""
+        for stay in itertools.chain(self.live.values(), reversed(self.departed)):
+            if stay.incarnation == incarnation:
+                return stay
+        raise KeyError(incarnation)
+
+    def eldest(self, incarnations: Iterable[int]) -> int:
+        """Of `incarnations` (not empty), the one that has made most steps; of equals, who joined first.
+
+        Not simply who joined first: that one may have been overtaken before its first step.
+        """
+        return min(incarnations, key=lambda number: (-self.stay(number).steps, number))

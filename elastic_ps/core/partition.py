@@ -115,12 +115,12 @@ class Layout:
         """The buckets that `shard` owns, in order of push."""
         return [bucket for bucket in self.buckets if bucket.shard == shard]
 
-    @property
+    @cached_property
     def pushed(self) -> list[Bucket]:
         """The buckets that a worker pushes in each step."""
         return [bucket for bucket in self.buckets if bucket.rule is not Rule.CONSTANT]
 
-    @property
+    @cached_property
     def pull_order(self) -> list[Bucket]:
         """All buckets, first layers first: the order in which the next forward needs them."""
         gradients = [bucket for bucket in self.buckets if bucket.rule is Rule.GRADIENT]

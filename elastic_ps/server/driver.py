@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 from elastic_ps.checkpoint.store import Manifest
@@ -71,7 +72,6 @@ class Driver:
         self._driving = False
         self._stale = False  # the shards do not know yet who takes part in the open round
         self._spoiled = False  # a shard has lost the model: all go back to a checkpoint
-        self._checkpoint_wanted = False
         self._closing = False
         self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
@@ -208,7 +208,6 @@ class Driver:
                 self._state.book(contributions, self._clock())
                 self._stale |= self._state.expected != advance.expected
             if advance.checkpoint and self._keeper is not None:
-                self._checkpoint_wanted = False
                 self._keeper.begin(self._state.version, self._clock(), self._state.to_checkpoint())
         if contributions:
             self._record(contributions, advance.version, decided)
@@ -216,17 +215,15 @@ class Driver:
 
     def _current(self) -> Advance:
         rounds = self._state.rounds
-        wanted = self._checkpoint_wanted
-        return Advance(rounds.version, rounds.attempt, self._state.expected, checkpoint=wanted)
+        return Advance(rounds.version, rounds.attempt, self._state.expected)
 
     def _commit(self, contributions: Sequence[Contribution]) -> Advance:
         """The order to apply a round, with the lock held."""
         state, rounds = self._state, self._state.rounds
-        # Who has made most steps: one that joined first may have been overtaken before its first step.
-        steps = {stay.incarnation: stay.steps for stay in state.members.stays()}
-        eldest = min(contributions, key=lambda c: (-steps[c.incarnation], c.incarnation))
-        if eldest.settings:
-            state.settings = Settings.from_json(eldest.settings)
+        settings = {c.incarnation: c.settings for c in contributions}
+        eldest = settings[state.members.eldest(settings)]
+        if eldest:
+            state.settings = Settings.from_json(eldest)
         application = Application(
             attempt=rounds.attempt,
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],
@@ -334,20 +331,17 @@ class Driver:
         """
         assert self._keeper is not None
         with self._changed:
-            self._checkpoint_wanted = True
-            order, state = self._current(), self._state
-            self._checkpoint_wanted = False
-        probe = Advance(order.version, order.attempt, order.expected)
+            probe, state = self._current(), self._state
         try:
             self._finish_writing(probe)
-            if self._keeper.durable_version == order.version:
+            if self._keeper.durable_version == probe.version:
                 return
-            self._send(order)
+            self._send(replace(probe, checkpoint=True))
             with self._changed:
-                self._keeper.begin(order.version, self._clock(), state.to_checkpoint())
+                self._keeper.begin(probe.version, self._clock(), state.to_checkpoint())
             self._finish_writing(probe)
         except (Refused, TransportError, CheckpointError) as error:
-            logger.warning("version %d was not kept: %s", order.version, error)
+            logger.warning("version %d was not kept: %s", probe.version, error)
 
     def _finish_writing(self, probe: Advance) -> None:
         """Collect the parts of the checkpoint under way. Raises CheckpointError if it takes too long."""

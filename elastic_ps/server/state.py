@@ -129,11 +129,10 @@ class JobState:
 
     def book(self, contributions: Sequence[Contribution], now: float) -> None:
         """The shards have applied the round: count it, and open the next one."""
-        stays = {stay.incarnation: stay for stay in self.members.stays()}
         for c in contributions:
             if self.ledger is not None:
                 self.ledger.apply(c.incarnation, c.records)
-            stay = stays[c.incarnation]
+            stay = self.members.stay(c.incarnation)
             stay.steps, stay.last_step = stay.steps + 1, c.step
             stay.records += sum(r.records for r in c.records)
             self.metrics.update({k: v for k, v in c.metrics.items() if k != "loss"})

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from elastic_ps.core.partition import Bucket
+from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -178,8 +178,7 @@ class Exchange:
         self._flat.publish()
 
     def _pull(self, version: int, *, contributor: bool, constants: bool = False) -> None:
-        pushed = {bucket.index for bucket in self._pushed}
-        wanted = [b for b in self._flat.layout.pull_order if constants or b.index in pushed]
+        wanted = [b for b in self._flat.layout.pull_order if constants or b.rule is not Rule.CONSTANT]
         self._missing = {bucket.index for bucket in wanted}
         for shard, channel in enumerate(self._to_pull):
             own = [b.index for b in wanted if b.shard == shard]

@@ -46,7 +46,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         wrapped: torch.optim.Optimizer,
-        described: Described,
         flat: Flat,
         session: Session,
         *,
@@ -56,7 +55,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self.defaults = wrapped.defaults
         self._wrapped = wrapped
         self._session = session
-        self._described = described
         self._flat = flat
         self._overlap = overlap
         self._synchronise = True

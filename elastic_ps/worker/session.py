@@ -146,7 +146,7 @@ class Session:
         else:
             exchange.fetch(member.version, contributor=False)
         self._signature = (described.specs, described.optimizer)
-        self._optimizer = ElasticOptimizer(optimizer, described, flat, self, overlap=overlap)
+        self._optimizer = ElasticOptimizer(optimizer, flat, self, overlap=overlap)
         if not member.initialise:
             self._optimizer.adopt(member.settings)
         self._phases.watch(model)
@@ -419,10 +419,8 @@ class _Heart:
         while not self._stop.wait(self._interval.total_seconds()):
             try:
                 self._client.heartbeat()
-            except Refused as refusal:
-                logger.debug("heartbeat: %s", refusal)  # whatever the script does next is told so too
             except ElasticPSError as error:
-                logger.debug("heartbeat: %s", error)
+                logger.debug("heartbeat: %s", error)  # whatever the script does next is told so too
 
     def close(self) -> None:
         self._stop.set()

@@ -73,10 +73,10 @@ def test_who_was_here_is_remembered_up_to_a_bound(members: Membership) -> None:
 
 
 def test_the_eldest_is_who_has_been_here_for_longest(members: Membership) -> None:
-    join(members, 2)
-    join(members, 0)
-    join(members, 1)
-    assert members.eldest({0: None, 1: None, 2: None}) == 2
+    of = {worker: join(members, worker).incarnation for worker in (2, 0, 1)}
+    assert members.eldest([of[0], of[1], of[2]]) == of[2]
     members.remove(2, outcome="lost", version=5)
-    join(members, 2)
-    assert members.eldest({1: None, 2: None}) == 1
+    again = join(members, 2)
+    assert members.eldest([of[1], again.incarnation]) == of[1]
+    again.steps = 1
+    assert members.eldest([of[1], again.incarnation]) == again.incarnation, "it has overtaken the other"
