@@ -23,6 +23,7 @@ def final_parameters(
     shards: int = 1,
     optimizer: str = "SGD",
     late: int | None = None,
+    server: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """The parameters at the end of a job of three workers, disturbed while it runs.
 
@@ -55,6 +56,7 @@ def final_parameters(
             "replicas": shards,
             "bucketBytes": 1024,
             "checkpoint": {"interval": "20ms", "keep": 2},
+            **(server or {}),
         },
     ) as job:
         job.start(0, script)
