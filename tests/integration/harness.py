@@ -7,7 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from elastic_ps.env import ProcessEnvironment, Resume
 from elastic_ps.job import TrainingJobSpec, parse_spec
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.telemetry import History, Trace
-from elastic_ps.transport.base import Connection
+from elastic_ps.transport.base import Connection, Server
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocServer, connect
 from elastic_ps.worker.session import Session
@@ -52,8 +52,8 @@ class Job:
     history: Path
     traces: Path | None
     restart: Callable[[int], None]
-    standbys: list[ParameterServer] = field(default_factory=list)
-    restart_standby: Callable[[int], None] = lambda shard: None
+    restart_standby: Callable[[int], None]
+    rival: Callable[[], AbstractContextManager[ParameterServer]]
     threads: list[threading.Thread] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
@@ -162,7 +162,9 @@ def running_job(
 
         return open_connection
 
-    def start_server(role: Literal["ps", "standby"], shard: int, resume: Resume) -> ParameterServer:
+    def start_server(
+        role: Literal["ps", "standby"], shard: int, resume: Resume, listener: Server
+    ) -> ParameterServer:
         environment = ProcessEnvironment(
             job="test",
             spec=spec,
@@ -175,20 +177,29 @@ def running_job(
             trace=traces,
         )
         to_standby = to("standby") if "standby" in roles else None
-        return ParameterServer(environment, listeners[role][shard], to("ps"), to_standby)
+        return ParameterServer(environment, listener, to("ps"), to_standby)
+
+    @contextmanager
+    def rival() -> Iterator[ParameterServer]:
+        """Another shard 0 on the same checkpoints and standbys, which no worker knows."""
+        server = start_server("ps", 0, "auto", InprocServer())
+        try:
+            yield server
+        finally:
+            server.close(keep=False)
 
     def restart(role: Literal["ps", "standby"], shard: int) -> None:
         """Lose a parameter server with all that it knows, and start it again at the same address."""
         servers[role][shard].close(keep=False)
         if transport == "grpc":
             listeners[role][shard] = GrpcServer(listeners[role][shard].address)
-        servers[role][shard] = start_server(role, shard, "auto")
+        servers[role][shard] = start_server(role, shard, "auto", listeners[role][shard])
 
     job: Job | None = None
     try:
         for role in reversed(roles):
             for shard in reversed(range(shards)):  # shard 0 configures the others when it resumes
-                servers[role].insert(0, start_server(role, shard, resume))
+                servers[role].insert(0, start_server(role, shard, resume, listeners[role][shard]))
         job = Job(
             spec,
             servers["ps"],
@@ -196,8 +207,8 @@ def running_job(
             history,
             traces,
             lambda shard: restart("ps", shard),
-            servers["standby"],
             lambda shard: restart("standby", shard),
+            rival,
         )
         yield job
     finally:

@@ -112,6 +112,20 @@ def test_the_parameter_server_dies(
 
 
 @pytest.mark.parametrize("shard", [0, 1])
+def test_one_of_two_shards_dies_and_its_standby_has_every_round(
+    undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path, shard: int
+) -> None:
+    def disturb(job: Job) -> None:
+        for version in (5, 20):
+            _at_version(job, version)
+            wait_until(lambda: job.followed, "the standbys have every round")
+            job.restart(shard)
+
+    server = {"durability": "standby", "checkpoint": {"interval": "1h"}}
+    assert torch.equal(final_parameters(tmp_path, disturb, shards=2, server=server), undisturbed[2, "SGD"])
+
+
+@pytest.mark.parametrize("shard", [0, 1])
 def test_one_of_two_shards_dies(
     undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path, shard: int
 ) -> None:
