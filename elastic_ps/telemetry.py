@@ -27,6 +27,10 @@ class _Lines:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", buffering=1)
+            if (
+                self._file.tell()
+            ):  # of another process with this id, as in containers; its last line may be cut
+                self._file.write("\n")
 
     @property
     def enabled(self) -> bool:

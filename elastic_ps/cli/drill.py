@@ -6,20 +6,27 @@ import argparse
 import json
 import random
 import shlex
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ps.drill.faults import Kind, schedule
+from elastic_ps.drill.cluster import run_on_cluster
+from elastic_ps.drill.faults import Fault, Kind, schedule
 from elastic_ps.drill.report import build_report
 from elastic_ps.drill.runner import Drill, Injection, run
-from elastic_ps.job import load_job
+from elastic_ps.errors import UserError
+from elastic_ps.job import TrainingJob, load_job
 from elastic_ps.local import JobDirectory, Options, Programs, preflight
 from elastic_ps.local.state import write_atomically
 
 DEFAULT: tuple[Kind, ...] = ("kill-worker", "kill-ps", "freeze-worker", "stop-worker", "corrupt-checkpoint")
+CLUSTER_DEFAULT: tuple[Kind, ...] = ("kill-worker", "kill-ps", "stop-worker")
 STATE_STYLES = {"recovered": "green", "unavailable": "yellow"}
 
 
@@ -28,25 +35,34 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
     job = load_job(parsed.job)
     if parsed.workers is not None:
         job.spec.worker.replicas = parsed.workers
-    options = Options(programs=programs or Programs())
-    JobDirectory(job.name, root=options.root).refuse_if_running()
-    preflight.check_workers(job, ())
-    preflight.check_checkpoints(job, None)
-    preflight.check_entrypoint(job.spec.entrypoint, options.programs)
+    if parsed.namespace is not None and parsed.histories is None:
+        raise UserError("--namespace is for a drill on a cluster; give --histories CLAIM, too")
     if parsed.report is not None:
         preflight.prepare_directory(parsed.report, option="--report")
     seed = random.SystemRandom().randrange(10_000) if parsed.seed is None else parsed.seed
-    kinds: Sequence[Kind] = parsed.faults or DEFAULT
+    default = CLUSTER_DEFAULT if parsed.histories else DEFAULT
+    kinds: Sequence[Kind] = parsed.faults or default
     command = _command(parsed, seed, kinds)
     faults = schedule(seed, kinds, workers=job.spec.worker.replicas)
     console = Console(highlight=False)
-    console.print(f"Seed {seed}: " + ", ".join(str(fault) for fault in faults), soft_wrap=True)
 
     def tell(text: str) -> None:
         console.print(text, soft_wrap=True)
 
-    history = parsed.report / "history" if parsed.report else None
-    result = run(job, faults, options=options, history=history, tell=tell)
+    def announce() -> None:
+        tell(f"Seed {seed}: " + ", ".join(str(fault) for fault in faults))
+
+    if parsed.histories:
+        result = _on_cluster(parsed, job, faults, announce, tell)
+    else:
+        options = Options(programs=programs or Programs())
+        JobDirectory(job.name, root=options.root).refuse_if_running()
+        preflight.check_workers(job, ())
+        preflight.check_checkpoints(job, None)
+        preflight.check_entrypoint(job.spec.entrypoint, options.programs)
+        announce()
+        history = parsed.report / "history" if parsed.report else None
+        result = run(job, faults, options=options, history=history, tell=tell)
     show(console, result)
     console.print(Text("Again: ", style="dim").append(command, style="not dim"), soft_wrap=True)
     if parsed.report is not None:
@@ -55,10 +71,40 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
     return 0 if result.passed else 1
 
 
+def _on_cluster(
+    parsed: argparse.Namespace,
+    job: TrainingJob,
+    faults: Sequence[Fault],
+    announce: Callable[[], None],
+    tell: Callable[[str], None],
+) -> Drill:
+    if job.spec.image is None:
+        raise UserError(f"{parsed.job}: a job on a cluster needs spec.image")
+    document = yaml.safe_load(parsed.job.read_text())
+    document["spec"].setdefault("worker", {})["replicas"] = job.spec.worker.replicas
+    announce()
+    with tempfile.TemporaryDirectory(prefix="elastic-ps-drill-") as temporary:
+        history = parsed.report / "history" if parsed.report else Path(temporary)
+        shutil.rmtree(history, ignore_errors=True)
+        return run_on_cluster(
+            job,
+            document,
+            faults,
+            namespace=parsed.namespace,
+            claim=parsed.histories,
+            history=history,
+            tell=tell,
+        )
+
+
 def _command(parsed: argparse.Namespace, seed: int, kinds: Sequence[Kind]) -> str:
     words = ["elastic-ps", "drill", str(parsed.job), "--seed", str(seed), "--faults", ",".join(kinds)]
     if parsed.workers is not None:
         words += ["--workers", str(parsed.workers)]
+    if parsed.histories is not None:
+        words += ["--histories", parsed.histories]
+    if parsed.namespace is not None:
+        words += ["--namespace", parsed.namespace]
     return shlex.join(words)
 
 
@@ -76,8 +122,8 @@ def show(console: Console, result: Drill) -> None:
         console.print(Text(str(violation), style="red"), soft_wrap=True)
     if len(result.violations) > 20:
         console.print(f"and {len(result.violations) - 20} more", style="red")
-    verdict = result.outcome.verdict
-    console.print(f"{result.outcome.status.job} {verdict.phase.lower()}: {verdict.message}", soft_wrap=True)
+    ended = result.result
+    console.print(f"{ended.job} {ended.phase.lower()}: {ended.message}", soft_wrap=True)
     if result.passed:
         text = f"Nothing was lost: {result.records:,} records, each in the model exactly once."
         console.print(Text(text, style="bold green"), soft_wrap=True)

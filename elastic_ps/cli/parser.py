@@ -185,6 +185,13 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     drill.add_argument(
         "--report", type=Path, metavar="DIR", help="write drill.json and the histories into DIR"
     )
+    cluster = drill.add_argument_group("on a Kubernetes cluster (through kubectl)")
+    cluster.add_argument(
+        "--histories",
+        metavar="CLAIM",
+        help="apply the job on the cluster; an existing volume claim that all of its pods may mount",
+    )
+    cluster.add_argument("-n", "--namespace", metavar="NS", help="kubectl's own if not given")
 
 
 def _faults(text: str) -> list[Kind]:

@@ -1,4 +1,4 @@
-"""How each fault is brought about on this machine, and when the job has recovered from it.
+"""How each fault is brought about, and when the job has recovered from it.
 
 Each function waits until the fault can happen, strikes, and returns once the job has recovered. They raise
 `Unavailable`, `NotRecovered` or `JobOver`.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from elastic_ps.drill import disk
 from elastic_ps.drill.faults import Fault, Kind
-from elastic_ps.drill.target import NotRecovered, Target, Unavailable
+from elastic_ps.drill.target import LocalTarget, NotRecovered, Target, Unavailable
 from elastic_ps.env import ProcessEnvironment, inherited
 from elastic_ps.job import Member
 from elastic_ps.local.poller import fetch_status
@@ -35,14 +35,14 @@ def inflict(target: Target, fault: Fault) -> str:
 def _kill_worker(target: Target, fault: Fault) -> str:
     index = fault.worker % target.workers
     target.settled()
-    pid = target.pid("worker", index)
-    target.strike(lambda: os.kill(pid, signal.SIGKILL))
-    target.until(
-        lambda: any(m.worker == index and m.pid != pid for m in target.training()),
-        f"another process trains as worker {index}",
-    )
+    before = target.until(lambda: target.member(index), f"worker {index} is a member")
+    process = target.process("worker", index)
+    target.strike(lambda: target.kill("worker", index))
+    target.until(target.replaced(before), f"another process trains as worker {index}")
     target.until(target.moved_on(), "the version moves on")
-    return f"worker {index}, pid {pid}"
+    if target.process("worker", index) == process:
+        raise NotRecovered(f"worker {index} is still the process that was killed: {process}")
+    return f"worker {index}, {process}"
 
 
 def _stop_worker(target: Target, _fault: Fault) -> str:
@@ -51,29 +51,27 @@ def _stop_worker(target: Target, _fault: Fault) -> str:
     if workers < 2:
         raise Unavailable("the job has one worker, so none can be spared")
     target.settled()
-    pid = target.pid("worker", index)
+    before = target.until(lambda: target.member(index), f"worker {index} is a member")
     target.strike(lambda: target.scale(workers - 1))
     try:
-        gone = target.until(lambda: _departed(target.member(pid)), f"worker {index} leaves")
+        gone = target.until(lambda: _departed(target.member(index)), f"worker {index} leaves")
         if gone.state != "left":
             raise NotRecovered(f"worker {index} was {gone.state} when asked to leave")
     finally:
         target.scale(workers)
-    target.until(
-        lambda: any(m.worker == index and m.pid != pid for m in target.training()),
-        f"worker {index} is back",
-    )
+    target.until(target.replaced(before), f"worker {index} is back")
     return f"worker {index} left at version {gone.left_version}"
 
 
-def _freeze_worker(target: Target, fault: Fault) -> str:
+def _freeze_worker(anywhere: Target, fault: Fault) -> str:
+    target = _here(anywhere)
     index = fault.worker % target.workers
     target.settled()
-    pid = target.pid("worker", index)
-    before = target.until(lambda: target.member(pid), f"worker {index} is a member")
+    pid = target.process("worker", index)
+    before = target.until(lambda: target.member(index), f"worker {index} is a member")
     with _frozen(target, pid):
         target.until(
-            lambda: (m := target.member(pid)) is not None and m.state == "lost",
+            lambda: (m := target.member(index)) is not None and m.state == "lost",
             f"worker {index} is declared lost",
             target.lease + timedelta(seconds=20),
         )
@@ -91,10 +89,10 @@ def _kill_ps(target: Target, fault: Fault) -> str:
     shard = fault.worker % server.shards
     if server.standbys:
         target.until(lambda: all(_settled_standbys(target)), "the standbys have every round")
-    pid = target.pid("ps", shard)
-    target.strike(lambda: os.kill(pid, signal.SIGKILL))
+    process = target.process("ps", shard)
+    target.strike(lambda: target.kill("ps", shard))
     target.until(target.moved_on(epoch=server.epoch), "the version passes the one before")
-    return f"shard {shard}, pid {pid}"
+    return f"shard {shard}, {process}"
 
 
 def _kill_standby(target: Target, fault: Fault) -> str:
@@ -103,12 +101,12 @@ def _kill_standby(target: Target, fault: Fault) -> str:
         raise Unavailable("the job has no standbys; set parameterServer.durability to standby")
     shard = fault.worker % server.shards
     target.until(lambda: _settled_standbys(target)[shard], "the standby has every round")
-    pid = target.pid("standby", shard)
-    target.strike(lambda: os.kill(pid, signal.SIGKILL))
+    process = target.process("standby", shard)
+    target.strike(lambda: target.kill("standby", shard))
     target.until(lambda: not _settled_standbys(target)[shard], "the standby is left behind")
     target.until(target.moved_on(), "training goes on without it")
     target.until(lambda: _settled_standbys(target)[shard], "another standby has every round")
-    return f"standby of shard {shard}, pid {pid}"
+    return f"standby of shard {shard}, {process}"
 
 
 def _settled_standbys(target: Target) -> list[bool]:
@@ -116,18 +114,20 @@ def _settled_standbys(target: Target) -> list[bool]:
     return target.until(target.server, "the parameter server answers").standbys
 
 
-def _freeze_ps(target: Target, _fault: Fault) -> str:
+def _freeze_ps(anywhere: Target, _fault: Fault) -> str:
+    target = _here(anywhere)
     target.settled()
-    pid = target.pid("ps", 0)
+    pid = target.process("ps", 0)
     with _frozen(target, pid):
-        target.pause(target.lease + BEYOND)
+        target.over(target.lease + BEYOND)
     target.until(target.moved_on(), "the version passes the one before")
     return f"pid {pid}"
 
 
-def _rival_ps(target: Target, _fault: Fault) -> str:
+def _rival_ps(anywhere: Target, _fault: Fault) -> str:
+    target = _here(anywhere)
     epoch = target.settled().epoch
-    pid = target.pid("ps", 0)
+    pid = target.process("ps", 0)
     with _frozen(target, pid), _rival(target) as address:
         rival = target.until(lambda: fetch_status(address), "the second parameter server answers")
         if rival.epoch <= epoch:
@@ -138,10 +138,11 @@ def _rival_ps(target: Target, _fault: Fault) -> str:
     return f"epoch {rival.epoch} took over from epoch {epoch}"
 
 
-def _corrupt_checkpoint(target: Target, fault: Fault) -> str:
+def _corrupt_checkpoint(anywhere: Target, fault: Fault) -> str:
+    target = _here(anywhere)
     epoch = target.settled().epoch
     target.until(lambda: len(_versions(target.checkpoints)) >= 2, "there are two checkpoints")
-    pid = target.pid("ps", 0)
+    pid = target.process("ps", 0)
     position, file = 0, Path()
 
     def corrupt() -> None:
@@ -158,7 +159,8 @@ def _corrupt_checkpoint(target: Target, fault: Fault) -> str:
     return f"byte {position} of {file.parent.name}/{file.name}"
 
 
-def _fill_disk(target: Target, _fault: Fault) -> str:
+def _fill_disk(anywhere: Target, _fault: Fault) -> str:
+    target = _here(anywhere)
     if isinstance(target.disk, str):
         raise Unavailable(target.disk)
     directory = target.disk
@@ -184,7 +186,14 @@ def _fill_disk(target: Target, _fault: Fault) -> str:
 
 
 def _cut(_target: Target, _fault: Fault) -> str:
-    raise Unavailable("all processes share this machine's loopback; freeze-worker is as silent to the lease")
+    raise Unavailable("a drill does not touch the network; freeze-worker is as silent to the lease")
+
+
+def _here(target: Target) -> LocalTarget:
+    """The job, for a fault that needs its processes and files at hand."""
+    if not isinstance(target, LocalTarget):
+        raise Unavailable("only with a job of this machine")
+    return target
 
 
 _INFLICT: Mapping[Kind, Callable[[Target, Fault], str]] = {
@@ -202,7 +211,7 @@ _INFLICT: Mapping[Kind, Callable[[Target, Fault], str]] = {
 
 
 @contextmanager
-def _frozen(target: Target, pid: int) -> Iterator[None]:
+def _frozen(target: LocalTarget, pid: int) -> Iterator[None]:
     target.strike(lambda: os.kill(pid, signal.SIGSTOP))
     try:
         yield
@@ -212,7 +221,7 @@ def _frozen(target: Target, pid: int) -> Iterator[None]:
 
 
 @contextmanager
-def _rival(target: Target) -> Iterator[str]:
+def _rival(target: LocalTarget) -> Iterator[str]:
     """Another parameter server on the job's checkpoints, which no worker knows; yields its HTTP address."""
     launcher = target.launcher
     bind, http = free_addresses(2)
@@ -242,7 +251,7 @@ def _rival(target: Target) -> Iterator[str]:
         finally:
             child.kill()
             while child.poll() is None:
-                target.pause(timedelta(milliseconds=20))
+                target.over(timedelta(milliseconds=20))
             lifeline.close()
 
 

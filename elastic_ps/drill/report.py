@@ -9,16 +9,16 @@ from elastic_ps.drill.runner import Drill
 
 def build_report(drill: Drill, *, seed: int, command: str) -> dict[str, Any]:
     """The content of `drill.json`. Times are in seconds."""
-    outcome = drill.outcome
+    result = drill.result
     return {
-        "job": outcome.status.job,
+        "job": result.job,
         "passed": drill.passed,
-        "phase": outcome.verdict.phase,
-        "reason": outcome.verdict.reason,
-        "message": outcome.verdict.message,
+        "phase": result.phase,
+        "reason": result.reason,
+        "message": result.message,
         "seed": seed,
         "command": command,
-        "duration": outcome.elapsed.total_seconds(),
+        "duration": result.elapsed.total_seconds(),
         "records": drill.records,
         "commits": drill.commits,
         "faults": [

@@ -17,9 +17,9 @@ from elastic_ps.drill.faults import Fault
 from elastic_ps.drill.history import Data, Histories, Violation, check, fate
 from elastic_ps.drill.inflict import inflict
 from elastic_ps.drill.recorded import read
-from elastic_ps.drill.target import JobOver, NotRecovered, Target, Unavailable
+from elastic_ps.drill.target import JobOver, LocalTarget, NotRecovered, Result, Target, Unavailable
 from elastic_ps.job import TrainingJob
-from elastic_ps.local import Launcher, Options, Outcome
+from elastic_ps.local import Launcher, Options
 
 LIMIT = timedelta(seconds=90)
 
@@ -58,14 +58,14 @@ class Drill:
     """The result of a drill.
 
     Attributes:
-        outcome: how the job ended.
+        result: how the job ended.
         injections: in the order of the schedule.
         violations: what the histories show that must not be.
         commits: rounds that were committed, undone ones included.
         records: how many the job was to train.
     """
 
-    outcome: Outcome
+    result: Result
     injections: list[Injection] = field(default_factory=list)
     violations: list[Violation] = field(default_factory=list)
     commits: int = 0
@@ -75,7 +75,7 @@ class Drill:
     def passed(self) -> bool:
         """Whether the job succeeded, nothing was violated, and every fault that is possible here happened."""
         good = all(each.state in ("recovered", "unavailable") for each in self.injections)
-        return good and self.outcome.verdict.phase == "Succeeded" and not self.violations
+        return good and self.result.phase == "Succeeded" and not self.violations
 
 
 def run(
@@ -106,8 +106,10 @@ def run(
         Launcher(job_here, replace(options or Options(), history=directory)) as launcher,
     ):
         launcher.start()
-        outcome, injections = _train(Target(launcher, disk=disk, limit=limit), faults, tell or _silent)
-    drill = judge(outcome, injections, read(directory))
+        target = LocalTarget(launcher, disk=disk, limit=limit)
+        injections = train(target, faults, tell or _silent)
+        result = target.result()
+    drill = judge(result, injections, read(directory))
     if own is not None and drill.passed:
         shutil.rmtree(own)
     elif drill.violations and tell is not None:
@@ -119,18 +121,17 @@ def _silent(_text: str) -> None:
     """Nobody listens."""
 
 
-def _train(
-    target: Target, faults: Sequence[Fault], tell: Callable[[str], None]
-) -> tuple[Outcome, list[Injection]]:
-    """Bring the faults about, one after the other, and wait for the job's end."""
+def train(target: Target, faults: Sequence[Fault], tell: Callable[[str], None]) -> list[Injection]:
+    """Bring the faults about, one after the other, and wait for the job's end. Blocks."""
     began = time.monotonic()
     injections: list[Injection] = []
     for fault in faults:
         injections.append(_one(target, fault, began, tell))
         if injections[-1].state == "not recovered":
-            target.launcher.stop(f"not recovered from {fault}: {injections[-1].detail}")
-    target.launcher.wait()
-    return target.launcher.outcome(), injections
+            target.stop(f"not recovered from {fault}: {injections[-1].detail}")
+    while not target.over(timedelta(seconds=1)):
+        pass
+    return injections
 
 
 @contextmanager
@@ -186,11 +187,10 @@ def _percent(target: Target) -> float:
     return 100 * server.progress.records_applied / server.progress.records_expected
 
 
-def judge(outcome: Outcome, injections: Sequence[Injection], histories: Histories) -> Drill:
+def judge(result: Result, injections: Sequence[Injection], histories: Histories) -> Drill:
     """Check the histories, and put down to each fault what came about between it and the next one."""
-    progress = outcome.record.last.progress if outcome.record.last else None
-    data = None
-    if outcome.verdict.phase == "Succeeded" and progress and progress.records_expected and progress.epochs:
+    progress, data = result.progress, None
+    if result.phase == "Succeeded" and progress and progress.records_expected and progress.epochs:
         data = Data(progress.records_expected // progress.epochs, progress.epochs)
     violations = check(histories, data)
     undone = fate(histories).undone
@@ -208,4 +208,4 @@ def judge(outcome: Outcome, injections: Sequence[Injection], histories: Historie
             twice=sum(v.records for v in within if v.kind == "record twice"),
         )
     expected = progress.records_expected if progress else None
-    return Drill(outcome, judged, violations, len(histories.committed), expected or 0)
+    return Drill(result, judged, violations, len(histories.committed), expected or 0)

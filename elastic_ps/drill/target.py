@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import abc
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from elastic_ps.env import Role
 from elastic_ps.errors import UserError
-from elastic_ps.job import Member, ServerStatus
+from elastic_ps.job import Member, Phase, Progress, ServerStatus
 from elastic_ps.local import Launcher
 from elastic_ps.local.poller import fetch_status
 
 T = TypeVar("T")
 
-LOOK = 0.03
-"""Seconds between two looks at the job."""
+LOOK = timedelta(milliseconds=30)
+"""Between two looks at the job."""
 
 
 class Unavailable(Exception):
@@ -31,56 +35,71 @@ class JobOver(Exception):
     """The job has ended meanwhile."""
 
 
-class Target:
-    """One run of a job. Belongs to one thread.
+class Result(NamedTuple):
+    """How a job ended, and what its parameter server said last."""
+
+    job: str
+    phase: Phase
+    reason: str
+    message: str
+    elapsed: timedelta
+    failures: int
+    progress: Progress | None
+
+
+class Target(abc.ABC):
+    """One run of a job, wherever it runs. Belongs to one thread.
 
     Args:
-        launcher: that runs the job; started.
-        disk: the small disk that holds the checkpoints, or why there is none.
         limit: how long anything may take.
+
+    Attributes:
+        struck: when the last fault struck, in monotonic seconds; None: not yet.
+        struck_version: of the model then.
     """
 
-    def __init__(self, launcher: Launcher, *, disk: Path | str, limit: timedelta) -> None:
-        self.launcher = launcher
-        self.disk = disk
+    def __init__(self, *, limit: timedelta) -> None:
         self.struck: float | None = None
         self.struck_version = 0
         self._limit = limit
 
     @property
+    @abc.abstractmethod
     def workers(self) -> int:
         """How many are wanted."""
-        return self.launcher.status().workers
 
-    @property
-    def lease(self) -> timedelta:
-        return self.launcher.job.spec.worker.lease_duration
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.launcher.checkpoints
-
+    @abc.abstractmethod
     def server(self) -> ServerStatus | None:
         """What shard 0 says now; None if it does not answer."""
-        http = self.launcher.status().http
-        return fetch_status(http[0]) if http else None
 
-    def pid(self, role: str, index: int) -> int:
-        """The process that has this place now; waits for it if there is none."""
-        found = self.until(
-            lambda: [
-                process.pid
-                for process in self.launcher.status().processes
-                if (process.role, process.index) == (role, index) and process.state != "ended"
-            ],
-            f"{role} {index} runs",
-        )
-        return found[0]
+    @abc.abstractmethod
+    def process(self, role: Role, index: int) -> Hashable:
+        """The process that has this place now: a number or name that is used once. Waits for it."""
 
-    def member(self, pid: int) -> Member | None:
-        """The newest stay of a worker process."""
+    @abc.abstractmethod
+    def kill(self, role: Role, index: int) -> None:
+        """Kill the process that has this place, without asking it."""
+
+    @abc.abstractmethod
+    def scale(self, workers: int) -> None:
+        """Change the number of workers. Raises Unavailable if the job does not allow it."""
+
+    @abc.abstractmethod
+    def over(self, wait: timedelta = timedelta(0)) -> bool:
+        """Whether the job has ended; waits for it for that long."""
+
+    @abc.abstractmethod
+    def stop(self, why: str) -> None:
+        """End the job before its time."""
+
+    @abc.abstractmethod
+    def result(self) -> Result:
+        """How the job ended; call it once it is over."""
+
+    def member(self, worker: int) -> Member | None:
+        """The newest stay of a worker."""
         server = self.server()
-        return next((m for m in reversed(server.members) if m.pid == pid), None) if server else None
+        return next((m for m in reversed(server.members) if m.worker == worker), None) if server else None
 
     def training(self) -> list[Member]:
         """The members that compute now."""
@@ -112,15 +131,16 @@ class Target:
             value = condition()
             if value:
                 return value
-            if self.launcher.wait(timedelta(0)):
+            if self.over(LOOK):
                 raise JobOver(f"the job ended before this came about: {what}")
             if time.monotonic() > deadline:
                 raise NotRecovered(f"not within {seconds:.0f} s: {what}")
-            time.sleep(LOOK)
 
-    def pause(self, duration: timedelta) -> None:
-        """Let time pass, unless the job ends."""
-        self.launcher.wait(duration)
+    def replaced(self, before: Member) -> Callable[[], bool]:
+        """Whether the worker trains in a later stay than this one."""
+        return lambda: any(
+            m.worker == before.worker and m.incarnation > before.incarnation for m in self.training()
+        )
 
     def moved_on(self, *, epoch: int = 0) -> Callable[[], bool]:
         """Whether the version is above that of the strike, in an epoch above `epoch`."""
@@ -133,9 +153,72 @@ class Target:
 
         return look
 
+
+class LocalTarget(Target):
+    """A job of processes on this machine.
+
+    Args:
+        launcher: that runs the job; started.
+        disk: the small disk that holds the checkpoints, or why there is none.
+    """
+
+    def __init__(self, launcher: Launcher, *, disk: Path | str, limit: timedelta) -> None:
+        super().__init__(limit=limit)
+        self.launcher = launcher
+        self.disk = disk
+
+    @property
+    def workers(self) -> int:
+        return self.launcher.status().workers
+
+    @property
+    def lease(self) -> timedelta:
+        return self.launcher.job.spec.worker.lease_duration
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.launcher.checkpoints
+
+    def server(self) -> ServerStatus | None:
+        http = self.launcher.status().http
+        return fetch_status(http[0]) if http else None
+
+    def process(self, role: Role, index: int) -> int:
+        found = self.until(
+            lambda: [
+                process.pid
+                for process in self.launcher.status().processes
+                if (process.role, process.index) == (role, index) and process.state != "ended"
+            ],
+            f"{role} {index} runs",
+        )
+        return found[0]
+
+    def kill(self, role: Role, index: int) -> None:
+        os.kill(self.process(role, index), signal.SIGKILL)
+
     def scale(self, workers: int) -> None:
-        """Change the number of workers. Raises Unavailable if the job does not allow it."""
         try:
             self.launcher.directory.scale(workers)
         except UserError as error:
             raise Unavailable(str(error)) from error
+
+    def over(self, wait: timedelta = timedelta(0)) -> bool:
+        return self.launcher.wait(wait)
+
+    def stop(self, why: str) -> None:
+        self.launcher.stop(why)
+
+    def result(self) -> Result:
+        self.launcher.wait()
+        outcome = self.launcher.outcome()
+        verdict, last = outcome.verdict, outcome.record.last
+        return Result(
+            outcome.status.job,
+            verdict.phase,
+            verdict.reason,
+            verdict.message,
+            outcome.elapsed,
+            outcome.status.failures,
+            last.progress if last else None,
+        )

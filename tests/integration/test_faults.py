@@ -57,7 +57,7 @@ def drill(tmp_path: Path, kinds: list[Kind], *, seed: int) -> Drill:
     result = run(job("faults"), faults, options=Options(root=tmp_path), history=history, limit=LIMIT)
     test = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
     lines = [f"again: python -m pytest '{test}'", *map(str, result.injections), *map(str, result.violations)]
-    assert result.passed, "\n".join([str(result.outcome.verdict), *lines])
+    assert result.passed, "\n".join([str(result.result), *lines])
     assert result.records == RECORDS
     for each in result.injections:
         if each.state == "unavailable":
@@ -71,7 +71,7 @@ def test_workers_are_killed_frozen_and_taken_away(tmp_path: Path, seed: int) -> 
     result = drill(tmp_path, ["kill-worker", "freeze-worker", "stop-worker"], seed=seed)
     assert [each.state for each in result.injections] == ["recovered"] * 3
     assert [each.redone for each in result.injections] == [0] * 3
-    assert result.outcome.status.failures == 0
+    assert result.result.failures == 0
 
 
 @pytest.mark.parametrize("seed", [1])
@@ -90,7 +90,7 @@ def test_a_frozen_parameter_server_and_one_that_another_took_over_from(tmp_path:
     histories = read(tmp_path / "history")
     assert [started.epoch for started in histories.started] == [1, 2, 3]
     assert {commit.epoch for commit in histories.committed} == {1, 3}
-    assert result.outcome.status.failures == 0
+    assert result.result.failures == 0
 
 
 @pytest.mark.parametrize("seed", [1])
