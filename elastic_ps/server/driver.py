@@ -230,9 +230,8 @@ class Driver:
             samples=sum(c.samples for c in contributions),
             settings=state.settings,
         )
-        following = frozenset((rounds.expected - rounds.gone) | rounds.waiting) | state.required
         due = self._keeper is not None and self._keeper.due(self._clock())
-        return Advance(rounds.version + 1, 0, following, application, checkpoint=due)
+        return Advance(rounds.version + 1, 0, state.following, application, checkpoint=due)
 
     def _undo(self, advance: Advance, problem: Exception) -> None:
         """A shard could not be told: the ticker tries again. Wrong sums: again from the workers' buckets."""

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -54,7 +54,7 @@ class Advance:
 
     version: int
     attempt: int
-    expected: frozenset[int]
+    expected: Mapping[int, int]
     apply: Application | None = None
     checkpoint: bool = False
 

@@ -50,7 +50,10 @@ class RemoteShard:
             job=self._job,
             version=advance.version,
             attempt=advance.attempt,
-            expected=sorted(advance.expected),
+            expected=[
+                pb.Participant(worker=worker, incarnation=incarnation)
+                for worker, incarnation in sorted(advance.expected.items())
+            ],
             checkpoint=advance.checkpoint,
         )
         if advance.apply is not None:

@@ -93,8 +93,8 @@ class Service:
 
     def _init(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.InitRequest, incoming.header)
-        self._check(request.caller)
-        self._node.shard.initialise(request.bucket, incoming)
+        caller = self._check(request.caller)
+        self._node.shard.initialise(request.bucket, caller.worker, caller.incarnation, incoming)
         yield _done()
 
     def _push(self, incoming: Incoming) -> Iterator[Frame]:
@@ -175,8 +175,9 @@ class Service:
                 samples=request.apply.samples,
                 settings=_settings(request.apply.settings),
             )
+        expected = {who.worker: who.incarnation for who in request.expected}
         written = self._node.advance(
-            Advance(request.version, request.attempt, frozenset(request.expected), apply, request.checkpoint)
+            Advance(request.version, request.attempt, expected, apply, request.checkpoint)
         )
         reply = pb.AdvanceReply()
         for part in written:
