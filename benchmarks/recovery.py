@@ -1,10 +1,11 @@
 """How long training stands still after a SIGKILL: of a parameter server, beside one of a rank of DDP.
 
 `python benchmarks/recovery.py` trains one model twice, with as many processes that compute and the same time
-between checkpoints: as a job of elastic-ps whose parameter server is killed, and with
-DistributedDataParallel (gloo) under `torchrun` with elastic restarts, of which one rank is killed. It
+between checkpoints: as a job of elastic-ps whose parameter server is killed, with and without a standby, and
+with DistributedDataParallel (gloo) under `torchrun` with elastic restarts, of which one rank is killed. It
 prints the seconds from the kill until the model is further than it was before, so the steps that are made
-again count, and the share of time that elastic-ps stands still to copy checkpoints. The two take turns.
+again count, the share of time that elastic-ps stands still to copy checkpoints, and the rounds per second
+with and without a standby. They take turns.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -128,8 +130,15 @@ def wait_for(read: Read, step_number: int) -> None:
         time.sleep(0.05)
 
 
-def measure_parameter_server(workers: int, interval: float, train: float) -> tuple[float, float]:
-    """(seconds to recover, share of time in checkpoint pauses)."""
+class Measured(NamedTuple):
+    """Seconds to recover, rounds per second before, and the share of time in checkpoint pauses."""
+
+    seconds: float
+    rate: float
+    share: float
+
+
+def measure_parameter_server(workers: int, interval: float, train: float, durability: str) -> Measured:
     from elastic_ps.job import parse_job
     from elastic_ps.local import Launcher, Options
     from elastic_ps.local.poller import fetch_status
@@ -137,7 +146,10 @@ def measure_parameter_server(workers: int, interval: float, train: float) -> tup
     spec = {
         "entrypoint": "benchmarks.recovery:train_with_parameter_server",
         "worker": {"replicas": workers},
-        "parameterServer": {"checkpoint": {"interval": f"{round(interval * 1000)}ms"}},
+        "parameterServer": {
+            "checkpoint": {"interval": f"{round(interval * 1000)}ms"},
+            "durability": durability,
+        },
         "data": {"shuffle": False},
     }
     document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
@@ -150,16 +162,23 @@ def measure_parameter_server(workers: int, interval: float, train: float) -> tup
             status = fetch_status(http[0]) if http else None
             return (status.epoch, status.progress.version) if status else (1, 0)
 
+        def followed() -> tuple[int, int]:
+            status = fetch_status(launcher.status().http[0])
+            return (1, int(all(status.standbys))) if status else (1, 0)
+
         wait_for(version, 1)
-        began = time.monotonic()
+        wait_for(followed, 1)
+        began, first = time.monotonic(), version()[1]
         time.sleep(train)
         status = fetch_status(launcher.status().http[0])
-        share = status.checkpoint_pause_seconds / (time.monotonic() - began) if status else 0.0
+        elapsed = time.monotonic() - began
+        share = status.checkpoint_pause_seconds / elapsed if status else 0.0
+        rate = (version()[1] - first) / elapsed
         pid = next(p.pid for p in launcher.status().processes if p.role == "ps")
         seconds = seconds_until_passed(version, lambda: os.kill(pid, signal.SIGKILL))
         launcher.stop("measured", at_once=True)
         launcher.wait(timedelta(seconds=30))
-    return seconds, share
+    return Measured(seconds, rate, share)
 
 
 @contextlib.contextmanager
@@ -212,21 +231,31 @@ def main() -> None:
         return
     sys.path.insert(0, str(ROOT))
     os.chdir(ROOT)
-    ours, theirs, shares = [], [], []
+    plain: list[Measured] = []
+    standby: list[Measured] = []
+    theirs: list[float] = []
+    options = (parsed.workers, parsed.interval, parsed.train)
     for number in range(parsed.rounds):
-        seconds, share = measure_parameter_server(parsed.workers, parsed.interval, parsed.train)
-        ours.append(seconds)
-        shares.append(share)
-        theirs.append(measure_ddp(parsed.workers, parsed.interval, parsed.train))
-        print(f"round {number + 1}: elastic-ps {ours[-1]:.1f} s, torchrun {theirs[-1]:.1f} s", flush=True)
-    a, b = statistics.median(ours), statistics.median(theirs)
+        plain.append(measure_parameter_server(*options, "checkpoint"))
+        standby.append(measure_parameter_server(*options, "standby"))
+        theirs.append(measure_ddp(*options))
+        times = f"{plain[-1].seconds:.1f} s, standby {standby[-1].seconds:.1f} s, torchrun {theirs[-1]:.1f} s"
+        print(f"round {number + 1}: elastic-ps {times}", flush=True)
+    a, b, c = median(plain, "seconds"), median(standby, "seconds"), statistics.median(theirs)
     print(
         f"{parsed.workers} workers, a checkpoint every {parsed.interval:g} s, {parsed.rounds} rounds (median)"
     )
     print(f"elastic-ps, parameter server killed      {a:6.1f} s until the version passes the one before")
-    print(f"torchrun elastic DDP (gloo), rank killed {b:6.1f} s until the step passes the one before")
-    print(f"ratio elastic-ps / torchrun              {a / b:6.2f}")
-    print(f"elastic-ps in checkpoint pauses          {100 * statistics.median(shares):6.2f} % of the time")
+    print(f"the same, durability: standby            {b:6.1f} s")
+    print(f"torchrun elastic DDP (gloo), rank killed {c:6.1f} s until the step passes the one before")
+    print(f"ratio elastic-ps / torchrun              {a / c:6.2f}")
+    print(f"ratio elastic-ps with standby / torchrun {b / c:6.2f}")
+    print(f"elastic-ps in checkpoint pauses          {100 * median(plain, 'share'):6.2f} % of the time")
+    print(f"rounds/s with standby / without          {median(standby, 'rate') / median(plain, 'rate'):6.2f}")
+
+
+def median(measured: Sequence[Measured], what: str) -> float:
+    return statistics.median(float(getattr(each, what)) for each in measured)
 
 
 if __name__ == "__main__":

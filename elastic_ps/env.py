@@ -25,7 +25,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from elastic_ps.errors import UsageError
 from elastic_ps.job import TrainingJobSpec, parse_spec
@@ -43,7 +43,7 @@ PREFIX = "ELASTIC_PS_"
 DEFAULT_PORT = 2222
 DEFAULT_HTTP_PORT = 8080
 
-Role = Literal["ps", "worker"]
+Role = Literal["ps", "standby", "worker"]
 Resume = Literal["no", "auto", "require"]
 
 
@@ -54,11 +54,12 @@ class ProcessEnvironment:
     Attributes:
         job: the job's name.
         spec: the job's spec as it was when the process was started.
-        role: `ps` or `worker`.
+        role: `ps`, `standby` (follows the PS of a shard) or `worker`.
         index: the shard's or the worker's index, from 0.
         addresses: `host:port` of every shard, in order of shard; shard 0 first.
-        bind: `host:port` that a PS listens on.
-        http: `host:port` on which a PS serves /status, /healthz and /metrics.
+        standbys: `host:port` of every shard's standby, in order of shard; empty if there are none.
+        bind: `host:port` that a PS or standby listens on.
+        http: `host:port` on which a PS or standby serves /status, /healthz and /metrics.
         checkpoints: directory of the checkpoints; None writes none.
         resume: whether a PS starts from the newest checkpoint: `no`, `auto` (if there is one), `require`.
         trace: directory for trace events; None records none.
@@ -71,6 +72,7 @@ class ProcessEnvironment:
     role: Role
     index: int
     addresses: tuple[str, ...]
+    standbys: tuple[str, ...] = ()
     bind: str = f"0.0.0.0:{DEFAULT_PORT}"
     http: str = f"0.0.0.0:{DEFAULT_HTTP_PORT}"
     checkpoints: Path | None = None
@@ -87,6 +89,7 @@ class ProcessEnvironment:
             "ROLE": self.role,
             "INDEX": str(self.index),
             "ADDRESSES": ",".join(self.addresses),
+            "STANDBYS": ",".join(self.standbys),
             "BIND": self.bind,
             "HTTP": self.http,
             "CHECKPOINTS": str(self.checkpoints or ""),
@@ -120,8 +123,8 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
         return Path(value) if value else None
 
     role, resume = required("ROLE"), source.get(PREFIX + "RESUME", "auto")
-    if role not in ("ps", "worker"):
-        raise UsageError(f"{PREFIX}ROLE is {role!r}; expected 'ps' or 'worker'")
+    if role not in get_args(Role):
+        raise UsageError(f"{PREFIX}ROLE is {role!r}; expected 'ps', 'standby' or 'worker'")
     if resume not in ("no", "auto", "require"):
         raise UsageError(f"{PREFIX}RESUME is {resume!r}; expected 'no', 'auto' or 'require'")
     index, lifeline = required("INDEX"), source.get(PREFIX + "LIFELINE", "")
@@ -130,9 +133,10 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
     return ProcessEnvironment(
         job=required("JOB"),
         spec=parse_spec(json.loads(required("SPEC")), source=PREFIX + "SPEC"),
-        role="ps" if role == "ps" else "worker",
+        role=cast(Role, role),
         index=int(index),
         addresses=tuple(required("ADDRESSES").split(",")),
+        standbys=tuple(filter(None, source.get(PREFIX + "STANDBYS", "").split(","))),
         bind=source.get(PREFIX + "BIND", f"0.0.0.0:{DEFAULT_PORT}"),
         http=source.get(PREFIX + "HTTP", f"0.0.0.0:{DEFAULT_HTTP_PORT}"),
         checkpoints=path("CHECKPOINTS"),

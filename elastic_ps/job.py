@@ -88,6 +88,9 @@ class Checkpoint(_Model):
     """When the parameter server writes its state to disk, and where."""
 
     interval: Duration = Field(default=timedelta(seconds=30), description="Time between two checkpoints.")
+    every_versions: int | None = Field(
+        default=None, ge=1, description="Also write one when this many versions have passed since the last."
+    )
     keep: int = Field(default=3, ge=1, description="How many checkpoints stay on disk.")
     path: str | None = Field(
         default=None, description="A directory, for local runs; on a cluster the volume is used."
@@ -95,6 +98,9 @@ class Checkpoint(_Model):
     volume_claim: VolumeClaim | None = Field(
         default=None, description="On a cluster: the claim to create. Unset: an emptyDir, lost with the pod."
     )
+
+
+Durability: TypeAlias = Literal["checkpoint", "standby"]
 
 
 class ParameterServer(_Model):
@@ -108,6 +114,13 @@ class ParameterServer(_Model):
         description="Target size of a bucket, the unit of push, optimizer step and pull, in bytes.",
     )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    durability: Durability = Field(
+        default="checkpoint",
+        description=(
+            "What a lost parameter server costs: checkpoint, the rounds since the last checkpoint, which are "
+            "trained again; standby, none: a second process for each shard has every round before it counts."
+        ),
+    )
     template: PodTemplate = Field(
         default_factory=dict, description="PodTemplateSpec, merged over the default one."
     )
@@ -252,6 +265,10 @@ class ServerStatus(_Model):
     checkpoint_pause_seconds: float = Field(
         default=0.0,
         description="Time that training stood still for checkpoints since this parameter server's start.",
+    )
+    standbys: list[bool] = Field(
+        default_factory=list,
+        description="With durability standby: for each shard, whether its standby has every round.",
     )
     members: list[Member] = Field(
         default_factory=list, description="Live members and those gone, in joining order."

@@ -11,7 +11,9 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import get_args
 
+from elastic_ps.env import Role
 from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.job import load_job
 from elastic_ps.local.state import JobDirectory, LocalStatus, known_jobs
@@ -79,11 +81,12 @@ def logs(parsed: argparse.Namespace) -> int:
     directory = _directory(parsed.job)
     _status_of(directory)
     pattern = "*.log"
-    if parsed.worker is not None or parsed.ps is not None:
-        role, index = ("worker", parsed.worker) if parsed.worker is not None else ("ps", parsed.ps)
-        pattern = f"{role}-{index}.log"
-        if not (directory.logs / pattern).exists():
-            raise UserError(f"job {directory.job!r} has had no {role} {index}")
+    for role in get_args(Role):
+        index = getattr(parsed, role)
+        if index is not None:
+            pattern = f"{role}-{index}.log"
+            if not (directory.logs / pattern).exists():
+                raise UserError(f"job {directory.job!r} has had no {role} {index}")
     tail = _Tail(directory.logs, pattern)
     while True:
         running = parsed.follow and directory.launcher() is not None

@@ -151,6 +151,7 @@ def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     which = logs.add_mutually_exclusive_group()
     which.add_argument("--worker", type=int, metavar="N", help="only worker N, counted from 0")
     which.add_argument("--ps", type=int, metavar="N", help="only parameter server N, counted from 0")
+    which.add_argument("--standby", type=int, metavar="N", help="only the standby of parameter server N")
 
 
 def _add_stop(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

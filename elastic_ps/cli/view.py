@@ -19,8 +19,8 @@ from elastic_ps.local.snapshot import member_of
 
 PLAIN_SECONDS = 2.0
 STATE_STYLES = {
-    "training": "green", "serving": "green", "idle": "yellow", "joining": "yellow", "starting": "yellow",
-    "leaving": "cyan", "ended": "dim",
+    "training": "green", "serving": "green", "following": "green", "idle": "yellow", "joining": "yellow",
+    "starting": "yellow", "leaving": "cyan", "ended": "dim",
 }  # fmt: skip
 PHASE_STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Running": "bold green"}
 EVENT_STYLES = {"joined": "green", "left": "cyan", "lost": "red", "warning": "yellow", "scale": "bold"}
@@ -109,7 +109,7 @@ def _table(status: LocalStatus, *, rows: int) -> Table:
     for column, width in COLUMNS.items():
         left = column in ("process", "state")
         table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
-    shown = [process for process in status.processes if process.role == "ps" or _present(process)]
+    shown = [process for process in status.processes if process.role != "worker" or _present(process)]
     for process in shown[:rows]:
         member = member_of(process.index, process.pid, status.server) if process.role == "worker" else None
         numbers = [f"{member.steps:,}", f"{member.records:,}", str(member.joined_version)] if member else []
@@ -117,7 +117,7 @@ def _table(status: LocalStatus, *, rows: int) -> Table:
         state = Text(process.state, style=style)
         if process.restarts:
             state.append(f" (started {process.restarts + 1} times)", style="dim")
-        kind = "server" if process.role == "ps" else "worker"
+        kind = "server" if process.role == "ps" else process.role
         table.add_row(f"{kind} {process.index}", str(process.pid), state, *numbers)
     if len(shown) > rows:
         table.add_row(Text(f"and {len(shown) - rows} more", style="dim"))

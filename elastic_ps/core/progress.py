@@ -33,7 +33,7 @@ class Rate:
 class Curve:
     """Points (version, value) with bounded memory: when full, every second one is dropped."""
 
-    limit: int = 4096
+    limit: int = 1024
     points: list[tuple[int, float]] = field(default_factory=list)
     _stride: int = 1
     _skipped: int = 0

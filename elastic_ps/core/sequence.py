@@ -58,20 +58,7 @@ class PushLog:
         Raises:
             Refused: STALE_EPOCH, STALE_INCARNATION, WRONG_VERSION or STALE_ATTEMPT, in words.
         """
-        if key.epoch != self.epoch:
-            raise Refused(RefusalCode.STALE_EPOCH, f"push of epoch {key.epoch}; this is epoch {self.epoch}")
-        if key.version < self.version or (key.version == self.version and key.attempt < self.attempt):
-            raise Refused(
-                RefusalCode.STALE_ATTEMPT,
-                f"push for version {key.version} attempt {key.attempt}; "
-                f"the open round is version {self.version} attempt {self.attempt}",
-            )
-        if (key.version, key.attempt) != (self.version, self.attempt):
-            raise Refused(
-                RefusalCode.WRONG_VERSION,
-                f"push for version {key.version} attempt {key.attempt}, which this shard has not reached "
-                f"(version {self.version} attempt {self.attempt})",
-            )
+        self.require_open(key)
         if self.expected.get(key.worker) != key.incarnation:
             raise Refused(
                 RefusalCode.STALE_INCARNATION,
@@ -87,6 +74,23 @@ class PushLog:
                     f"worker {worker} contributed step {step} of incarnation {incarnation} to this round",
                 )
         return Verdict.ADD
+
+    def require_open(self, key: PushKey) -> None:
+        """Raise Refused (STALE_EPOCH, STALE_ATTEMPT, WRONG_VERSION) unless the push is for the open round."""
+        if key.epoch != self.epoch:
+            raise Refused(RefusalCode.STALE_EPOCH, f"push of epoch {key.epoch}; this is epoch {self.epoch}")
+        if key.version < self.version or (key.version == self.version and key.attempt < self.attempt):
+            raise Refused(
+                RefusalCode.STALE_ATTEMPT,
+                f"push for version {key.version} attempt {key.attempt}; "
+                f"the open round is version {self.version} attempt {self.attempt}",
+            )
+        if (key.version, key.attempt) != (self.version, self.attempt):
+            raise Refused(
+                RefusalCode.WRONG_VERSION,
+                f"push for version {key.version} attempt {key.attempt}, which this shard has not reached "
+                f"(version {self.version} attempt {self.attempt})",
+            )
 
     def check_initialiser(self, worker: int, incarnation: int) -> None:
         """Raise Refused unless the model's first values are to come from this worker.

@@ -12,6 +12,7 @@ Kind: TypeAlias = Literal[
     "stop-worker",
     "freeze-worker",
     "kill-ps",
+    "kill-standby",
     "freeze-ps",
     "rival-ps",
     "corrupt-checkpoint",
@@ -25,7 +26,8 @@ DESCRIPTIONS: dict[Kind, str] = {
     "kill-worker": "SIGKILL a worker",
     "stop-worker": "take a worker away in order (SIGTERM), and give it back",
     "freeze-worker": "stop a worker's process (SIGSTOP) for longer than its lease, then let it go on",
-    "kill-ps": "SIGKILL the parameter server",
+    "kill-ps": "SIGKILL a parameter server",
+    "kill-standby": "SIGKILL a parameter server's standby (durability: standby only)",
     "freeze-ps": "stop the parameter server's process for longer than the workers' lease",
     "rival-ps": "stop the parameter server, let a second one take over its checkpoints, wake the first",
     "corrupt-checkpoint": "change one byte of the newest checkpoint, then SIGKILL the parameter server",
@@ -44,7 +46,7 @@ class Fault:
     Attributes:
         kind: what is done.
         at: per cent of the job's records that are in the model when it is done.
-        worker: index of the worker concerned, modulo those that there are.
+        worker: index of the worker or shard concerned, modulo those that there are.
         place: 0 to 1: where in a file a byte is changed.
     """
 

@@ -86,12 +86,34 @@ def _freeze_worker(target: Target, fault: Fault) -> str:
     return f"worker {index}, pid {pid}"
 
 
-def _kill_ps(target: Target, _fault: Fault) -> str:
-    epoch = target.settled().epoch
-    pid = target.pid("ps", 0)
+def _kill_ps(target: Target, fault: Fault) -> str:
+    server = target.settled()
+    shard = fault.worker % server.shards
+    if server.standbys:
+        target.until(lambda: all(_settled_standbys(target)), "the standbys have every round")
+    pid = target.pid("ps", shard)
     target.strike(lambda: os.kill(pid, signal.SIGKILL))
-    target.until(target.moved_on(epoch=epoch), "the version passes the one before")
-    return f"pid {pid}"
+    target.until(target.moved_on(epoch=server.epoch), "the version passes the one before")
+    return f"shard {shard}, pid {pid}"
+
+
+def _kill_standby(target: Target, fault: Fault) -> str:
+    server = target.settled()
+    if not server.standbys:
+        raise Unavailable("the job has no standbys; set parameterServer.durability to standby")
+    shard = fault.worker % server.shards
+    target.until(lambda: _settled_standbys(target)[shard], "the standby has every round")
+    pid = target.pid("standby", shard)
+    target.strike(lambda: os.kill(pid, signal.SIGKILL))
+    target.until(lambda: not _settled_standbys(target)[shard], "the standby is left behind")
+    target.until(target.moved_on(), "training goes on without it")
+    target.until(lambda: _settled_standbys(target)[shard], "another standby has every round")
+    return f"standby of shard {shard}, pid {pid}"
+
+
+def _settled_standbys(target: Target) -> list[bool]:
+    """For each shard, whether its standby has every round now."""
+    return target.until(target.server, "the parameter server answers").standbys
 
 
 def _freeze_ps(target: Target, _fault: Fault) -> str:
@@ -170,6 +192,7 @@ _INFLICT: Mapping[Kind, Callable[[Target, Fault], str]] = {
     "stop-worker": _stop_worker,
     "freeze-worker": _freeze_worker,
     "kill-ps": _kill_ps,
+    "kill-standby": _kill_standby,
     "freeze-ps": _freeze_ps,
     "rival-ps": _rival_ps,
     "corrupt-checkpoint": _corrupt_checkpoint,

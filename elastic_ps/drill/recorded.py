@@ -23,8 +23,17 @@ from elastic_ps.drill.history import (
 def read(directory: Path) -> Histories:
     """All histories in `directory`, of every process that ever wrote there."""
     histories = Histories()
-    for event in sorted(_events(directory), key=lambda event: float(event["time"])):
+    events = sorted(_events(directory), key=lambda event: float(event["time"]))
+    for event in events:
         _add(histories, event)
+    recorded = {(committed.epoch, committed.version) for committed in histories.committed}
+    for event in events:
+        # A parameter server may die between applying a round and recording it; its successor knows.
+        if event["event"] == "restore" and (known := event.get("round")):
+            committed = _committed(float(event["time"]), known)
+            if (committed.epoch, committed.version) not in recorded:
+                histories.committed.append(committed)
+                recorded.add((committed.epoch, committed.version))
     return histories
 
 
@@ -49,10 +58,7 @@ def _add(histories: Histories, event: dict[str, Any]) -> None:
         case "ps", "join":
             histories.joined.append(Joined(time, event["worker"], event["incarnation"]))
         case "ps", "commit":
-            steps = {_step(c): _ranges(c["records"]) for c in event["contributions"]}
-            histories.committed.append(
-                Committed(time, event["epoch"], event["version"], steps, event["decided"])
-            )
+            histories.committed.append(_committed(time, event))
         case "worker", "push":
             bucket, version, attempt = event["bucket"], event["version"], event["attempt"]
             histories.sent.append(Sent(time, _step(event), bucket, version, attempt))
@@ -61,6 +67,11 @@ def _add(histories: Histories, event: dict[str, Any]) -> None:
             histories.acknowledged.append(
                 Acknowledged(time, _step(event), event["epoch"], event["version"], records)
             )
+
+
+def _committed(time: float, event: dict[str, Any]) -> Committed:
+    steps = {_step(c): _ranges(c["records"]) for c in event["contributions"]}
+    return Committed(time, event["epoch"], event["version"], steps, event["decided"])
 
 
 def _step(event: dict[str, Any]) -> StepId:

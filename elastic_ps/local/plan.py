@@ -25,7 +25,7 @@ class Process:
     """One process of the job, from its start on.
 
     Attributes:
-        role: `ps` or `worker`.
+        role: `ps`, `standby` or `worker`.
         index: the shard's or the worker's index. At most one process with it is alive at a time.
         pid: its process id.
         started: when it was started.
@@ -54,7 +54,7 @@ class Process:
 
     @property
     def name(self) -> str:
-        return f"parameter server {self.index}" if self.role == "ps" else f"worker {self.index}"
+        return f"parameter server {self.index}" if self.role == "ps" else f"{self.role} {self.index}"
 
     @property
     def ending(self) -> Ending | None:
@@ -102,6 +102,7 @@ class Desired:
 
     Attributes:
         shards: parameter servers.
+        standbys: whether each of them has a standby.
         workers: workers.
         backoff_limit: failures of workers that the job survives.
         deadline: the job fails after this time; None never.
@@ -115,6 +116,7 @@ class Desired:
 
     shards: int
     workers: int
+    standbys: bool = False
     backoff_limit: int
     deadline: timedelta | None = None
     schedule: tuple[ScaleAt, ...] = ()
@@ -224,7 +226,9 @@ def plan(desired: Desired, observed: Observed, now: float) -> list[Action]:
     due = [at for at in sorted(desired.schedule) if observed.progress.version >= at.version]
     if due:
         return [Scale(at, f"version {observed.progress.version} is reached") for at in due]
-    servers = list(_start_servers(desired, observed, now))
+    servers = list(_start_servers("ps", desired, observed, now))
+    if desired.standbys:
+        servers += _start_servers("standby", desired, observed, now)
     if servers or not _servers_ready(desired, observed):
         return [*servers]
     return list(_workers(desired, observed, now))
@@ -329,14 +333,14 @@ def _with_output(message: str, process: Process) -> str:
     return f"{message}. It wrote last:\n{process.output}" if process.output else message
 
 
-def _start_servers(desired: Desired, observed: Observed, now: float) -> Iterator[Start]:
-    latest = observed.latest("ps")
+def _start_servers(role: Role, desired: Desired, observed: Observed, now: float) -> Iterator[Start]:
+    latest = observed.latest(role)
     for shard in range(desired.shards):
         before = latest.get(shard)
         if before is None:
-            yield Start("ps", shard, "the job starts")
+            yield Start(role, shard, "the job starts")
         elif before.exit is not None and _may_replace(observed, before, now):
-            yield Start("ps", shard, f"the last one {describe_exit(before.exit)}", before.pid)
+            yield Start(role, shard, f"the last one {describe_exit(before.exit)}", before.pid)
 
 
 def _may_replace(observed: Observed, before: Process, now: float) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import get_args
 
+from elastic_ps.env import Role
 from elastic_ps.job import Member, Phase, ServerStatus
 from elastic_ps.local.plan import Observed, Process
 from elastic_ps.local.state import ProcessStatus
@@ -15,8 +17,7 @@ def process_statuses(
 ) -> list[ProcessStatus]:
     """The newest process of each role and index, parameter servers first."""
     starts = Counter((process.role, process.index) for process in observed.processes)
-    newest = [*observed.latest("ps").values(), *observed.latest("worker").values()]
-    newest.sort(key=lambda process: (process.role != "ps", process.index))
+    newest = [process for role in get_args(Role) for _, process in sorted(observed.latest(role).items())]
     return [
         ProcessStatus(
             role=process.role,
@@ -39,6 +40,9 @@ def state_of(process: Process, server: ServerStatus | None) -> str:
         return "leaving"
     if process.role == "ps":
         return "serving" if process.ready else "starting"
+    if process.role == "standby":
+        following = server.standbys if server else []
+        return "following" if process.index < len(following) and following[process.index] else "starting"
     member = member_of(process.index, process.pid, server)
     return "starting" if member is None else member.state
 

@@ -14,6 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import assert_never
@@ -60,7 +61,9 @@ class Launcher:
         self._children: dict[int, Child] = {}
         self._start_times: dict[int, int | None] = {}
         self._addresses: tuple[str, ...] = ()
+        self._standbys: tuple[str, ...] = ()
         self._http: tuple[str, ...] = ()
+        self._standbys_http: tuple[str, ...] = ()
         self._began = time.time()
         self._written = -1.0
         self._answered_last = False
@@ -140,8 +143,12 @@ class Launcher:
     def _run(self) -> None:
         """The supervisor thread: whatever happens in it, no process outlives it."""
         shards = self.job.spec.parameter_server.replicas
-        addresses = free_addresses(2 * shards)
-        self._addresses, self._http = tuple(addresses[:shards]), tuple(addresses[shards:])
+        standbys = shards if self._desired().standbys else 0
+        addresses = iter(free_addresses(2 * shards + 2 * standbys))
+        self._addresses = tuple(islice(addresses, shards))
+        self._standbys = tuple(islice(addresses, standbys))
+        self._http = tuple(islice(addresses, shards))
+        self._standbys_http = tuple(addresses)
         self._lifeline, self._poller = Lifeline(), Poller(self._http)
         self._notices = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-gone")
         try:
@@ -190,6 +197,7 @@ class Launcher:
         return planning.Desired(
             shards=spec.parameter_server.replicas,
             workers=spec.worker.replicas,
+            standbys=spec.parameter_server.durability == "standby",
             backoff_limit=spec.run_policy.backoff_limit,
             deadline=None if seconds is None else timedelta(seconds=seconds),
             schedule=self._schedule,
@@ -225,7 +233,7 @@ class Launcher:
                 continue
             del self._children[process.pid]
             changed, ended = True, replace(process, ended=now, exit=status)
-            if ended.ending in ("failed", "invalid", "killed") or ended.role == "ps":
+            if ended.ending in ("failed", "invalid", "killed") or ended.role != "worker":
                 ended = replace(ended, output=child.output() if status else "")
             processes[position] = ended
             self._tell_end(ended)
@@ -286,10 +294,10 @@ class Launcher:
         programs = self.options.programs
         spec = self.job.spec
         child = Child(
-            programs.server if action.role == "ps" else programs.worker,
+            programs.worker if action.role == "worker" else programs.server,
             variables=with_threads(
                 {"PYTHONUNBUFFERED": "1", **inherited(), **self._environment(action).to_variables()},
-                processes=spec.parameter_server.replicas + spec.worker.replicas,
+                processes=spec.parameter_server.replicas + len(self._standbys) + spec.worker.replicas,
             ),
             log=self.directory.log(action.role, action.index),
             lifeline=self._lifeline,
@@ -302,15 +310,17 @@ class Launcher:
             self._event("process", f"{process.name} is started again (pid {child.pid}): {action.reason}")
 
     def _environment(self, action: planning.Start) -> ProcessEnvironment:
-        shard = action.index if action.role == "ps" else 0
+        shard = action.index if action.role != "worker" else 0
+        standby = action.role == "standby"
         return ProcessEnvironment(
             job=self.job.name,
             spec=self.job.spec,
             role=action.role,
             index=action.index,
             addresses=self._addresses,
-            bind=self._addresses[shard],
-            http=self._http[shard],
+            standbys=self._standbys,
+            bind=(self._standbys if standby else self._addresses)[shard],
+            http=(self._standbys_http if standby else self._http)[shard],
             checkpoints=self.checkpoints,
             resume="auto" if action.replaces else "no" if self.options.resume is None else "require",
             trace=self._trace_directory(),

@@ -32,16 +32,20 @@ def main() -> int:
     try:
         environment = env.read()
         watch_lifeline(environment.lifeline)
-        log_to_stderr(f"ps-{environment.index}")
+        log_to_stderr(f"{environment.role}-{environment.index}")
         transport = GrpcServer(environment.bind)
         server = ParameterServer(
-            environment, transport, lambda shard: GrpcConnection(environment.addresses[shard])
+            environment,
+            transport,
+            lambda shard: GrpcConnection(environment.addresses[shard]),
+            (lambda shard: GrpcConnection(environment.standbys[shard])) if environment.standbys else None,
         )
         http = StatusServer(environment.http, server.status, server.loss)
     except (UserError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return env.EXIT_INVALID
-    logger.info("shard %d of job %s serves on %s", environment.index, environment.job, transport.address)
+    what = "standby of shard" if environment.role == "standby" else "shard"
+    logger.info("%s %d of job %s serves on %s", what, environment.index, environment.job, transport.address)
     while not (stop.wait(LOOK) or server.fenced):
         pass
     fenced = server.fenced

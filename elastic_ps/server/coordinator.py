@@ -19,6 +19,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.job import ServerStatus
 from elastic_ps.server.driver import TICK, Driver
+from elastic_ps.server.orders import Standing
 from elastic_ps.server.state import Model
 
 logger = logging.getLogger(__name__)
@@ -271,6 +272,7 @@ class Coordinator(Driver):
                 progress=state.progress(self._clock(), keeper.durable_version if keeper else None),
                 problem=keeper.problem if keeper else "",
                 checkpoint_pause_seconds=keeper.paused.total_seconds() if keeper else 0.0,
+                standbys=[standing is Standing.FOLLOWING for standing in self._standings],
                 members=[state.member(stay) for stay in state.members.stays()],
             )
 

@@ -8,6 +8,7 @@ notice, so that a worker never pushes for a round that a shard does not know.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -24,8 +25,9 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused, TransportError, UserError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.keeper import Keeper
-from elastic_ps.server.node import Advance, Configuration, ShardControl, Written
-from elastic_ps.server.shard import Application
+from elastic_ps.server.orders import Advance, Application, Configuration, Report, ShardControl, Standing
+from elastic_ps.server.remote import RemoteShard
+from elastic_ps.server.rescue import held, rescue
 from elastic_ps.server.state import JobState, Model
 from elastic_ps.telemetry import History
 
@@ -46,6 +48,7 @@ class Driver:
         spec: how it is to be trained.
         epoch: how often shard 0 has been started.
         shards: in order; the first is this process's own.
+        standbys: of each shard, in order; none without `durability: standby`.
         keeper: decides when checkpoints are written and finishes them; None for none.
         history: where commits are recorded.
     """
@@ -57,12 +60,15 @@ class Driver:
         epoch: int,
         shards: Sequence[ShardControl],
         *,
+        standbys: Sequence[RemoteShard] = (),
         keeper: Keeper | None,
         history: History,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._job, self._spec = job, spec
-        self._shards = shards
+        self._shards, self._standbys = shards, standbys
+        self._standings = [Standing.NONE for _ in standbys]
+        self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
         self._keeper = keeper
         self._history = history
         self._clock = clock
@@ -77,7 +83,11 @@ class Driver:
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
     def start(self, found: Manifest | None) -> None:
-        """Begin, with the checkpoint `found` if there is one."""
+        """Begin, with the checkpoint `found` if there is one, or with what a standby has beyond it."""
+        if self._keeper is not None and self._standbys and self.epoch > 1:
+            orders = held(self._standbys[0], self.epoch)
+            if rescue(self._keeper, self._shards, self._standbys, orders):
+                found = self._keeper.newest()
         if found is not None:
             self._restore(found, self.epoch)
         self._ticker.start()
@@ -182,9 +192,10 @@ class Driver:
                     return
                 self._driving = True
                 self._stale = False
-                advance = self._commit(contributions) if contributions else self._current()
+                decided = time.monotonic()  # before the look at the fence
+                advance = self._commit(contributions, decided) if contributions else self._current()
             try:
-                done = self._roll_back() if spoiled else self._tell(advance, contributions)
+                done = self._roll_back() if spoiled else self._tell(advance, contributions, decided)
             finally:
                 with self._changed:
                     self._driving = False
@@ -192,9 +203,8 @@ class Driver:
             if not done:
                 return
 
-    def _tell(self, advance: Advance, contributions: Sequence[Contribution]) -> bool:
+    def _tell(self, advance: Advance, contributions: Sequence[Contribution], decided: float) -> bool:
         """Send an order to the shards and book what came of it. Returns False if it has to be tried again."""
-        decided = time.monotonic()  # before the look at the fence
         if contributions and self._keeper is not None and self._keeper.check_fence():
             return False
         try:
@@ -205,19 +215,20 @@ class Driver:
             return False
         with self._changed:
             if contributions:
-                self._state.book(contributions, self._clock())
+                self._state.book(contributions, self._clock(), decided=decided)
                 self._stale |= self._state.expected != advance.expected
+            booked = self._state.last_round
             if advance.checkpoint and self._keeper is not None:
                 self._keeper.begin(self._state.version, self._clock(), self._state.to_checkpoint())
         if contributions:
-            self._record(contributions, advance.version, decided)
+            self._history.record("commit", **booked)
         return True
 
     def _current(self) -> Advance:
         rounds = self._state.rounds
-        return Advance(rounds.version, rounds.attempt, self._state.expected)
+        return Advance(rounds.version, rounds.attempt, self._state.expected, epoch=self._state.epoch)
 
-    def _commit(self, contributions: Sequence[Contribution]) -> Advance:
+    def _commit(self, contributions: Sequence[Contribution], decided: float) -> Advance:
         """The order to apply a round, with the lock held."""
         state, rounds = self._state, self._state.rounds
         settings = {c.incarnation: c.settings for c in contributions}
@@ -230,8 +241,12 @@ class Driver:
             samples=sum(c.samples for c in contributions),
             settings=state.settings,
         )
-        due = self._keeper is not None and self._keeper.due(self._clock())
-        return Advance(rounds.version + 1, 0, state.following, application, checkpoint=due)
+        version, empty = rounds.version + 1, Standing.EMPTY in self._standings
+        due = self._keeper is not None and self._keeper.due(version, self._clock(), wanted=empty)
+        order = Advance(version, 0, state.following, application, checkpoint=due, epoch=state.epoch)
+        if not self._standbys:
+            return order
+        return replace(order, state=json.dumps(state.foreseen(contributions, decided=decided)))
 
     def _undo(self, advance: Advance, problem: Exception) -> None:
         """A shard could not be told: the ticker tries again. Wrong sums: again from the workers' buckets."""
@@ -251,6 +266,8 @@ class Driver:
         try:
             if self._keeper is None:
                 raise CheckpointError("there is no checkpoint directory")
+            if self._prepared is not None:
+                rescue(self._keeper, self._shards, self._standbys, [self._prepared])
             found = self._keeper.roll_back()
             self._restore(found, self._keeper.epoch)
         except (TransportError, Refused) as error:
@@ -282,27 +299,29 @@ class Driver:
         with self._changed:
             self._state = state
             self._changed.notify_all()
-        self._history.record("restore", epoch=epoch, version=found.version)
+        self._prepared = None
+        self._history.record("restore", epoch=epoch, version=found.version, round=state.last_round)
         logger.info("epoch %d goes on from version %d", epoch, found.version)
 
-    def _record(self, contributions: Sequence[Contribution], version: int, decided: float) -> None:
-        steps = [
-            {"worker": c.worker, "incarnation": c.incarnation, "step": c.step, "records": c.records}
-            | {"samples": c.samples}
-            for c in contributions
-        ]
-        self._history.record(
-            "commit", epoch=self.epoch, version=version, decided=decided, contributions=steps
-        )
-
     def _send(self, advance: Advance) -> None:
-        """Tell all shards; this process's own last, because its workers' pulls are answered by that."""
-        others = [self._fan_out.submit(shard.advance, advance) for shard in self._shards[1:]]
-        written: list[list[Written]] = [future.result() for future in others]
-        written.append(self._shards[0].advance(advance))
-        if self._keeper is not None:
-            for shard, parts in zip([*range(1, len(self._shards)), 0], written, strict=True):
-                self._keeper.parts(shard, parts)
+        """Tell all shards. With standbys, no shard applies a round before every standby has it."""
+        if advance.apply is not None and self._standbys and len(self._shards) > 1:
+            self._tell_all(replace(advance, prepare=True))
+        if advance.apply is not None and self._standbys:
+            self._prepared = advance
+        self._tell_all(advance)
+
+    def _tell_all(self, advance: Advance) -> None:
+        """This process's own shard comes last, because its workers' pulls are answered by that."""
+        to_others = replace(advance, state="")
+        others = [self._fan_out.submit(shard.advance, to_others) for shard in self._shards[1:]]
+        reports: list[Report] = [future.result() for future in others]
+        reports.append(self._shards[0].advance(advance))
+        for shard, report in zip([*range(1, len(self._shards)), 0], reports, strict=True):
+            if self._standbys:
+                self._standings[shard] = report.standby
+            if self._keeper is not None:
+                self._keeper.parts(shard, report.written)
 
     def _tick(self) -> None:
         """Every `TICK`: declare silent members gone, collect checkpoint parts, try again what failed.

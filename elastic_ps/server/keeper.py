@@ -11,7 +11,7 @@ from typing import Any
 
 from elastic_ps.checkpoint.store import Manifest, ShardFile, Store
 from elastic_ps.errors import CheckpointError, Fenced
-from elastic_ps.server.node import Written
+from elastic_ps.server.orders import Written
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +23,7 @@ class Keeper:
         store: the directory that all shards share.
         shards: how many parts make a checkpoint.
         interval: time between two checkpoints.
+        every: also one when this many versions have passed since the last; None not.
         keep: how many stay on disk.
 
     Attributes:
@@ -39,6 +40,7 @@ class Keeper:
         epoch: int,
         shards: int,
         interval: timedelta,
+        every: int | None = None,
         keep: int,
         now: float,
     ) -> None:
@@ -47,10 +49,11 @@ class Keeper:
         self.paused = timedelta(0)
         self._store = store
         self._job, self._epoch, self._shards = job, epoch, shards
-        self._interval, self._keep = interval, keep
+        self._interval, self._every, self._keep = interval, every, keep
         self._lock = threading.Lock()
         self._durable: int | None = None
         self._last = now
+        self._last_version = 0
         self._pending: Manifest | None = None
         self._files: dict[int, ShardFile] = {}
         self._queue: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
@@ -69,10 +72,14 @@ class Keeper:
         with self._lock:
             return self._pending is not None
 
-    def due(self, now: float) -> bool:
-        """Whether the next version shall be kept."""
+    def due(self, version: int, now: float, *, wanted: bool = False) -> bool:
+        """Whether `version`, the next one, shall be kept; `wanted`: somebody waits for a checkpoint."""
         with self._lock:
-            return self._pending is None and now - self._last >= self._interval.total_seconds()
+            if self._pending is not None:
+                return False
+            passed = self._every is not None and version - self._last_version >= self._every
+            timely = now - self._last >= self._interval.total_seconds()
+            return timely or passed or (wanted and not self.problem)
 
     def check_fence(self) -> bool:
         """Whether another parameter server has taken over. Reads a small file."""
@@ -119,7 +126,7 @@ class Keeper:
         """The shards have been told to write `version`; `state` is everything that is not a tensor."""
         tensors, optimizer = state.pop("tensors"), state.pop("optimizer")
         with self._lock:
-            self._last, self._files = now, {}
+            self._last, self._last_version, self._files = now, version, {}
             self._pending = Manifest(
                 job=self._job,
                 version=version,

@@ -1,6 +1,6 @@
 """What a parameter server process does as a shard: load, take part in rounds, write its part of checkpoints.
 
-Shard 0's coordinator drives its own node directly and the others by calls; both are a `ShardControl`.
+A standby is a node, too: one that is told of the next order before it carries it out.
 """
 
 from __future__ import annotations
@@ -9,71 +9,37 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol
 
 from elastic_ps.checkpoint.store import Assembled, ShardFile, Store, Stored
-from elastic_ps.core.partition import Layout
-from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
-from elastic_ps.server.shard import Application, Shard
+from elastic_ps.server.follower import Follower, for_standby, sum_key
+from elastic_ps.server.orders import Advance, Configuration, Report, Standing, Written
+from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import Trace
+from elastic_ps.transport.base import Incoming
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Written:
-    """The outcome of writing a shard's part of a checkpoint: `file`, or the reason in `error`.
+class Node:
+    """The shard of this process, once it is configured, and the thread that writes its checkpoints.
 
-    `pause` is how long training stood still for the copy in memory.
+    Args:
+        follower: the shard's standby; closed by `close`.
     """
 
-    version: int
-    file: ShardFile | None
-    error: str
-    pause: timedelta
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """What a shard needs to know to begin."""
-
-    layout: Layout
-    optimizer: str
-    settings: Settings
-    epoch: int
-    load_version: int | None
-
-
-@dataclass(frozen=True)
-class Advance:
-    """The state of the round, and what to do to get there. See messages.proto."""
-
-    version: int
-    attempt: int
-    expected: Mapping[int, int]
-    apply: Application | None = None
-    checkpoint: bool = False
-
-
-class ShardControl(Protocol):
-    """A shard as the coordinator sees it. Both methods block and may be repeated."""
-
-    def configure(self, configuration: Configuration) -> None:
-        """Take a model over, empty or from a checkpoint; whatever was there before is dropped."""
-
-    def advance(self, advance: Advance) -> list[Written]:
-        """Bring the round to this state. Returns the checkpoint parts written since the last call."""
-
-
-class Node:
-    """The shard of this process, once it is configured, and the thread that writes its checkpoints."""
-
     def __init__(
-        self, index: int, shards: int, *, store: Store | None, deterministic: bool, trace: Trace
+        self,
+        index: int,
+        shards: int,
+        *,
+        store: Store | None,
+        deterministic: bool,
+        trace: Trace,
+        follower: Follower | None = None,
     ) -> None:
         self.index = index
         self.shards = shards
@@ -83,6 +49,10 @@ class Node:
         self._lock = threading.Lock()
         self._shard: Shard | None = None
         self._epoch = 0
+        self._configuration: Configuration | None = None
+        self._follower = follower
+        self._obeys = 0  # the newest epoch that has given orders
+        self._orders: list[Advance] = []  # as a standby: the one carried out last, and the next
         self._snapshots: queue.SimpleQueue[tuple[int, int, list[Stored], timedelta] | None] = (
             queue.SimpleQueue()
         )
@@ -111,7 +81,8 @@ class Node:
             return self._shard
 
     def configure(self, configuration: Configuration) -> None:
-        """See ShardControl. Raises InvalidModel, CheckpointError."""
+        """See ShardControl. Raises InvalidModel, CheckpointError, Refused (STALE_EPOCH)."""
+        self._obey(configuration.epoch)
         shard = Shard(
             configuration.layout,
             self.index,
@@ -128,21 +99,72 @@ class Node:
             shard.load(Assembled(elements, self.store.read(manifest)), configuration.load_version)
         with self._lock:
             before, self._shard = self._shard, shard
-            self._epoch = configuration.epoch
+            self._epoch, self._configuration, self._orders = configuration.epoch, configuration, []
+        if self._follower is not None:
+            self._follower.reset(configuration)
         if before is not None:
             before.retire(RefusalCode.STALE_EPOCH)
 
-    def advance(self, advance: Advance) -> list[Written]:
-        """See ShardControl."""
-        self.shard.advance(advance.version, advance.attempt, advance.expected, advance.apply)
-        with self._lock:  # before the next part is begun, which must not be among these
-            written, self._written = self._written, []
+    def advance(self, advance: Advance) -> Report:
+        """See ShardControl.
+
+        Raises:
+            Refused: see `Shard.advance`; STALE_EPOCH: a newer epoch gives the orders now.
+        """
+        self._obey(advance.epoch)
+        shard = self.shard
+        if advance.apply is not None and self._follower is not None and shard.version < advance.version:
+            shard.require_complete(advance.version, advance.apply)
+            self._follower.stage(shard, advance)
+        if advance.prepare:
+            return self._report()
+        shard.advance(advance.version, advance.attempt, advance.expected, advance.apply)
+        if advance.next is not None:
+            with self._lock:
+                done = [order for order in self._orders if order.version == advance.version]
+                self._orders = [*done, advance.next]
+        report = self._report()  # before the next part is begun, which must not be in it
         if advance.checkpoint and self.store is not None:
-            started = time.monotonic()
-            copy = list(self._copy())
-            pause = timedelta(seconds=time.monotonic() - started)
-            self._snapshots.put((self.epoch, advance.version, copy, pause))
-        return written
+            self._snapshot(advance)
+        return report
+
+    def _obey(self, epoch: int) -> None:
+        with self._lock:
+            if epoch and epoch < self._obeys:
+                text = f"an order of epoch {epoch}; epoch {self._obeys} gives the orders now"
+                raise Refused(RefusalCode.STALE_EPOCH, text)
+            self._obeys = max(self._obeys, epoch)
+
+    def _report(self) -> Report:
+        with self._lock:
+            written, self._written = self._written, []
+        return Report(written, self._follower.standing if self._follower else Standing.NONE)
+
+    def _snapshot(self, advance: Advance) -> None:
+        """Copy the shard and have the copy written in the background."""
+        started = time.monotonic()
+        copy = list(self._copy())
+        pause = timedelta(seconds=time.monotonic() - started)
+        self._snapshots.put((advance.epoch or self.epoch, advance.version, copy, pause))
+        if self._follower is not None and self._configuration is not None:
+            self._follower.begin(replace(self._configuration, load_version=advance.version))
+
+    def take_sum(
+        self, epoch: int, bucket: int, version: int, attempt: int, present: Sequence[bool], body: Incoming
+    ) -> None:
+        """As a standby: take a bucket's sum over. Blocks while it is received. Raises Refused."""
+        self.shard.take_sum(sum_key(epoch, bucket, version, attempt), present, body)
+
+    def held(self, epoch: int) -> list[Advance]:
+        """As a standby: the orders that it can carry out, oldest first. Older epochs are refused hence.
+
+        Raises:
+            Refused: STALE_EPOCH; a newer epoch has asked.
+        """
+        self._obey(epoch)
+        with self._lock:
+            shard, orders = self._shard, list(self._orders)
+        return [order for order in orders if shard is not None and _can_follow(shard, order)]
 
     def _copy(self) -> Iterator[Stored]:
         for bucket, flat in self.shard.values():
@@ -178,3 +200,18 @@ class Node:
         """Write what is still to be written and end the thread. Blocks."""
         self._snapshots.put(None)
         self._writer.join()
+        if self._follower is not None:
+            self._follower.close()
+
+
+def _can_follow(shard: Shard, order: Advance) -> bool:
+    """Whether a standby has carried the order out, or has all the sums for it."""
+    following = for_standby(order).apply
+    assert following is not None
+    if shard.version >= order.version:
+        return True
+    try:
+        shard.require_complete(order.version, following)
+    except Refused:
+        return False
+    return True

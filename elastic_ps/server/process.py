@@ -12,8 +12,10 @@ from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import NoCheckpoint
 from elastic_ps.job import ServerStatus
 from elastic_ps.server.coordinator import Coordinator
+from elastic_ps.server.follower import Follower
 from elastic_ps.server.keeper import Keeper
-from elastic_ps.server.node import Node, ShardControl
+from elastic_ps.server.node import Node
+from elastic_ps.server.orders import ShardControl
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.service import Service
 from elastic_ps.telemetry import History, Trace
@@ -22,13 +24,18 @@ from elastic_ps.transport.base import Connection, Server
 logger = logging.getLogger(__name__)
 
 
+STANDBY_TIMEOUT = timedelta(seconds=10)
+"""Of a call to a standby; one that does not answer in time is left behind."""
+
+
 class ParameterServer:
-    """One shard of a job, serving on a transport until it is closed. Several fit into one process.
+    """A shard of a job, or its standby, serving on a transport until it is closed.
 
     Args:
         environment: which shard of which job, and where its checkpoints are.
         server: the transport to serve on; closed by `close`.
         connect: how shard 0 reaches another shard, by its index.
+        connect_standby: how a shard reaches its standby, and shard 0 all of them; None if there are none.
 
     Raises:
         NoCheckpoint: a checkpoint is required and there is none.
@@ -36,41 +43,75 @@ class ParameterServer:
     """
 
     def __init__(
-        self, environment: ProcessEnvironment, server: Server, connect: Callable[[int], Connection]
+        self,
+        environment: ProcessEnvironment,
+        server: Server,
+        connect: Callable[[int], Connection],
+        connect_standby: Callable[[int], Connection] | None = None,
     ) -> None:
         spec, index = environment.spec, environment.index
         shards = spec.parameter_server.replicas
-        process = f"ps-{index}"
+        process = f"{environment.role}-{index}"
         self._trace = Trace(environment.trace, process)
         self._history = History(environment.history, process)
         self._server = server
         self._remotes: list[RemoteShard] = []
         store = Store(environment.checkpoints) if environment.checkpoints else None
+        leads, follower = environment.role == "ps", None
+        if leads and connect_standby is not None and store is not None:
+            follower = Follower(
+                RemoteShard(
+                    environment.job, connect_standby(index), start=timedelta(0), timeout=STANDBY_TIMEOUT
+                ),
+                lambda version: version in store.versions(),
+            )
         self.node = Node(
-            index, shards, store=store, deterministic=spec.consistency.deterministic, trace=self._trace
+            index,
+            shards,
+            store=store,
+            deterministic=spec.consistency.deterministic,
+            trace=self._trace,
+            follower=follower,
         )
         self._index, self._job, self._shards = index, environment.job, shards
         self.coordinator: Coordinator | None = None
         self.epoch = 1
         try:
-            if index == 0:
-                self._coordinate(environment, store, connect)
+            if index == 0 and leads:
+                self._coordinate(environment, store, connect, connect_standby)
             server.serve(Service(environment.job, self.node, self.coordinator))
         except BaseException:
             self.close(keep=False)
             raise
 
     def _coordinate(
-        self, environment: ProcessEnvironment, store: Store | None, connect: Callable[[int], Connection]
+        self,
+        environment: ProcessEnvironment,
+        store: Store | None,
+        connect: Callable[[int], Connection],
+        connect_standby: Callable[[int], Connection] | None,
     ) -> None:
         """Shard 0: count this start, find the checkpoint, look after the members."""
         self.epoch = store.next_epoch() if store else 1
         keeper, found = self._keeper(environment, store) if store else (None, None)
-        self._remotes = [RemoteShard(environment.job, connect(shard)) for shard in range(1, self._shards)]
-        controls: list[ShardControl] = [self.node, *self._remotes]
+        remotes = [RemoteShard(environment.job, connect(shard)) for shard in range(1, self._shards)]
+        controls: list[ShardControl] = [self.node, *remotes]
+        standbys = []
+        if connect_standby is not None:
+            standbys = [
+                RemoteShard(environment.job, connect_standby(shard), timeout=STANDBY_TIMEOUT)
+                for shard in range(self._shards)
+            ]
+        self._remotes = [*remotes, *standbys]
         self._history.record("start", epoch=self.epoch)
         coordinator = Coordinator(
-            environment.job, environment.spec, self.epoch, controls, keeper=keeper, history=self._history
+            environment.job,
+            environment.spec,
+            self.epoch,
+            controls,
+            standbys=standbys,
+            keeper=keeper,
+            history=self._history,
         )
         try:
             coordinator.start(found)
@@ -89,6 +130,7 @@ class ParameterServer:
             epoch=self.epoch,
             shards=self._shards,
             interval=checkpoint.interval,
+            every=checkpoint.every_versions,
             keep=checkpoint.keep,
             now=time.monotonic(),
         )

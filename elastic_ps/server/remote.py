@@ -1,16 +1,23 @@
-"""Another shard, as shard 0 drives it over the transport."""
+"""Another shard, or a standby, as a parameter server drives it over the transport."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
-from elastic_ps.checkpoint.store import ShardFile
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded
-from elastic_ps.server.node import Advance, Configuration, Written
+from elastic_ps.server.orders import (
+    Advance,
+    Configuration,
+    Report,
+    advance_from_message,
+    advance_to_message,
+    configuration_to_message,
+    report_from_message,
+)
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Connection, unary
-from elastic_ps.transport.convert import layout_to_message
+from elastic_ps.transport.base import Connection, Frame, unary
 
 START_TIMEOUT = timedelta(seconds=120)
 """How long shard 0 waits for another shard to come up."""
@@ -19,22 +26,29 @@ CALL_TIMEOUT = timedelta(seconds=60)
 
 
 class RemoteShard:
-    """A `ShardControl` for a shard in another process. Thread-safe."""
+    """A `ShardControl` for a shard in another process. Thread-safe.
 
-    def __init__(self, job: str, connection: Connection) -> None:
+    Args:
+        start: how long `configure` waits for the process to come up.
+        timeout: of each call.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        connection: Connection,
+        *,
+        start: timedelta = START_TIMEOUT,
+        timeout: timedelta = CALL_TIMEOUT,
+    ) -> None:
         self._job = job
         self._connection = connection
+        self._start, self._timeout = start, timeout
 
     def configure(self, configuration: Configuration) -> None:
-        """See ShardControl. Waits until the shard is up; raises ConnectionLost after `START_TIMEOUT`."""
-        request = pb.ConfigureRequest(
-            job=self._job,
-            layout=layout_to_message(configuration.layout),
-            optimizer=pb.Optimizer(name=configuration.optimizer, groups=configuration.settings.to_json()),
-            epoch=configuration.epoch,
-            load_version=configuration.load_version,
-        )
-        deadline = time.monotonic() + START_TIMEOUT.total_seconds()
+        """See ShardControl. Waits until the shard is up; raises ConnectionLost if it does not come."""
+        request = configuration_to_message(self._job, configuration)
+        deadline = time.monotonic() + self._start.total_seconds()
         while True:
             try:
                 unary(self._connection, "Configure", request.SerializeToString(), timeout=CALL_TIMEOUT)
@@ -44,38 +58,40 @@ class RemoteShard:
                     raise
                 time.sleep(0.1)
 
-    def advance(self, advance: Advance) -> list[Written]:
+    def advance(self, advance: Advance) -> Report:
         """See ShardControl."""
-        request = pb.AdvanceRequest(
-            job=self._job,
-            version=advance.version,
-            attempt=advance.attempt,
-            expected=[
-                pb.Participant(worker=worker, incarnation=incarnation)
-                for worker, incarnation in sorted(advance.expected.items())
-            ],
-            checkpoint=advance.checkpoint,
+        request = advance_to_message(self._job, advance)
+        answer = unary(self._connection, "Advance", request.SerializeToString(), timeout=self._timeout)
+        return report_from_message(pb.AdvanceReply.FromString(answer))
+
+    def sum(
+        self,
+        bucket: int,
+        data: memoryview,
+        present: Sequence[bool],
+        *,
+        epoch: int,
+        version: int,
+        attempt: int,
+    ) -> None:
+        """To a standby: the sum of a bucket, in the open round that it was told of. Blocks."""
+        request = pb.SumRequest(
+            job=self._job, epoch=epoch, bucket=bucket, version=version, attempt=attempt, present=present
         )
-        if advance.apply is not None:
-            apply = advance.apply
-            request.apply.CopyFrom(
-                pb.Apply(
-                    attempt=apply.attempt,
-                    contributors=[
-                        pb.Contributor(worker=worker, incarnation=incarnation, step=step)
-                        for worker, incarnation, step in apply.contributors
-                    ],
-                    samples=apply.samples,
-                    settings=apply.settings.to_json(),
-                )
-            )
-        answer = unary(self._connection, "Advance", request.SerializeToString(), timeout=CALL_TIMEOUT)
-        return [_written(part) for part in pb.AdvanceReply.FromString(answer).written]
+        frame = Frame(request.SerializeToString(), data)
+        for _ in self._connection.call("Sum", frame, timeout=self._timeout):
+            pass
+
+    def held(self, epoch: int) -> list[Advance]:
+        """To a standby: the orders that it can carry out, oldest first. It refuses older epochs from now on.
+
+        Raises:
+            Refused: STALE_EPOCH; a newer parameter server has asked.
+            TransportError: it does not answer.
+        """
+        request = pb.HeldRequest(job=self._job, epoch=epoch)
+        answer = unary(self._connection, "Held", request.SerializeToString(), timeout=self._timeout)
+        return [advance_from_message(order) for order in pb.HeldReply.FromString(answer).orders]
 
     def close(self) -> None:
         self._connection.close()
-
-
-def _written(part: pb.Written) -> Written:
-    file = None if part.error else ShardFile(part.file, part.sha256, part.size)
-    return Written(part.version, file, part.error, timedelta(microseconds=part.pause_us))

@@ -13,15 +13,20 @@ from google.protobuf.message import DecodeError, Message
 from elastic_ps import codec
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.sequence import PushKey
-from elastic_ps.core.settings import Settings
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.server.coordinator import Coordinator
-from elastic_ps.server.node import Advance, Configuration, Node
-from elastic_ps.server.shard import Application, Pulled, RestartedAs
+from elastic_ps.server.node import Node
+from elastic_ps.server.orders import (
+    advance_from_message,
+    advance_to_message,
+    configuration_from_message,
+    report_to_message,
+    settings_from_message,
+)
+from elastic_ps.server.shard import Pulled, RestartedAs
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.convert import (
-    layout_from_message,
     layout_to_message,
     ranges_from_message,
     ranges_to_message,
@@ -53,6 +58,8 @@ class Service:
             "OptimizerState": self._optimizer_state,
             "Configure": self._configure,
             "Advance": self._advance,
+            "Sum": self._sum,
+            "Held": self._held,
         }
         if coordinator is not None:
             self._methods |= {
@@ -153,43 +160,28 @@ class Service:
     def _configure(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.ConfigureRequest, incoming.header)
         self._check(pb.Caller(job=request.job), joined=False)
-        self._node.configure(
-            Configuration(
-                layout=layout_from_message(request.layout),
-                optimizer=request.optimizer.name,
-                settings=_settings(request.optimizer.groups),
-                epoch=request.epoch,
-                load_version=request.load_version if request.HasField("load_version") else None,
-            )
-        )
+        self._node.configure(configuration_from_message(request))
         yield _done()
 
     def _advance(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.AdvanceRequest, incoming.header)
         self._check(pb.Caller(job=request.job), joined=False)
-        apply = None
-        if request.HasField("apply"):
-            apply = Application(
-                attempt=request.apply.attempt,
-                contributors=[(c.worker, c.incarnation, c.step) for c in request.apply.contributors],
-                samples=request.apply.samples,
-                settings=_settings(request.apply.settings),
-            )
-        expected = {who.worker: who.incarnation for who in request.expected}
-        written = self._node.advance(
-            Advance(request.version, request.attempt, expected, apply, request.checkpoint)
-        )
-        reply = pb.AdvanceReply()
-        for part in written:
-            reply.written.add(
-                version=part.version,
-                file=part.file.file if part.file else "",
-                sha256=part.file.sha256 if part.file else "",
-                size=part.file.size if part.file else 0,
-                error=part.error,
-                pause_us=round(part.pause.total_seconds() * 1e6),
-            )
-        yield _frame(reply)
+        yield _frame(report_to_message(self._node.advance(advance_from_message(request))))
+
+    # --- what a standby answers
+
+    def _sum(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.SumRequest, incoming.header)
+        self._check(pb.Caller(job=request.job), joined=False)
+        place = (request.epoch, request.bucket, request.version, request.attempt)
+        self._node.take_sum(*place, request.present, incoming)
+        yield _done()
+
+    def _held(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.HeldRequest, incoming.header)
+        self._check(pb.Caller(job=request.job), joined=False)
+        orders = self._node.held(request.epoch)
+        yield _frame(pb.HeldReply(orders=[advance_to_message(self._job, order) for order in orders]))
 
     # --- what shard 0 answers
 
@@ -202,7 +194,7 @@ class Service:
             host=request.host,
             tensors=tensors_from_message(request.tensors),
             optimizer=request.optimizer.name,
-            settings=_settings(request.optimizer.groups),
+            settings=settings_from_message(request.optimizer.groups),
             again=request.again,
         )
         if joined is None:
@@ -259,7 +251,7 @@ class Service:
     def _finished(self, request: pb.FinishRequest) -> bool:
         caller = self._check(request.caller)
         if request.settings:
-            _settings(request.settings)
+            settings_from_message(request.settings)
         contribution = Contribution(
             worker=caller.worker,
             incarnation=caller.incarnation,
@@ -300,11 +292,3 @@ def _frame(message: Message) -> Frame:
 
 def _done(*, duplicate: bool = False) -> Frame:
     return _frame(pb.Done(duplicate=duplicate))
-
-
-def _settings(text: str) -> Settings:
-    """Raises Malformed if `text` is not what `Settings.to_json` writes."""
-    try:
-        return Settings.from_json(text)
-    except (ValueError, KeyError, TypeError) as error:
-        raise Malformed(f"not the settings of an optimizer: {error}") from error

@@ -9,9 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,7 @@ from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.server.orders import Application
 from elastic_ps.server.values import BucketValues, StateEntry, require_finite
 from elastic_ps.telemetry import Trace
 from elastic_ps.transport.base import Incoming
@@ -30,16 +32,6 @@ RECEIVE_BUFFERS = 4
 
 WAIT = timedelta(seconds=10)
 """After this time a blocked call answers that nothing has happened, and the caller asks again."""
-
-
-@dataclass(frozen=True)
-class Application:
-    """Which contributions become the next version, and with which settings."""
-
-    attempt: int
-    contributors: Collection[tuple[int, int, int]]
-    samples: int
-    settings: Settings
 
 
 @dataclass(frozen=True)
@@ -56,6 +48,14 @@ class Pulled:
     bucket: int
     version: int
     data: memoryview
+
+
+class BucketSum(NamedTuple):
+    """The sum of a bucket in a round: flat, in the dtype that sums are kept in."""
+
+    bucket: int
+    present: Sequence[bool]
+    total: torch.Tensor
 
 
 class Shard:
@@ -96,10 +96,18 @@ class Shard:
                 name, settings.groups, [layout.tensors[p.tensor].group for p in bucket.pieces]
             )
             self._buckets[bucket.index] = values
+        self._stepped = [
+            b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
+        ]
         largest = max((bucket.nbytes for bucket in layout.of_shard(index)), default=0)
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(RECEIVE_BUFFERS):
             self._buffers.put(torch.empty(largest, dtype=torch.uint8))
+
+    @property
+    def epoch(self) -> int:
+        """The job's epoch when the shard began."""
+        return self._log.epoch
 
     @property
     def version(self) -> int:
@@ -283,9 +291,24 @@ class Shard:
                     self._changed.notify_all()
 
     def _apply(self, version: int, apply: Application, attempt: int, expected: Mapping[int, int]) -> None:
-        ordered = [
-            b for b in self.layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
-        ]
+        self.require_complete(version, apply)
+        with self._changed:
+            for values in self._buckets.values():
+                if values.bucket.rule is Rule.CONSTANT:
+                    values.version = version
+        started = time.monotonic_ns()
+        for bucket in self._stepped:
+            values = self._buckets[bucket.index]
+            with self._changed:
+                values.apply(apply.samples, apply.settings.groups, version)
+                if bucket is self._stepped[-1]:
+                    # Whoever has pulled the last bucket may push for the next round at once.
+                    self._log.open(version=version, attempt=attempt, expected=expected)
+                self._changed.notify_all()
+        self._trace.complete("apply", started, time.monotonic_ns(), version=version)
+
+    def require_complete(self, version: int, apply: Application) -> None:
+        """Raise Refused (INVALID) unless the sums are those that `version` is to be made of."""
         with self._changed:
             if self._log.version != version - 1 or self._log.attempt != apply.attempt:
                 raise Refused(
@@ -293,24 +316,40 @@ class Shard:
                     f"shard {self.index} is at version {self._log.version} attempt {self._log.attempt}, "
                     f"asked to apply attempt {apply.attempt} for version {version}",
                 )
-            if not self._log.complete([b.index for b in ordered], apply.contributors):
+            if not self._log.complete([b.index for b in self._stepped], apply.contributors):
                 raise Refused(
                     RefusalCode.INVALID, f"shard {self.index} lacks contributions to version {version}"
                 )
-        with self._changed:
-            for values in self._buckets.values():
-                if values.bucket.rule is Rule.CONSTANT:
-                    values.version = version
-        started = time.monotonic_ns()
-        for bucket in ordered:
+
+    # --- standby
+
+    def sums(self) -> Iterator[BucketSum]:
+        """The sums of the open round, live: nothing may be added to them meanwhile."""
+        for bucket in self._stepped:
             values = self._buckets[bucket.index]
-            with self._changed:
-                values.apply(apply.samples, apply.settings.groups, version)
-                if bucket is ordered[-1]:
-                    # Whoever has pulled the last bucket may push for the next round at once.
-                    self._log.open(version=version, attempt=attempt, expected=expected)
-                self._changed.notify_all()
-        self._trace.complete("apply", started, time.monotonic_ns(), version=version)
+            yield BucketSum(bucket.index, values.present, values.sum)
+
+    def take_sum(self, key: PushKey, present: Sequence[bool], incoming: Incoming) -> None:
+        """Take the sum of a bucket over from the shard that this one follows. Blocks while it is received.
+
+        Raises:
+            Refused: STALE_EPOCH, WRONG_VERSION; MALFORMED.
+        """
+        bucket = self.bucket(key.bucket)
+        values = self._buckets[key.bucket]
+        if incoming.size != values.sum.nbytes or len(present) != len(bucket.pieces):
+            raise Refused(
+                RefusalCode.MALFORMED,
+                f"sum of {incoming.size} bytes and {len(present)} flags for bucket {key.bucket}, "
+                f"which has {values.sum.nbytes} bytes and {len(bucket.pieces)} pieces",
+            )
+        with self._changed:
+            self._log.require_open(key)
+        incoming.read_into(as_bytes(values.sum))
+        with self._changed:
+            self._log.require_open(key)
+            values.present = present
+            self._log.add(key)
 
     def load(self, stored: Assembled, version: int) -> None:
         """Take values and optimizer state over from a checkpoint of `version`."""

@@ -5,8 +5,9 @@ Plain state and what changes it, without threads, clocks or I/O; `coordinator` g
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -42,6 +43,7 @@ class JobState:
         initialiser: the worker that is sending them.
         ledger: None before a worker has named its data set.
         chief: the worker that was told to evaluate.
+        last_round: what the histories record of the version's commit; {} if it has not been made here.
     """
 
     epoch: int
@@ -57,6 +59,7 @@ class JobState:
     metrics: dict[str, float] = field(default_factory=dict)
     loss: Curve = field(default_factory=Curve)
     rate: Rate = field(default_factory=Rate)
+    last_round: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         first = self.epoch * INCARNATIONS_PER_EPOCH
@@ -143,8 +146,8 @@ class JobState:
         for void in self.rounds.restart():
             self.give_back(void.incarnation)
 
-    def book(self, contributions: Sequence[Contribution], now: float) -> None:
-        """The shards have applied the round: count it, and open the next one."""
+    def book(self, contributions: Sequence[Contribution], now: float, *, decided: float) -> None:
+        """The shards have applied the round, decided at `decided`: count it, and open the next one."""
         for c in contributions:
             if self.ledger is not None:
                 self.ledger.apply(c.incarnation, c.records)
@@ -153,6 +156,17 @@ class JobState:
             stay.records += sum(r.records for r in c.records)
             self.metrics.update({k: v for k, v in c.metrics.items() if k != "loss"})
         self.rounds.end_commit()
+        steps = [
+            {"worker": c.worker, "incarnation": c.incarnation, "step": c.step, "samples": c.samples}
+            | {"records": [list(r) for r in c.records]}
+            for c in contributions
+        ]
+        self.last_round = {
+            "epoch": self.epoch,
+            "version": self.version,
+            "decided": decided,
+            "contributions": steps,
+        }
         losses = [(c.metrics["loss"], c.samples) for c in contributions if "loss" in c.metrics]
         if losses:
             mean = sum(loss * samples for loss, samples in losses) / sum(samples for _, samples in losses)
@@ -160,6 +174,18 @@ class JobState:
         self.rate.add(self.ledger.applied if self.ledger else 0, now)
 
     # --- checkpoints
+
+    def foreseen(self, contributions: Sequence[Contribution], *, decided: float) -> dict[str, Any]:
+        """`to_checkpoint` as it will be once the round has been booked; nothing changes."""
+        after = copy.copy(self)
+        after.members = copy.deepcopy(self.members)
+        after.rounds = copy.deepcopy(self.rounds)
+        after.ledger = copy.deepcopy(self.ledger)
+        after.metrics = dict(self.metrics)
+        after.loss = replace(self.loss, points=list(self.loss.points))
+        after.rate = Rate()
+        after.book(contributions, decided, decided=decided)
+        return after.to_checkpoint()
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Everything of a version that is not a tensor, as plain data."""
@@ -172,6 +198,7 @@ class JobState:
             "members": [asdict(stay) for stay in self.members.stays()],
             "metrics": dict(self.metrics),
             "loss": list(self.loss.points),
+            "round": self.last_round,
         }
 
     @staticmethod
@@ -202,6 +229,7 @@ class JobState:
             kind = Lanes if "lanes" in saved["ledger"] else Ledger
             state.ledger = kind.from_state(saved["ledger"], shard_records=shard_records)
         state.metrics = dict(saved["metrics"])
+        state.last_round = saved.get("round", {})
         state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
         return state
 

@@ -75,22 +75,37 @@ class BucketValues:
         except (TypeError, ValueError) as error:
             raise InvalidModel(f"torch.optim.{name} does not take these hyperparameters: {error}") from error
 
+    @property
+    def sum(self) -> torch.Tensor:
+        """The sum of the open round, flat, of the dtype that sums are kept in."""
+        if self._sum is None:
+            dtype = SUM_DTYPE.get(self.bucket.dtype, self.values.dtype)
+            self._sum = torch.empty(self.bucket.elements, dtype=dtype)
+        return self._sum
+
+    @property
+    def present(self) -> list[bool]:
+        """For each piece, whether a contribution to the open round had a gradient for it."""
+        return list(self._present)
+
+    @present.setter
+    def present(self, present: Sequence[bool]) -> None:
+        self._present = list(present)
+
     def add(self, contribution: torch.Tensor, samples: int, present: Sequence[bool], *, first: bool) -> None:
         """Add a worker's values to the round's sum; `first` begins a new sum."""
         if not present:
             present = [True] * len(self.bucket.pieces)
-        if self._sum is None:
-            dtype = SUM_DTYPE.get(self.bucket.dtype, self.values.dtype)
-            self._sum = torch.empty(self.bucket.elements, dtype=dtype)
+        total = self.sum
         if self.bucket.rule is Rule.MAXIMUM:
             if first:
-                self._sum.copy_(contribution)
+                total.copy_(contribution)
             else:
-                torch.maximum(self._sum, contribution, out=self._sum)
+                torch.maximum(total, contribution, out=total)
         elif first:
-            torch.mul(contribution.to(self._sum.dtype), samples, out=self._sum)
+            torch.mul(contribution.to(total.dtype), samples, out=total)
         else:
-            self._sum.add_(contribution, alpha=samples)
+            total.add_(contribution, alpha=samples)
         self._present = (
             list(present) if first else [a or b for a, b in zip(self._present, present, strict=True)]
         )

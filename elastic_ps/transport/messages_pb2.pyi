@@ -325,20 +325,58 @@ class ConfigureRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., epoch: _Optional[int] = ..., load_version: _Optional[int] = ...) -> None: ...
 
 class AdvanceRequest(_message.Message):
-    __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint")
+    __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint", "epoch", "prepare", "state", "next")
     JOB_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     APPLY_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     job: str
     version: int
     attempt: int
     expected: _containers.RepeatedCompositeFieldContainer[Participant]
     apply: Apply
     checkpoint: bool
-    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[Participant, _Mapping]]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[bool] = ...) -> None: ...
+    epoch: int
+    prepare: bool
+    state: str
+    next: AdvanceRequest
+    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[Participant, _Mapping]]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[bool] = ..., epoch: _Optional[int] = ..., prepare: _Optional[bool] = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ...) -> None: ...
+
+class SumRequest(_message.Message):
+    __slots__ = ("job", "epoch", "bucket", "version", "attempt", "present")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: int
+    bucket: int
+    version: int
+    attempt: int
+    present: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ...) -> None: ...
+
+class HeldRequest(_message.Message):
+    __slots__ = ("job", "epoch")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    epoch: int
+    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class HeldReply(_message.Message):
+    __slots__ = ("orders",)
+    ORDERS_FIELD_NUMBER: _ClassVar[int]
+    orders: _containers.RepeatedCompositeFieldContainer[AdvanceRequest]
+    def __init__(self, orders: _Optional[_Iterable[_Union[AdvanceRequest, _Mapping]]] = ...) -> None: ...
 
 class Participant(_message.Message):
     __slots__ = ("worker", "incarnation")
@@ -371,10 +409,12 @@ class Contributor(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class AdvanceReply(_message.Message):
-    __slots__ = ("written",)
+    __slots__ = ("written", "standby")
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     written: _containers.RepeatedCompositeFieldContainer[Written]
-    def __init__(self, written: _Optional[_Iterable[_Union[Written, _Mapping]]] = ...) -> None: ...
+    standby: int
+    def __init__(self, written: _Optional[_Iterable[_Union[Written, _Mapping]]] = ..., standby: _Optional[int] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("version", "file", "sha256", "size", "error", "pause_us")

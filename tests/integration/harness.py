@@ -7,10 +7,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,7 +18,7 @@ from elastic_ps.env import ProcessEnvironment, Resume
 from elastic_ps.job import TrainingJobSpec, parse_spec
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.telemetry import History, Trace
-from elastic_ps.transport.base import Connection
+from elastic_ps.transport.base import Connection, Server
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocServer, connect
 from elastic_ps.worker.session import Session
@@ -52,6 +52,8 @@ class Job:
     history: Path
     traces: Path | None
     restart: Callable[[int], None]
+    restart_standby: Callable[[int], None]
+    rival: Callable[[], AbstractContextManager[ParameterServer]]
     threads: list[threading.Thread] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
@@ -114,6 +116,11 @@ class Job:
     def version(self) -> int:
         return int(self.status().progress.version)
 
+    @property
+    def followed(self) -> bool:
+        """Whether every shard's standby has every round."""
+        return bool(self.status().standbys) and all(self.status().standbys)
+
     def commits(self) -> list[dict[str, Any]]:
         """The rounds that the parameter server has recorded as committed, in order."""
         return [e for e in events(self.history, "ps-0") if e["event"] == "commit"]
@@ -135,46 +142,73 @@ def running_job(
     traces: Path | None = None,
     **fields: Any,
 ) -> Iterator[Job]:
-    """A job with its parameter servers running; everything is closed at the end."""
+    """A job with its parameter servers and their standbys running; everything is closed at the end."""
     spec = make_spec(**fields)
     shards = spec.parameter_server.replicas
     history = tmp_path / "history"
-    listeners: list[Any] = [
-        GrpcServer("127.0.0.1:0") if transport == "grpc" else InprocServer() for _ in range(shards)
-    ]
+    roles: list[Literal["ps", "standby"]] = ["ps"]
+    if spec.parameter_server.durability == "standby":
+        roles.append("standby")
+    listeners: dict[str, list[Any]] = {
+        role: [GrpcServer("127.0.0.1:0") if transport == "grpc" else InprocServer() for _ in range(shards)]
+        for role in roles
+    }
+    servers: dict[str, list[ParameterServer]] = {"ps": [], "standby": []}
 
-    def open_connection(shard: int) -> Connection:
-        listener = listeners[shard]
-        return GrpcConnection(listener.address) if transport == "grpc" else connect(listener)
+    def to(role: str) -> Callable[[int], Connection]:
+        def open_connection(shard: int) -> Connection:
+            listener = listeners[role][shard]
+            return GrpcConnection(listener.address) if transport == "grpc" else connect(listener)
 
-    def start_server(shard: int, resume: Resume) -> ParameterServer:
+        return open_connection
+
+    def start_server(
+        role: Literal["ps", "standby"], shard: int, resume: Resume, listener: Server
+    ) -> ParameterServer:
         environment = ProcessEnvironment(
             job="test",
             spec=spec,
-            role="ps",
+            role=role,
             index=shard,
-            addresses=tuple(listener.address for listener in listeners),
+            addresses=tuple(listener.address for listener in listeners["ps"]),
             checkpoints=checkpoints,
             resume=resume,
-            history=history if shard == 0 else None,
+            history=history if (role, shard) == ("ps", 0) else None,
             trace=traces,
         )
-        return ParameterServer(environment, listeners[shard], open_connection)
+        to_standby = to("standby") if "standby" in roles else None
+        return ParameterServer(environment, listener, to("ps"), to_standby)
 
-    def restart(shard: int) -> None:
+    @contextmanager
+    def rival() -> Iterator[ParameterServer]:
+        """Another shard 0 on the same checkpoints and standbys, which no worker knows."""
+        server = start_server("ps", 0, "auto", InprocServer())
+        try:
+            yield server
+        finally:
+            server.close(keep=False)
+
+    def restart(role: Literal["ps", "standby"], shard: int) -> None:
         """Lose a parameter server with all that it knows, and start it again at the same address."""
-        servers[shard].close(keep=False)
+        servers[role][shard].close(keep=False)
         if transport == "grpc":
-            listeners[shard] = GrpcServer(listeners[shard].address)
-        servers[shard] = start_server(shard, "auto")
+            listeners[role][shard] = GrpcServer(listeners[role][shard].address)
+        servers[role][shard] = start_server(role, shard, "auto", listeners[role][shard])
 
-    servers: list[ParameterServer] = []
     job: Job | None = None
     try:
-        for shard in reversed(range(shards)):  # shard 0 configures the others when it resumes
-            servers.insert(0, start_server(shard, resume))
+        for role in reversed(roles):
+            for shard in reversed(range(shards)):  # shard 0 configures the others when it resumes
+                servers[role].insert(0, start_server(role, shard, resume, listeners[role][shard]))
         job = Job(
-            spec, servers, lambda: [open_connection(s) for s in range(shards)], history, traces, restart
+            spec,
+            servers["ps"],
+            lambda: [to("ps")(shard) for shard in range(shards)],
+            history,
+            traces,
+            lambda shard: restart("ps", shard),
+            lambda shard: restart("standby", shard),
+            rival,
         )
         yield job
     finally:
@@ -183,7 +217,7 @@ def running_job(
                 session.close()
             for thread in job.threads:
                 thread.join(DEADLINE)
-        for server in servers:
+        for server in [*servers["ps"], *servers["standby"]]:
             server.close()
 
 

@@ -23,6 +23,7 @@ def final_parameters(
     shards: int = 1,
     optimizer: str = "SGD",
     late: int | None = None,
+    server: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """The parameters at the end of a job of three workers, disturbed while it runs.
 
@@ -55,6 +56,7 @@ def final_parameters(
             "replicas": shards,
             "bucketBytes": 1024,
             "checkpoint": {"interval": "20ms", "keep": 2},
+            **(server or {}),
         },
     ) as job:
         job.start(0, script)
@@ -107,6 +109,20 @@ def test_the_parameter_server_dies(
         assert job.servers[0].epoch == 2
 
     assert torch.equal(final_parameters(tmp_path, disturb, optimizer=optimizer), undisturbed[1, optimizer])
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_one_of_two_shards_dies_and_its_standby_has_every_round(
+    undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path, shard: int
+) -> None:
+    def disturb(job: Job) -> None:
+        for version in (5, 20):
+            _at_version(job, version)
+            wait_until(lambda: job.followed, "the standbys have every round")
+            job.restart(shard)
+
+    server = {"durability": "standby", "checkpoint": {"interval": "1h"}}
+    assert torch.equal(final_parameters(tmp_path, disturb, shards=2, server=server), undisturbed[2, "SGD"])
 
 
 @pytest.mark.parametrize("shard", [0, 1])

@@ -29,7 +29,7 @@ from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.server.keeper import Keeper
-from elastic_ps.server.node import Written
+from elastic_ps.server.orders import Written
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import unary
 from elastic_ps.transport.grpc import GrpcConnection

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ps.server.node import Advance, Node, Written
+from elastic_ps.server.node import Node
+from elastic_ps.server.orders import Advance, Report
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
 from tests.integration.oracle import mse
@@ -25,7 +26,7 @@ def test_workers_that_wait_for_a_round_do_not_keep_the_server_busy(
     told: list[Advance] = []
     original = Node.advance
 
-    def advance(node: Node, order: Advance) -> list[Written]:
+    def advance(node: Node, order: Advance) -> Report:
         told.append(order)
         return original(node, order)
 

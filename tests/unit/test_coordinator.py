@@ -14,7 +14,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.coordinator import Coordinator, Joined
-from elastic_ps.server.node import Advance, Configuration, Written
+from elastic_ps.server.orders import Advance, Configuration, Report
 from elastic_ps.telemetry import History
 
 TENSORS = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
@@ -30,9 +30,9 @@ class Notes:
     def configure(self, configuration: Configuration) -> None:
         pass
 
-    def advance(self, advance: Advance) -> list[Written]:
+    def advance(self, advance: Advance) -> Report:
         self.orders.append(advance)
-        return []
+        return Report()
 
 
 @pytest.fixture

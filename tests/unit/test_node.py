@@ -12,7 +12,8 @@ import pytest
 from elastic_ps.checkpoint.store import ShardFile, Store, Stored
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
-from elastic_ps.server.node import Advance, Configuration, Node
+from elastic_ps.server.node import Node
+from elastic_ps.server.orders import Advance, Configuration
 from elastic_ps.telemetry import Trace
 
 
@@ -42,9 +43,9 @@ def test_a_part_is_never_answered_by_the_order_to_write_it(tmp_path: Path) -> No
     node.configure(Configuration(layout, "SGD", Settings(({"lr": 0.1},)), 1, None))
     try:
         for _ in range(300):
-            assert node.advance(Advance(0, 0, {}, checkpoint=True)) == []
+            assert node.advance(Advance(0, 0, {}, checkpoint=True)).written == []
             deadline = time.monotonic() + 10
-            while not (written := node.advance(Advance(0, 0, {}))):
+            while not (written := node.advance(Advance(0, 0, {})).written):
                 assert time.monotonic() < deadline
             assert [part.version for part in written] == [0]
     finally:

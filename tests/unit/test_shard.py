@@ -17,7 +17,8 @@ from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import ALLOWED, Settings, plain_group
 from elastic_ps.errors import ConnectionLost, InvalidModel, RefusalCode, Refused
 from elastic_ps.server import shard as shard_module
-from elastic_ps.server.shard import Application, Pulled, RestartedAs, Shard
+from elastic_ps.server.orders import Application
+from elastic_ps.server.shard import Pulled, RestartedAs, Shard
 from elastic_ps.telemetry import Trace
 
 EPOCH = 3

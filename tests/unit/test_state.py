@@ -45,7 +45,7 @@ def two(state: JobState) -> tuple[Stay, Stay]:
     """Two workers, both in the open round, which is the second."""
     first, second = join(state, 0), join(state, 1)
     finish(state, first, step=-2)
-    state.book(state.rounds.begin_commit(), 0)
+    state.book(state.rounds.begin_commit(), 0, decided=0)
     state.take(first.worker, first.incarnation, 10)
     return first, second
 
@@ -57,7 +57,7 @@ def test_the_records_of_a_finished_step_stay_with_it_when_its_worker_vanishes(st
     assert state.ledger is not None
     assert state.ledger.held(first.incarnation) == list(done.records)
     finish(state, second)
-    state.book(state.rounds.begin_commit(), 0)
+    state.book(state.rounds.begin_commit(), 0, decided=0)
     assert state.ledger.applied == 30
     assert first.last_step == 0
 
@@ -73,7 +73,7 @@ def test_a_worker_that_finished_comes_again_and_vanishes_again(state: JobState) 
     assert state.ledger.held(again.incarnation) == []
     assert state.ledger.held(first.incarnation) == list(done.records)
     finish(state, second)
-    state.book(state.rounds.begin_commit(), 0)
+    state.book(state.rounds.begin_commit(), 0, decided=0)
     assert state.ledger.applied == 30
 
 
@@ -91,7 +91,7 @@ def test_a_late_request_cannot_take_the_records_of_a_finished_step_away(
     assert state.ledger is not None
     assert state.ledger.held(first.incarnation) == list(done.records)
     finish(state, second)
-    state.book(state.rounds.begin_commit(), 0)
+    state.book(state.rounds.begin_commit(), 0, decided=0)
     assert state.ledger.applied == 30
 
 
@@ -105,7 +105,7 @@ def test_records_of_void_steps_go_to_others(state: JobState) -> None:
     third = join(state, 2)
     assert state.rounds.takes_part(2)
     finish(state, third)
-    state.book(state.rounds.begin_commit(), 0)
+    state.book(state.rounds.begin_commit(), 0, decided=0)
     assert state.ledger.applied == 20
 
 
@@ -119,7 +119,7 @@ def test_shards_are_told_which_process_of_a_worker_takes_part(state: JobState) -
     assert state.following == {0: again.incarnation, 1: second.incarnation}
     finish(state, second)
     following = state.following
-    state.book(state.rounds.begin_commit(), 0)
+    state.book(state.rounds.begin_commit(), 0, decided=0)
     assert state.expected == following
 
 

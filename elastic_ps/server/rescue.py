@@ -1,0 +1,97 @@
+"""Saving the rounds that are on no disk, when a shard has lost them: from the other shards and the standbys.
+
+The version that is saved becomes a checkpoint like any other, and the job goes on from it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+from elastic_ps.errors import CheckpointError, ElasticPSError, Refused, TransportError
+from elastic_ps.server.follower import for_standby
+from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.orders import Advance, ShardControl
+from elastic_ps.server.remote import RemoteShard
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = timedelta(seconds=60)
+"""How long the parts of the checkpoint may take to be written."""
+
+ANSWER = timedelta(seconds=5)
+"""How long a parameter server that starts asks for its standby."""
+
+
+def held(standby: RemoteShard, epoch: int) -> list[Advance]:
+    """The orders that shard 0's standby can carry out, oldest first; none if it does not answer. Blocks."""
+    deadline = time.monotonic() + ANSWER.total_seconds()
+    while True:
+        try:
+            return standby.held(epoch)
+        except TransportError as error:
+            if time.monotonic() > deadline:
+                logger.warning("the standby does not answer: %s", error)
+                return []
+            time.sleep(0.1)
+
+
+def rescue(
+    keeper: Keeper,
+    shards: Sequence[ShardControl],
+    standbys: Sequence[RemoteShard],
+    orders: Sequence[Advance],
+) -> bool:
+    """Make a checkpoint of the newest of `orders` that the shards, or their standbys, can all carry out.
+
+    Args:
+        orders: of one shard 0, oldest first, each with the state of its version.
+
+    Returns:
+        Whether there is a newer checkpoint now. If not, the job goes on from the one that there was.
+    """
+    for order in reversed(orders):
+        if keeper.durable_version is not None and order.version <= keeper.durable_version:
+            return False
+        try:
+            _save(keeper, shards, standbys, order)
+        except (TransportError, Refused, CheckpointError) as error:
+            logger.warning("version %d cannot be saved: %s", order.version, error)
+        else:
+            logger.info("version %d was saved from the standbys", order.version)
+            return True
+    return False
+
+
+def _save(
+    keeper: Keeper, shards: Sequence[ShardControl], standbys: Sequence[RemoteShard], order: Advance
+) -> None:
+    """Raises TransportError, Refused, CheckpointError."""
+    write = replace(order, checkpoint=True, epoch=keeper.epoch, expected={}, prepare=False)
+    writers = [_order(*pair, write) for pair in zip(shards, standbys, strict=True)]
+    keeper.begin(order.version, time.monotonic(), json.loads(order.state))
+    probe = Advance(order.version, 0, {}, epoch=keeper.epoch)
+    deadline = time.monotonic() + PATIENCE.total_seconds()
+    while keeper.writing:
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"it is not written after {PATIENCE.total_seconds():.0f} s")
+        for index, writer in enumerate(writers):
+            keeper.parts(index, writer.advance(probe).written)
+        time.sleep(0.01)
+    if keeper.durable_version != order.version:
+        raise CheckpointError(keeper.problem)
+
+
+def _order(shard: ShardControl, standby: RemoteShard, order: Advance) -> ShardControl:
+    """Have a shard carry `order` out, or its standby if the shard has lost the model. Returns who has."""
+    try:
+        shard.advance(order)
+    except ElasticPSError as error:
+        logger.info("asking the standby: %s", error)
+        standby.advance(for_standby(order))
+        return standby
+    return shard

@@ -1,0 +1,190 @@
+"""With a standby nothing is trained again when a parameter server is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.drill import history
+from elastic_ps.drill.recorded import read
+from elastic_ps.server.follower import Follower
+from elastic_ps.server.node import Node
+from elastic_ps.server.orders import Advance, Report
+from elastic_ps.server.remote import RemoteShard
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Job, Numbers, events, make_mlp, running_job
+from tests.integration.oracle import mse
+
+RECORDS, EPOCHS, BATCH = 96, 8, 4
+
+
+def script(session: Session) -> None:
+    model = make_mlp()
+    optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
+    for x, y in session.loader(Numbers(RECORDS), BATCH, epochs=EPOCHS):
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        optimizer.step()
+
+
+def standby_job(tmp_path: Path, *, shards: int = 1, interval: str = "1h", **options: Any) -> Any:
+    """A job that writes no checkpoint on its own but the first."""
+    return running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        parameterServer={
+            "replicas": shards,
+            "bucketBytes": 1024,
+            "durability": "standby",
+            "checkpoint": {"interval": interval},
+        },
+        **options,
+    )
+
+
+def check(job: Job) -> None:
+    """Every record is in the model once, and no version that was reached was made again."""
+    assert job.status().progress.records_applied == RECORDS * EPOCHS
+    histories = read(job.history)
+    assert history.check(histories, history.Data(RECORDS, EPOCHS)) == []
+    for undone in history.fate(histories).undone.values():
+        assert undone == []
+
+
+def train(tmp_path: Path, disturb: Callable[[Job], None], *, workers: int = 2, **options: Any) -> None:
+    """A whole job, disturbed once its standbys follow; checks that nothing was lost."""
+    with standby_job(tmp_path, **options) as job:
+        for worker in range(workers):
+            job.start(worker, script)
+        job.until(lambda: job.followed, "the standbys follow")
+        disturb(job)
+        job.join()
+        check(job)
+
+
+def lose(job: Job, shard: int) -> None:
+    """Lose a shard some rounds from now, and wait until nothing more can be lost."""
+    reached, epoch = job.version, job.status().epoch
+    job.until(lambda: job.version > reached + 5, "the job goes on")
+    job.restart(shard)
+    job.until(lambda: bool(job.status().epoch > epoch), "a new epoch begins")
+    job.until(lambda: job.followed, "the standbys follow again")
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize(("shards", "lost"), [(1, 0), (2, 0), (2, 1)])
+def test_no_round_is_lost(tmp_path: Path, shards: int, lost: int, transport: str) -> None:
+    def disturb(job: Job) -> None:
+        lose(job, lost)
+        lose(job, lost)
+        assert [e["event"] for e in events(job.history, "ps-0")].count("restore") == 2
+
+    train(tmp_path, disturb, shards=shards, transport=transport)
+
+
+def test_another_standby_catches_up(tmp_path: Path) -> None:
+    def disturb(job: Job) -> None:
+        job.restart_standby(0)
+        job.until(lambda: not job.followed, "the standby is left behind")
+        job.until(lambda: job.followed, "another one follows")
+        lose(job, 0)
+
+    train(tmp_path, disturb)
+
+
+def test_without_standby_and_parameter_server_the_checkpoint_is_left(tmp_path: Path) -> None:
+    with standby_job(tmp_path) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.until(lambda: job.followed, "the standby follows")
+        reached = job.version
+        job.until(lambda: job.version > reached + 5, "the job goes on")
+        job.restart_standby(0)
+        job.restart(0)
+        job.join()
+        assert job.status().progress.records_applied == RECORDS * EPOCHS
+        assert history.check(read(job.history), history.Data(RECORDS, EPOCHS)) == []
+
+
+def test_a_parameter_server_that_was_replaced_applies_nothing(tmp_path: Path) -> None:
+    """Its standby refuses it from the moment on that the new one asks for its rounds."""
+    with standby_job(tmp_path) as job:
+        job.start(0, script)
+        job.until(lambda: job.followed, "the standby follows")
+        with job.rival() as rival:
+            assert rival.epoch == 2
+            base = rival.status().progress.version
+            job.until(lambda: job.servers[0].fenced, "the first one sees it")
+            assert job.version <= base, "it has gone on alone"
+        job.restart(0)
+        job.join()
+        check(job)
+
+
+class Crash:
+    """A shard's parameter server does nothing any more from a moment on, though its threads live."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, shard: int, moment: str, after: int) -> None:
+        self.struck = threading.Event()
+        self._shard, self._moment, self._left = shard, moment, after
+        self._dead: Node | None = None
+        self._here = threading.local()
+        stage, send, advance = Follower.stage, RemoteShard.sum, Node.advance
+
+        def staged(*arguments: Any) -> None:
+            self._reached("before it is staged")
+            stage(*arguments)
+            self._reached("after it was staged")
+
+        def sent(*arguments: Any, **named: Any) -> None:
+            self._reached("between two sums")
+            send(*arguments, **named)
+
+        def advanced(node: Node, order: Advance) -> Report:
+            if node is self._dead:
+                raise RuntimeError("this parameter server has crashed")
+            if node._follower is None:
+                return advance(node, order)
+            self._here.node = node
+            try:
+                report = advance(node, order)
+                if order.apply is not None and not order.prepare:
+                    self._reached("after it was applied")
+                return report
+            finally:
+                self._here.node = None
+
+        patch.setattr(Follower, "stage", staged)
+        patch.setattr(RemoteShard, "sum", sent)
+        patch.setattr(Node, "advance", advanced)
+
+    def _reached(self, moment: str) -> None:
+        node: Node | None = getattr(self._here, "node", None)
+        if node is None or node.index != self._shard or moment != self._moment or self._dead is not None:
+            return
+        self._left -= 1
+        if self._left == 0:
+            self._dead = node
+            self.struck.set()
+            raise RuntimeError(f"crashed {moment}")
+
+
+MOMENTS = ["before it is staged", "between two sums", "after it was staged", "after it was applied"]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_it_may_crash_at_any_moment_of_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, lost: int
+) -> None:
+    def disturb(job: Job) -> None:
+        crash = Crash(monkeypatch, lost, moment, 5)
+        job.until(crash.struck.is_set, moment)
+        job.restart(lost)
+
+    train(tmp_path, disturb, shards=2)
