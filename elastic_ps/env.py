@@ -8,11 +8,13 @@ How a process ends is part of the contract:
 ================== ============================================================================
 exit status        meaning
 ================== ============================================================================
-0                  a worker finished its script, or left because it was asked to (SIGTERM)
+0                  a worker finished its script, or a parameter server was asked to end (SIGTERM)
 EXIT_INVALID (78)  the job cannot work as it stands (`UserError`); starting it again is no use
 1 to 127           the script failed; counts against `runPolicy.backoffLimit`
 128 to 255, signal killed from outside (out of memory, preemption); replaced, counts against nothing
 EXIT_FENCED (250)  a parameter server that another one has taken over from; replaced likewise
+EXIT_LEFT (251)    a worker left in the middle because it was asked to (SIGTERM); replaced likewise,
+                   unless whoever started it had asked
 ================== ============================================================================
 """
 
@@ -33,6 +35,9 @@ EXIT_INVALID = 78
 
 EXIT_FENCED = 250
 """Above all signals, so that it reads as a status; in the range that counts against nothing."""
+
+EXIT_LEFT = 251
+"""Not 0: whoever started the worker may not be the one who asked, and must not take it for done."""
 
 PREFIX = "ELASTIC_PS_"
 DEFAULT_PORT = 2222

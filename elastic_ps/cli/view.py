@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_ps.cli import words
+from elastic_ps.env import EXIT_LEFT
 from elastic_ps.local import Event, LocalStatus, Outcome, ProcessStatus, Record
 from elastic_ps.local.snapshot import member_of
 
@@ -124,7 +125,7 @@ def _table(status: LocalStatus, *, rows: int) -> Table:
 
 
 def _present(process: ProcessStatus) -> bool:
-    return process.state != "ended" or process.exit != 0
+    return process.state != "ended" or process.exit not in (0, EXIT_LEFT)
 
 
 def _bar(status: LocalStatus) -> RenderableType:

@@ -7,7 +7,7 @@ when a round opens or starts again; it does not grow with time.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from elastic_ps.errors import RefusalCode, Refused
@@ -40,15 +40,16 @@ class PushLog:
     Attributes:
         epoch: of this shard.
         version, attempt: of the open round.
-        expected: the workers that take part. Others are refused: their values would spoil the sums. In
-            deterministic mode they order the additions.
+        expected: the incarnation of each worker that takes part; 0, which none has, for a worker that is
+            waited for and has not come. Others are refused: their values would spoil the sums. In
+            deterministic mode the workers order the additions.
         added: for each bucket, the (worker, incarnation, step) whose values are in its sum.
     """
 
     epoch: int
     version: int = 0
     attempt: int = 0
-    expected: frozenset[int] = frozenset()
+    expected: Mapping[int, int] = field(default_factory=dict)
     added: dict[int, set[tuple[int, int, int]]] = field(default_factory=dict)
 
     def decide(self, key: PushKey) -> Verdict:
@@ -58,10 +59,11 @@ class PushLog:
             Refused: STALE_EPOCH, STALE_INCARNATION, WRONG_VERSION or STALE_ATTEMPT, in words.
         """
         self.require_open(key)
-        if key.worker not in self.expected:
+        if self.expected.get(key.worker) != key.incarnation:
             raise Refused(
                 RefusalCode.STALE_INCARNATION,
-                f"worker {key.worker} takes no part in the open round; it was declared gone or has withdrawn",
+                f"worker {key.worker} with incarnation {key.incarnation} takes no part in the open round; "
+                "it was declared gone or has withdrawn",
             )
         for worker, incarnation, step in self.added.get(key.bucket, ()):
             if worker == key.worker:
@@ -90,6 +92,22 @@ class PushLog:
                 f"(version {self.version} attempt {self.attempt})",
             )
 
+    def check_initialiser(self, worker: int, incarnation: int) -> None:
+        """Raise Refused unless the model's first values are to come from this worker.
+
+        Raises:
+            Refused: STALE_INCARNATION; NOT_READY: it is not known yet whom they come from.
+        """
+        if self.version or self.added:
+            raise Refused(RefusalCode.STALE_INCARNATION, "the model is being trained already")
+        if not self.expected:
+            raise Refused(RefusalCode.NOT_READY, "it is not known yet who brings the model; send it again")
+        if self.expected.get(worker) != incarnation:
+            raise Refused(
+                RefusalCode.STALE_INCARNATION,
+                f"worker {worker} with incarnation {incarnation} does not bring the model",
+            )
+
     def add(self, key: PushKey) -> None:
         """The push is in its bucket's sum now."""
         self.added.setdefault(key.bucket, set()).add((key.worker, key.incarnation, key.step))
@@ -104,7 +122,7 @@ class PushLog:
         wanted = set(contributors)
         return all(self.added.get(bucket, set()) == wanted for bucket in buckets)
 
-    def open(self, *, version: int, attempt: int, expected: frozenset[int]) -> bool:
+    def open(self, *, version: int, attempt: int, expected: Mapping[int, int]) -> bool:
         """Set the open round. Returns whether the sums are void: it is another round or attempt."""
         void = (version, attempt) != (self.version, self.attempt)
         self.version, self.attempt, self.expected = version, attempt, expected

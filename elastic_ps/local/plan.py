@@ -14,7 +14,7 @@ from datetime import timedelta
 from itertools import takewhile
 from typing import Literal, TypeAlias
 
-from elastic_ps.env import EXIT_INVALID, Role
+from elastic_ps.env import EXIT_INVALID, EXIT_LEFT, Role
 from elastic_ps.job import Phase, Progress
 
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
@@ -60,12 +60,13 @@ class Process:
     def ending(self) -> Ending | None:
         """What its end means for the job; None while it is alive.
 
-        `done`: ended well by itself. `left`: ended because it was asked to. `killed`: from outside.
+        `done`: ended well by itself. `left`: ended because it was asked to, by the launcher or by someone
+        else (then `asked` is None). `killed`: from outside.
         `failed`: its program failed. `invalid`: the job cannot work as it stands.
         """
         if self.exit is None:
             return None
-        if self.asked is not None:
+        if self.asked is not None or self.exit == EXIT_LEFT:
             return "left"
         if self.exit == 0:
             return "done"
@@ -76,6 +77,8 @@ class Process:
 
 def describe_exit(status: int) -> str:
     """An exit status in words: `was killed by SIGKILL`, `exited with 1`."""
+    if status == EXIT_LEFT:
+        return "left because it was asked to"
     number = -status if status < 0 else status - 128
     if number > 0:
         try:
@@ -358,7 +361,9 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
         before = latest.get(index)
         if before is None or before.ending == "left":
             if not finished:
-                yield Start("worker", index, f"{desired.workers} workers are wanted")
+                reason = f"{desired.workers} workers are wanted"
+                elsewhere = before is not None and before.asked is None  # by whom, nobody here knows
+                yield Start("worker", index, reason, before.pid if before and elsewhere else None)
         elif before.ending in ("killed", "failed") and _may_replace(observed, before, now):
             reason = f"pid {before.pid} {describe_exit(before.exit or 0)}"
             yield Start("worker", index, reason, before.pid)

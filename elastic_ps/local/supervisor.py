@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import assert_never
 
-from elastic_ps.env import ProcessEnvironment, inherited
+from elastic_ps.env import EXIT_LEFT, ProcessEnvironment, inherited
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
 from elastic_ps.job import TrainingJob
 from elastic_ps.local import plan as planning
@@ -242,7 +242,7 @@ class Launcher:
 
     def _tell_end(self, process: Process) -> None:
         status = process.exit or 0
-        if process.role == "worker" and status != 0:
+        if process.role == "worker" and status not in (0, EXIT_LEFT):
             gone = self.options.on_worker_gone
             self._notices.submit(gone, self.job.name, self._addresses, process.index, process.pid)
         if status != 0 and not (process.killed or process.asked):

@@ -107,6 +107,7 @@ class Coordinator(Driver):
             initialise = not state.initialised
             if initialise:
                 state.initialiser = worker
+                self._told()
             layout = state.model.layout
             joined = Joined(stay, state.epoch, state.version, layout, initialise, state.settings)
         self._history.record(

@@ -241,10 +241,9 @@ class Driver:
             samples=sum(c.samples for c in contributions),
             settings=state.settings,
         )
-        following = frozenset((rounds.expected - rounds.gone) | rounds.waiting) | state.required
         version, empty = rounds.version + 1, Standing.EMPTY in self._standings
         due = self._keeper is not None and self._keeper.due(version, self._clock(), wanted=empty)
-        order = Advance(version, 0, following, application, checkpoint=due, epoch=state.epoch)
+        order = Advance(version, 0, state.following, application, checkpoint=due, epoch=state.epoch)
         if not self._standbys:
             return order
         return replace(order, state=json.dumps(state.foreseen(contributions, decided=decided)))

@@ -47,7 +47,7 @@ def for_standby(order: Advance) -> Advance:
     """An order as a standby can carry it out: its sums come from the shard that it follows."""
     if order.apply is None:
         return order
-    return replace(order, apply=replace(order.apply, contributors=[(0, 0, 0)]), expected=frozenset())
+    return replace(order, apply=replace(order.apply, contributors=[(0, 0, 0)]), expected={})
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,7 @@ class Follower:
     def _give(self, given: _Round) -> None:
         """Have the standby apply the round before, and send it this one."""
         version, attempt = given.order.version - 1, given.attempt
-        order = Advance(
-            version, attempt, frozenset(), given.before, epoch=given.order.epoch, next=given.order
-        )
+        order = Advance(version, attempt, {}, given.before, epoch=given.order.epoch, next=given.order)
         self._standby.advance(for_standby(order))
         for part in given.sums:
             self._standby.sum(

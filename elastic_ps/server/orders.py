@@ -6,7 +6,7 @@ Shard 0's coordinator drives its own shard directly and the others by calls; bot
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -46,7 +46,7 @@ class Advance:
 
     version: int
     attempt: int
-    expected: frozenset[int]
+    expected: Mapping[int, int]
     apply: Application | None = None
     checkpoint: bool = False
     epoch: int = 0
@@ -127,7 +127,10 @@ def advance_to_message(job: str, advance: Advance) -> pb.AdvanceRequest:
         job=job,
         version=advance.version,
         attempt=advance.attempt,
-        expected=sorted(advance.expected),
+        expected=[
+            pb.Participant(worker=worker, incarnation=incarnation)
+            for worker, incarnation in sorted(advance.expected.items())
+        ],
         checkpoint=advance.checkpoint,
         epoch=advance.epoch,
         prepare=advance.prepare,
@@ -165,7 +168,7 @@ def advance_from_message(message: pb.AdvanceRequest) -> Advance:
     return Advance(
         version=message.version,
         attempt=message.attempt,
-        expected=frozenset(message.expected),
+        expected={who.worker: who.incarnation for who in message.expected},
         apply=apply,
         checkpoint=message.checkpoint,
         epoch=message.epoch,

@@ -71,10 +71,10 @@ def _save(
     keeper: Keeper, shards: Sequence[ShardControl], standbys: Sequence[RemoteShard], order: Advance
 ) -> None:
     """Raises TransportError, Refused, CheckpointError."""
-    write = replace(order, checkpoint=True, epoch=keeper.epoch, expected=frozenset(), prepare=False)
+    write = replace(order, checkpoint=True, epoch=keeper.epoch, expected={}, prepare=False)
     writers = [_order(*pair, write) for pair in zip(shards, standbys, strict=True)]
     keeper.begin(order.version, time.monotonic(), json.loads(order.state))
-    probe = Advance(order.version, 0, frozenset(), epoch=keeper.epoch)
+    probe = Advance(order.version, 0, {}, epoch=keeper.epoch)
     deadline = time.monotonic() + PATIENCE.total_seconds()
     while keeper.writing:
         if time.monotonic() > deadline:

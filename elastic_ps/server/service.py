@@ -100,8 +100,8 @@ class Service:
 
     def _init(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.InitRequest, incoming.header)
-        self._check(request.caller)
-        self._node.shard.initialise(request.bucket, incoming)
+        caller = self._check(request.caller)
+        self._node.shard.initialise(request.bucket, caller.worker, caller.incarnation, incoming)
         yield _done()
 
     def _push(self, incoming: Incoming) -> Iterator[Frame]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -121,21 +121,22 @@ class Shard:
         except KeyError:
             raise Refused(RefusalCode.MALFORMED, f"bucket {index} is not on shard {self.index}") from None
 
-    def initialise(self, index: int, incoming: Incoming) -> None:
+    def initialise(self, index: int, worker: int, incarnation: int, incoming: Incoming) -> None:
         """Take a bucket's first values from a worker. Blocks while they are received.
 
         Raises:
-            Refused: MALFORMED; NOT_FINITE; STALE_INCARNATION: the model is being trained. Nothing changes.
+            Refused: see `PushLog.check_initialiser`; MALFORMED; NOT_FINITE. Nothing changes.
         """
         bucket = self.bucket(index)
+        with self._changed:
+            self._log.check_initialiser(worker, incarnation)
         buffer = self._receive(bucket, incoming)
         try:
             values = _typed(buffer, bucket)
             if bucket.rule is Rule.GRADIENT:
                 require_finite(values, f"first values of bucket {index}")
             with self._changed:
-                if self._log.version or self._log.added:
-                    raise Refused(RefusalCode.STALE_INCARNATION, "the model is being trained already")
+                self._log.check_initialiser(worker, incarnation)
                 self._buckets[index].values.copy_(values)
         finally:
             self._buffers.put(buffer)
@@ -264,7 +265,7 @@ class Shard:
         return attempt is not None and self._log.version == version - 1 and self._log.attempt > attempt
 
     def advance(
-        self, version: int, attempt: int, expected: frozenset[int], apply: Application | None
+        self, version: int, attempt: int, expected: Mapping[int, int], apply: Application | None
     ) -> None:
         """Open a round (or change who takes part in it), after making a version from the last one.
 
@@ -289,7 +290,7 @@ class Shard:
                     self._log.open(version=version, attempt=attempt, expected=expected)
                     self._changed.notify_all()
 
-    def _apply(self, version: int, apply: Application, attempt: int, expected: frozenset[int]) -> None:
+    def _apply(self, version: int, apply: Application, attempt: int, expected: Mapping[int, int]) -> None:
         self.require_complete(version, apply)
         with self._changed:
             for values in self._buckets.values():
@@ -355,7 +356,7 @@ class Shard:
         with self._changed:
             for values in self._buckets.values():
                 values.load(stored, version)
-            self._log.open(version=version, attempt=0, expected=frozenset())
+            self._log.open(version=version, attempt=0, expected={})
             self._changed.notify_all()
 
     def state(self) -> Iterator[StateEntry]:

@@ -6,7 +6,7 @@ Plain state and what changes it, without threads, clocks or I/O; `coordinator` g
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -85,9 +85,25 @@ class JobState:
         return self.rounds.ready and self.required <= self.rounds.done.keys()
 
     @property
-    def expected(self) -> frozenset[int]:
-        """Whose contributions the open round is made of, as far as is known."""
-        return frozenset(self.rounds.expected) | self.required
+    def expected(self) -> dict[int, int]:
+        """Whose contributions the open round is made of, as far as is known; see `PushLog.expected`.
+
+        Before there is a model, who brings it.
+        """
+        if not self.initialised:
+            return {} if self.initialiser is None else self._incarnations({self.initialiser})
+        done = {worker: c.incarnation for worker, c in self.rounds.done.items()}
+        return self._incarnations(self.rounds.expected | self.required) | done
+
+    @property
+    def following(self) -> dict[int, int]:
+        """What `expected` is once the open round is committed."""
+        rounds = self.rounds
+        return self._incarnations((rounds.expected - rounds.gone) | rounds.waiting | self.required)
+
+    def _incarnations(self, workers: Iterable[int]) -> dict[int, int]:
+        live = self.members.live
+        return {worker: live[worker].incarnation if worker in live else 0 for worker in workers}
 
     def open_ledger(self, records: int, epochs: int, *, shard_records: int, lanes: int) -> None:
         """The first worker names its data set; with `lanes`, the schedule is fixed for that many workers."""

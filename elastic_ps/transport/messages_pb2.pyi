@@ -339,14 +339,14 @@ class AdvanceRequest(_message.Message):
     job: str
     version: int
     attempt: int
-    expected: _containers.RepeatedScalarFieldContainer[int]
+    expected: _containers.RepeatedCompositeFieldContainer[Participant]
     apply: Apply
     checkpoint: bool
     epoch: int
     prepare: bool
     state: str
     next: AdvanceRequest
-    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[int]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[bool] = ..., epoch: _Optional[int] = ..., prepare: _Optional[bool] = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[Participant, _Mapping]]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[bool] = ..., epoch: _Optional[int] = ..., prepare: _Optional[bool] = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ...) -> None: ...
 
 class SumRequest(_message.Message):
     __slots__ = ("job", "epoch", "bucket", "version", "attempt", "present")
@@ -377,6 +377,14 @@ class HeldReply(_message.Message):
     ORDERS_FIELD_NUMBER: _ClassVar[int]
     orders: _containers.RepeatedCompositeFieldContainer[AdvanceRequest]
     def __init__(self, orders: _Optional[_Iterable[_Union[AdvanceRequest, _Mapping]]] = ...) -> None: ...
+
+class Participant(_message.Message):
+    __slots__ = ("worker", "incarnation")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    incarnation: int
+    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Apply(_message.Message):
     __slots__ = ("attempt", "contributors", "samples", "settings")

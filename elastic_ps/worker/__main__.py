@@ -81,7 +81,7 @@ def main() -> int:
         _leave_reason(str(error))
         return env.EXIT_INVALID
     except sessions.Drained:
-        return 0
+        return env.EXIT_LEFT
     except Exception:  # noqa: BLE001 (the script's own failure)
         traceback.print_exc()
         _leave_reason(traceback.format_exc()[-2000:])

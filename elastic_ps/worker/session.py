@@ -37,10 +37,10 @@ S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 
 
 class Drained(SystemExit):
-    """This worker was asked to leave and has done so; the process ends with status 0."""
+    """This worker was asked to leave and has done so; the process ends with `env.EXIT_LEFT`."""
 
     def __init__(self) -> None:
-        super().__init__(0)
+        super().__init__(env.EXIT_LEFT)
 
 
 class Session:

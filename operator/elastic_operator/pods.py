@@ -6,7 +6,8 @@ ending                how it is recognised
 done                  exit status 0
 invalid               exit status `env.EXIT_INVALID`: starting it again is no use
 failed                exit status 1 to 127, or the container's command cannot be started
-killed                128 to 255, out of memory, eviction, preemption, loss of the node
+killed                128 to 255 (`env.EXIT_LEFT`: by SIGTERM, and it left in order), out of memory,
+                      eviction, preemption, loss of the node
 ===================== ======================================================================
 """
 
@@ -18,7 +19,7 @@ from datetime import datetime
 from typing import Any, Literal, TypeAlias
 
 from elastic_operator import names
-from elastic_ps.env import EXIT_INVALID, Role
+from elastic_ps.env import EXIT_INVALID, EXIT_LEFT, Role
 
 Ending: TypeAlias = Literal["done", "invalid", "failed", "killed"]
 
@@ -157,6 +158,8 @@ def _exit(name: str, manifest: Mapping[str, Any], end: Mapping[str, Any]) -> tup
         return "killed", Problem("OutOfMemory", f"{name} was killed: out of memory{_limit(manifest)}")
     if end.get("reason") in _CANNOT_START:
         return "failed", Problem("CannotStart", _said(f"{name}: its command cannot be started", end))
+    if code == EXIT_LEFT:
+        return "killed", Problem("WorkerLeft", f"{name} was asked to leave (SIGTERM) and did so in order")
     if 0 < code < 128:
         return "failed", Problem("WorkerFailed", _said(f"{name} exited with {code}", end))
     return "killed", Problem("WorkerKilled", _said(f"{name} was killed (exit status {code})", end))

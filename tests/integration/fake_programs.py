@@ -181,6 +181,7 @@ def run_worker(environment: env.ProcessEnvironment) -> int:
             break
     if leaving.is_set():
         call(address, "/leave", incarnation=incarnation)
+        return env.EXIT_LEFT
     return 0
 
 

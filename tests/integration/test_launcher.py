@@ -123,6 +123,17 @@ def test_a_killed_worker_is_replaced_and_told_about(tmp_path: Path) -> None:
         assert launcher.status().failures == 0
 
 
+def test_a_worker_that_someone_else_asked_to_leave_is_replaced(tmp_path: Path) -> None:
+    with launched(make_job(records=FOREVER, workers=2, spec=_limit(0)), tmp_path) as launcher:
+        before = training(launcher, 2)
+        os.kill(before[1], signal.SIGTERM)
+        eventually(lambda: workers_of(launcher.status()).get(1) not in (None, before[1]), "a replacement")
+        assert workers_of(launcher.status())[0] == before[0]
+        text = f"worker 1 (pid {before[1]}) left because it was asked to"
+        assert text in [event.text for event in launcher.record.events]
+        assert launcher.status().failures == 0
+
+
 def test_a_script_that_fails_is_tried_again_until_the_limit(tmp_path: Path) -> None:
     job = make_job(records=FOREVER, workers=2, fail={"1": 3}, spec=_limit(2))
     with launched(job, tmp_path) as launcher:

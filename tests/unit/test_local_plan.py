@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.env import EXIT_INVALID
+from elastic_ps.env import EXIT_INVALID, EXIT_LEFT
 from elastic_ps.job import Progress
 from elastic_ps.local.plan import (
     Conclude,
@@ -104,6 +104,16 @@ def test_a_worker_that_left_comes_back_when_it_is_wanted_again() -> None:
     assert plan(DESIRED, observed(worker(0), left, progress=FINISHED), NOW) == []
 
 
+def test_a_worker_that_someone_else_asked_to_leave_is_not_done_and_is_replaced() -> None:
+    left = ended(1, EXIT_LEFT)
+    [action] = plan(DESIRED, observed(worker(0), left, progress=HALF), NOW)
+    assert isinstance(action, Start)
+    assert (action.index, action.replaces) == (1, 101)
+    everybody = plan(DESIRED, observed(ended(0, EXIT_LEFT), left, progress=HALF), NOW)
+    assert [a.index for a in everybody if isinstance(a, Start)] == [0, 1]
+    assert plan(DESIRED, observed(worker(0), left, progress=FINISHED), NOW) == []
+
+
 @pytest.mark.parametrize("status", [-9, -15, 137, 143])
 def test_a_worker_killed_from_outside_is_replaced_however_often(status: int) -> None:
     history = [ended(1, status, pid=200 + n, started=NOW - 500, ended=NOW - 100) for n in range(8)]
@@ -138,7 +148,7 @@ def test_a_job_that_cannot_work_fails_at_once_with_the_workers_words() -> None:
 
 def test_exit_codes_of_a_worker_that_was_asked_to_leave_count_against_nothing() -> None:
     desired = replace(DESIRED, workers=1)
-    for status in (0, 1, -9, EXIT_INVALID):
+    for status in (0, 1, -9, EXIT_INVALID, EXIT_LEFT):
         assert plan(desired, observed(worker(0), ended(1, status, asked=NOW - 2)), NOW) == []
 
 
@@ -231,4 +241,5 @@ def test_exit_statuses_in_words() -> None:
     assert describe_exit(-9) == "was killed by SIGKILL"
     assert describe_exit(137) == "was killed by SIGKILL"
     assert describe_exit(1) == "exited with 1"
+    assert describe_exit(EXIT_LEFT) == "left because it was asked to"
     assert describe_exit(255) == "exited with 255"

@@ -43,9 +43,9 @@ def test_a_part_is_never_answered_by_the_order_to_write_it(tmp_path: Path) -> No
     node.configure(Configuration(layout, "SGD", Settings(({"lr": 0.1},)), 1, None))
     try:
         for _ in range(300):
-            assert node.advance(Advance(0, 0, frozenset(), checkpoint=True)).written == []
+            assert node.advance(Advance(0, 0, {}, checkpoint=True)).written == []
             deadline = time.monotonic() + 10
-            while not (written := node.advance(Advance(0, 0, frozenset())).written):
+            while not (written := node.advance(Advance(0, 0, {})).written):
                 assert time.monotonic() < deadline
             assert [part.version for part in written] == [0]
     finally:

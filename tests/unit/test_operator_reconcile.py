@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.cluster import with_refusals
-from elastic_operator.plan import Create, DeleteJob, DeletePod, Options, Plan
+from elastic_operator.plan import Create, DeleteJob, DeletePod, Options, Plan, stamp
 from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import read_server_status, read_status
@@ -81,6 +81,7 @@ def test_scaling_removes_the_highest_indexes_and_keeps_the_others() -> None:
         (127, "Error", 1, "WorkerFailed"),
         (137, "Error", 0, "WorkerKilled"),
         (143, "Error", 0, "WorkerKilled"),
+        (251, "Error", 0, "WorkerLeft"),
         (137, "OOMKilled", 0, "OutOfMemory"),
         (128, "StartError", 1, "CannotStart"),
     ],
@@ -100,6 +101,24 @@ def test_how_a_worker_ends(code: int, reason: str, failures: int, condition: str
     assert simulation.status["worker"]["restarts"] == 1
     assert simulation.status["worker"]["countedPods"] == []
     assert simulation.condition("Degraded")["status"] == "False"
+
+
+def test_workers_that_a_node_drain_took_away_are_not_done() -> None:
+    """Their pods are being deleted, and have left in order, so that nothing fails and nothing is over."""
+    simulation = running(worker={"replicas": 2})
+    progress = Progress(records_expected=10, records_applied=4)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, epoch=1, ready=True, progress=progress)
+    for name in simulation.workers():
+        simulation.end(name, 251)
+        simulation.pods[name]["metadata"]["deletionTimestamp"] = stamp(simulation.now)
+    assert simulation.step().actions == ()
+    assert simulation.status["phase"] != "Failed"
+    assert simulation.status["worker"].items() >= {"completed": 0, "failures": 0, "restarts": 0}.items()
+    for name in simulation.workers():
+        del simulation.pods[name]
+    simulation.settle()
+    assert len(simulation.workers()) == 2
+    assert simulation.status["phase"] == "Running"
 
 
 def test_too_many_failures_end_the_job_with_the_last_words() -> None:

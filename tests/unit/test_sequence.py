@@ -16,7 +16,7 @@ KEY = PushKey(epoch=2, worker=1, incarnation=5, step=9, bucket=0, version=7, att
 
 @pytest.fixture
 def log() -> PushLog:
-    return PushLog(epoch=2, version=7, attempt=1, expected=frozenset({0, 1, 2}))
+    return PushLog(epoch=2, version=7, attempt=1, expected={0: 4, 1: 5, 2: 6})
 
 
 def code(log: PushLog, key: PushKey) -> RefusalCode:
@@ -44,6 +44,8 @@ def test_a_push_is_added_once(log: PushLog) -> None:
         ({"attempt": 2}, RefusalCode.WRONG_VERSION),
         ({"version": 8, "attempt": 0}, RefusalCode.WRONG_VERSION),
         ({"worker": 3}, RefusalCode.STALE_INCARNATION),
+        ({"incarnation": 4}, RefusalCode.STALE_INCARNATION),
+        ({"incarnation": 6}, RefusalCode.STALE_INCARNATION),
     ],
 )
 def test_what_is_of_another_round_is_refused(
@@ -61,19 +63,19 @@ def test_a_worker_has_one_step_in_a_round(log: PushLog) -> None:
 
 def test_who_was_declared_gone_cannot_spoil_the_sums_of_the_others(log: PushLog) -> None:
     """It learns from a pull that the round started again, and pushes for the new attempt."""
-    log.open(version=7, attempt=2, expected=frozenset({0, 2}))
+    log.open(version=7, attempt=2, expected={0: 4, 2: 6})
     assert code(log, replace(KEY, attempt=2)) is RefusalCode.STALE_INCARNATION
-    assert log.decide(replace(KEY, worker=0, attempt=2)) is Verdict.ADD
+    assert log.decide(replace(KEY, worker=0, incarnation=4, attempt=2)) is Verdict.ADD
 
 
 def test_another_attempt_or_version_voids_the_sums(log: PushLog) -> None:
     log.add(KEY)
-    assert not log.open(version=7, attempt=1, expected=frozenset({1}))
+    assert not log.open(version=7, attempt=1, expected={1: 5})
     assert log.decide(KEY) is Verdict.DUPLICATE, "only who takes part has changed"
-    assert log.open(version=7, attempt=2, expected=frozenset({1}))
+    assert log.open(version=7, attempt=2, expected={1: 5})
     assert log.decide(replace(KEY, attempt=2)) is Verdict.ADD
     log.add(replace(KEY, attempt=2))
-    assert log.open(version=8, attempt=0, expected=frozenset({1}))
+    assert log.open(version=8, attempt=0, expected={1: 5})
     assert not log.added
 
 
@@ -81,7 +83,7 @@ def test_another_attempt_or_version_voids_the_sums(log: PushLog) -> None:
 def test_in_deterministic_order_exactly_one_worker_has_its_turn(
     expected: set[int], arrivals: list[int]
 ) -> None:
-    log = PushLog(epoch=2, expected=frozenset(expected))
+    log = PushLog(epoch=2, expected=dict.fromkeys(expected, 5))
     for turn in sorted(expected):
         able = [w for w in arrivals if w in expected and log.turn(w, 0)]
         assert [w for w in able if not _has(log, w)] == [turn]
@@ -94,7 +96,7 @@ def _has(log: PushLog, worker: int) -> bool:
 
 def test_a_vanished_worker_is_not_waited_for(log: PushLog) -> None:
     assert not log.turn(1, 0)
-    log.open(version=7, attempt=2, expected=frozenset({1, 2}))
+    log.open(version=7, attempt=2, expected={1: 5, 2: 6})
     assert log.turn(1, 0)
 
 

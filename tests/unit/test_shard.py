@@ -78,13 +78,14 @@ class Rig:
             layout, index, EPOCH, (optimizer, settings), deterministic=deterministic, trace=Trace(None, "")
         )
         self.settings = settings
-        self.workers = frozenset(workers)
+        self.workers = {worker: 10 + worker for worker in workers}
         self.version = self.attempt = 0
         self.shard.advance(0, 0, self.workers, None)
         self.buckets = layout.of_shard(index)
 
     def fill(self, bucket: int, values: torch.Tensor) -> None:
-        self.shard.initialise(bucket, Body(values))
+        first, incarnation = next(iter(self.workers.items()))
+        self.shard.initialise(bucket, first, incarnation, Body(values))
 
     def key(self, worker: int, bucket: int = 0, **change: int) -> PushKey:
         """The push of `worker`'s step, whose incarnation is 10 + worker and number the version."""
@@ -116,7 +117,7 @@ class Rig:
 
     def restart(self, *workers: int) -> None:
         self.attempt += 1
-        self.workers = frozenset(workers)
+        self.workers = {worker: 10 + worker for worker in workers}
         self.shard.advance(self.version, self.attempt, self.workers, None)
 
     def values(self, bucket: int = 0) -> torch.Tensor:
@@ -307,14 +308,14 @@ def test_a_repeated_push_takes_over_when_the_first_is_cut_off(threads: ThreadPoo
 
 def test_bodies_that_are_cut_off_leave_nothing_and_take_no_receive_buffer(short_wait: None) -> None:
     rig = Rig(one_bucket(tensor("w", 4)))
-    rig.push(1, ones(4))
     for _ in range(3 * shard_module.RECEIVE_BUFFERS):
         with pytest.raises(ConnectionLost):
             rig.push(0, Body(ones(4, 100.0), cut_off=True))
         with pytest.raises(ConnectionLost):
-            rig.shard.initialise(0, Body(ones(4, 100.0), cut_off=True))
+            rig.shard.initialise(0, 0, 10, Body(ones(4, 100.0), cut_off=True))
         with pytest.raises(Refused):
             rig.push(0, ones(4, float("nan")))
+    assert rig.push(1, ones(4))
     assert rig.push(0, ones(4))
     rig.commit(0, 1, samples=2)
     assert torch.equal(rig.values(), ones(4, -1.0))
@@ -476,14 +477,43 @@ def test_an_order_that_comes_late_changes_nothing() -> None:
     rig.push(0, ones(4))
     rig.commit(0, samples=1)
     rig.push(0, ones(4))
-    rig.shard.advance(0, 0, frozenset({2}), None)
-    rig.shard.advance(0, 3, frozenset({2}), None)
+    rig.shard.advance(0, 0, {2: 12}, None)
+    rig.shard.advance(0, 3, {2: 12}, None)
     assert rig.shard.version == 1
     assert not rig.push(0, ones(4)), "still in the sum"
     rig.restart(0, 1)
     rig.push(0, ones(4))
-    rig.shard.advance(1, 0, frozenset({2}), None)
+    rig.shard.advance(1, 0, {2: 12}, None)
     assert not rig.push(0, ones(4))
+
+
+def test_the_model_is_brought_by_the_process_that_was_told_to(short_wait: None) -> None:
+    """Not by one of before, whose place another one has taken."""
+    rig = Rig(one_bucket(tensor("w", 4)), workers=[])
+    with pytest.raises(Refused) as refused:
+        rig.shard.initialise(0, 0, 10, Body(ones(4)))
+    assert refused.value.code is RefusalCode.NOT_READY
+    rig.shard.advance(0, 0, {0: 11}, None)
+    with pytest.raises(Refused) as refused:
+        rig.shard.initialise(0, 0, 10, Body(ones(4)))
+    assert refused.value.code is RefusalCode.STALE_INCARNATION
+    rig.shard.initialise(0, 0, 11, Body(ones(4, 2.0)))
+    assert torch.equal(rig.values(), ones(4, 2.0))
+
+
+def test_a_process_whose_place_another_has_taken_cannot_push_into_its_round() -> None:
+    rig = Rig(one_bucket(tensor("w", 4)))
+    rig.restart(0, 1)
+    rig.workers[0] = 20
+    rig.shard.advance(0, 1, rig.workers, None)
+    with pytest.raises(Refused, match="worker 0 with incarnation 10") as refused:
+        rig.push(0, ones(4, 100.0))
+    assert refused.value.code is RefusalCode.STALE_INCARNATION
+    assert rig.push(0, ones(4), incarnation=20)
+    rig.push(1, ones(4))
+    application = Application(1, [(0, 20, 0), (1, 11, 0)], 2, LR)
+    rig.shard.advance(1, 0, rig.workers, application)
+    assert torch.equal(rig.values(), ones(4, -1.0))
 
 
 def test_a_shard_without_the_version_does_not_go_on_with_what_it_has() -> None:

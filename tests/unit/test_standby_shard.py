@@ -21,7 +21,8 @@ ADAM = Settings(groups=({"lr": 0.01},))
 def follow(rig: Rig) -> Shard:
     """A standby of the rig's shard with the same first values."""
     standby = Shard(rig.layout, 0, EPOCH, ("Adam", ADAM), deterministic=False, trace=Trace(None, ""))
-    standby.initialise(0, Body(rig.values()))
+    standby.advance(0, 0, {0: 1}, None)
+    standby.initialise(0, 0, 1, Body(rig.values()))
     return standby
 
 
@@ -33,7 +34,7 @@ def send(rig: Rig, standby: Shard, **change: int) -> None:
 
 
 def carry_out(standby: Shard, application: Application, version: int) -> None:
-    order = for_standby(Advance(version, 0, frozenset({0, 1}), application))
+    order = for_standby(Advance(version, 0, {0: 10, 1: 11}, application))
     standby.advance(order.version, order.attempt, order.expected, order.apply)
 
 
@@ -54,7 +55,7 @@ def test_the_same_bits(dtype: str, rule: Rule) -> None:
         for worker, samples in ((0, 3), (1, 4)):
             values = torch.randn(8, generator=generator).to(dtype_of(dtype))
             rig.push(worker, values, samples=samples, present=present)
-        standby.advance(rig.version, 0, frozenset(), None)
+        standby.advance(rig.version, 0, {}, None)
         send(rig, standby)
         application = rig.application(0, 1, samples=7)
         rig.commit(0, 1, samples=7)

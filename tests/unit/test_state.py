@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 
 from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.server.state import JobState
@@ -14,7 +15,7 @@ from elastic_ps.server.state import JobState
 
 @pytest.fixture
 def state() -> JobState:
-    state = JobState(epoch=1, lease=timedelta(seconds=10))
+    state = JobState(epoch=1, lease=timedelta(seconds=10), initialised=True)
     state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
     return state
 
@@ -106,3 +107,36 @@ def test_records_of_void_steps_go_to_others(state: JobState) -> None:
     finish(state, third)
     state.book(state.rounds.begin_commit(), 0, decided=0)
     assert state.ledger.applied == 20
+
+
+def test_shards_are_told_which_process_of_a_worker_takes_part(state: JobState) -> None:
+    first, second = two(state)
+    assert state.expected == {0: first.incarnation, 1: second.incarnation}
+    finish(state, first)
+    state.drop(0, "lost")
+    again = join(state, 0)
+    assert state.expected == {0: first.incarnation, 1: second.incarnation}, "its step is in the sums"
+    assert state.following == {0: again.incarnation, 1: second.incarnation}
+    finish(state, second)
+    following = state.following
+    state.book(state.rounds.begin_commit(), 0, decided=0)
+    assert state.expected == following
+
+
+def test_with_a_fixed_schedule_nobody_stands_in_for_a_worker_that_has_not_come(state: JobState) -> None:
+    state.ledger = Lanes(records=40, epochs=1, shard_records=10, lanes=2)
+    first = join(state, 0)
+    assert state.expected == {0: first.incarnation, 1: 0}
+    second = join(state, 1)
+    state.drop(0, "lost")
+    assert state.expected == {0: 0, 1: second.incarnation}
+
+
+def test_before_there_is_a_model_shards_are_told_who_brings_it() -> None:
+    state = JobState(epoch=1, lease=timedelta(seconds=10))
+    assert state.expected == {}
+    stay = state.members.join(4, pid=1, host="here", version=0, now=0)
+    state.initialiser = 4
+    assert state.expected == {4: stay.incarnation}
+    state.drop(4, "lost")
+    assert state.expected == {}
