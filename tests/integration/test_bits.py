@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job, wait_until
+from tests.integration.harness import Job, Numbers, make_mlp, running_job
+from tests.polling import eventually
 
 WORKERS, EPOCHS, RECORDS, BATCH = 3, 9, 60, 4
 
@@ -58,7 +59,7 @@ def final_parameters(
         },
     ) as job:
         job.start(0, script)
-        wait_until(lambda: bool(job.status().ready), "worker 0 brings the model")
+        eventually(lambda: bool(job.status().ready), "worker 0 brings the model")
         for worker in range(1, WORKERS):
             job.start(worker, script)
         if disturb is not None:
@@ -71,7 +72,7 @@ def final_parameters(
 
 
 def _at_version(job: Job, version: int) -> None:
-    wait_until(lambda: job.version >= version, f"version {version}")
+    eventually(lambda: job.version >= version, f"version {version}")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def test_one_of_two_shards_dies(
     def disturb(job: Job) -> None:
         _at_version(job, 12)
         job.restart(shard)
-        wait_until(lambda: job.status().epoch == 2, "all shards go back to a checkpoint")
+        eventually(lambda: job.status().epoch == 2, "all shards go back to a checkpoint")
 
     assert torch.equal(final_parameters(tmp_path, disturb, shards=2), undisturbed[2, "SGD"])
 
@@ -140,4 +141,4 @@ def test_no_thread_of_a_lost_parameter_server_stays(tmp_path: Path) -> None:
         job.restart(0)
 
     final_parameters(tmp_path, disturb)
-    wait_until(lambda: threading.active_count() <= before, "the threads end")
+    eventually(lambda: threading.active_count() <= before, "the threads end")

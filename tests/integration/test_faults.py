@@ -33,7 +33,7 @@ from elastic_ps.server.node import Written
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import unary
 from elastic_ps.transport.grpc import GrpcConnection
-from tests.integration.launching import eventually
+from tests.polling import eventually
 
 LIMIT = timedelta(seconds=120)
 RECORDS = 4000

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from elastic_ps.worker.session import Session
-from tests.integration.harness import DEADLINE, Numbers, make_mlp, running_job, wait_until
+from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, mse
+from tests.polling import LIMIT, eventually
 
 
 def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path) -> None:
@@ -27,11 +28,11 @@ def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path
                 assert job.servers[0].coordinator is not None
                 job.servers[0].coordinator.gone(0, os.getpid())
                 gone.set()
-                wait_until(lambda: taken[0] >= 3, "worker 1 has taken what worker 0 held")
+                eventually(lambda: taken[0] >= 3, "worker 1 has taken what worker 0 held")
             if session.worker == 1 and gone.is_set():
                 taken[0] += 1
                 if taken[0] >= 4:
-                    assert again.wait(DEADLINE)
+                    assert again.wait(LIMIT)
             optimizer.step()
             if session.generation:
                 again.set()
