@@ -27,11 +27,12 @@ if TYPE_CHECKING:
         UserError,
     )
     from elastic_ps.job import TrainingJob, load_job
+    from elastic_ps.worker.current import connect
     from elastic_ps.worker.optimizer import ElasticOptimizer
-    from elastic_ps.worker.session import Drained, Session, connect
+    from elastic_ps.worker.session import Drained, Session
 
 _PLACES = {
-    "connect": "elastic_ps.worker.session",
+    "connect": "elastic_ps.worker.current",
     "Session": "elastic_ps.worker.session",
     "Drained": "elastic_ps.worker.session",
     "ElasticOptimizer": "elastic_ps.worker.optimizer",

@@ -125,8 +125,12 @@ class Service:
 
     def _pull(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.PullRequest, incoming.header)
-        self._check(request.caller)
-        attempt = request.attempt if request.contributor and self._coordinator is not None else None
+        caller = self._check(request.caller)
+        attempt = None
+        if request.contributor and self._coordinator is not None:
+            # Who was declared gone would wait in vain, and could not join again meanwhile.
+            self._coordinator.heartbeat(caller.worker, caller.incarnation)
+            attempt = request.attempt
         version = request.version
         for item in self._node.shard.pull(
             request.buckets, request.version, attempt=attempt, contributor=request.contributor

@@ -67,27 +67,28 @@ def main() -> int:
     """Run the script; returns the exit status, see `elastic_ps.env`."""
     if len(sys.argv) == 3 and sys.argv[1] == "--check":
         return check(sys.argv[2])
-    from elastic_ps.worker import session as sessions
+    from elastic_ps.worker import current
+    from elastic_ps.worker.session import Drained
 
     try:
         environment = env.read()
         watch_lifeline(environment.lifeline)
         log_to_stderr(f"worker-{environment.index}")
-        signal.signal(signal.SIGTERM, lambda *_: sessions.drain_current())
+        signal.signal(signal.SIGTERM, lambda *_: current.drain())
         function = load_entrypoint(environment.spec.entrypoint)
         function(**environment.spec.arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         _leave_reason(str(error))
         return env.EXIT_INVALID
-    except sessions.Drained:
+    except Drained:
         return env.EXIT_LEFT
     except Exception:  # noqa: BLE001 (the script's own failure)
         traceback.print_exc()
         _leave_reason(traceback.format_exc()[-2000:])
         return 1
     finally:
-        sessions.close_current()
+        current.close()
     return 0
 
 

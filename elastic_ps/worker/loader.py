@@ -126,11 +126,11 @@ class ElasticLoader:
                     self._session._begin_batch(ranges)
                     yield batch
                     self._session._between_batches()
-                if self._session._has_unfinished_batch:
+                if self._session._batches:
                     self._session._ended_early = self
                     return
         except GeneratorExit:  # the script broke out of the loop; what it has not computed on is not its own
-            self._session._drop_batches()
+            self._session._batches.drop()
             raise
         finally:
             if self._only is None:
@@ -153,7 +153,7 @@ class ElasticLoader:
 
     def _wait(self) -> bool:
         """Block until there are records, which are kept; False when all records are in the model."""
-        if self._session._has_unfinished_batch:
+        if self._session._batches:
             raise UsageError(
                 "the loop over the loader has ended with batches that no optimizer.step() was called for. "
                 "When accumulating gradients, call optimizer.step() for the last batches after the loop"

@@ -74,7 +74,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def _hook(self, index: int) -> Any:
         def taken(parameter: torch.Tensor) -> None:
-            self._session._computed_on_batches()
+            self._session._batches.computed()
             if self._overlap and self._synchronise:
                 self._take(index, parameter)
 

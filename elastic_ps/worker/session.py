@@ -1,16 +1,13 @@
 """What a training script talks to: who am I, my optimizer, my records.
 
-A process has at most one session at a time, which belongs to the thread that made it.
+A session belongs to the thread that made it.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import threading
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +21,10 @@ from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection
+from elastic_ps.worker.batches import Batches
 from elastic_ps.worker.client import Client, Ending, Granted, Step, expelled
 from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.heart import Heart
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -72,18 +71,15 @@ class Session:
         self._owner = os.getpid()
         self._exchange: Exchange | None = None
         self._optimizer: ElasticOptimizer | None = None
-        self._heart: _Heart | None = None
-        self._batches: list[Range] = []
-        self._computed = 0  # how many of `_batches` a backward() has run for
+        self._heart: Heart | None = None
+        self._batches = Batches()
         self._stopping = False
-        self._given_back = False  # a batch that the script may still have
         self._ended_early: ElasticLoader | None = None
         self._steps = 0
         self._settings = Settings(groups=())
         self._adopted = (self._settings, False)
         self._dropped = False  # the last step was not made; the script does not know
         self._generation = 0
-        self._metrics: dict[str, Any] = {}
         self._computing = False
         self._chief = False
         self._draining = False
@@ -138,7 +134,7 @@ class Session:
         flat = Flat(member.layout, described.tensors)
         exchange = Exchange(self._client, flat, trace=self._trace, history=self._history)
         self._exchange = exchange
-        self._heart = _Heart(self._client, member.lease / 3)
+        self._heart = Heart(self._client, member.lease / 3)
         if member.initialise:
             for bucket in member.layout.buckets:
                 self._client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
@@ -193,7 +189,7 @@ class Session:
         loss curve (weighted by samples); at other times they are sent at once.
         """
         if self._batches:
-            self._metrics.update({k: v.detach() if hasattr(v, "detach") else v for k, v in metrics.items()})
+            self._batches.report(metrics)
         else:
             self._client.report({key: float(value) for key, value in metrics.items()})
 
@@ -226,7 +222,7 @@ class Session:
 
     def _begin_step(self) -> None:
         assert self._exchange is not None
-        if not self._batches and self._given_back:
+        if not self._batches and self._batches.given_back:
             raise UsageError(
                 "this step's batch was given back when the loop over the loader was left before backward(). "
                 "Compute on a batch before leaving the loop; instead of next(iter(loader)), keep the iterator"
@@ -239,9 +235,9 @@ class Session:
         if self._dropped and self._optimizer is not None:
             self._dropped = False
             self._adopt(*self._adopted)
-        samples = sum(r.records for r in self._batches)
         self._phases.backward()
-        self._exchange.begin(Step(number=self._steps, version=self._exchange.version, samples=samples))
+        step = Step(number=self._steps, version=self._exchange.version, samples=self._batches.samples)
+        self._exchange.begin(step)
 
     def _exchange_ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         assert self._exchange is not None
@@ -256,10 +252,10 @@ class Session:
         assert self._optimizer is not None
         step = self._exchange.under_way
         assert step is not None
-        if step.samples != sum(r.records for r in self._batches):
+        if step.samples != self._batches.samples:
             raise UsageError("a batch was loaded between backward() and optimizer.step(); call step() first")
-        metrics = {key: float(value) for key, value in self._metrics.items()}
-        ending = Ending(ranges=tuple(self._batches), settings=settings, metrics=metrics)
+        batches = self._batches
+        ending = Ending(ranges=batches.ranges, settings=settings, metrics=batches.metrics())
         try:
             with self._phases.waiting(step.number):
                 self._exchange.finish(ending)
@@ -272,7 +268,7 @@ class Session:
             self._adopt(self._settings, stepped)
         else:
             self._steps += 1
-            self._forget_batches()
+            self._batches.forget()
             if self._exchange.settings and self._exchange.settings != settings:
                 self._optimizer.adopt(Settings.from_json(self._exchange.settings))
         if self._stopping:
@@ -299,7 +295,7 @@ class Session:
         while True:
             self._generation += 1
             self._steps += 1
-            self._forget_batches()
+            self._batches.forget()
             member = self._client.join(*self._signature, self._optimizer.settings(), again=True)
             self._exchange.reset()
             try:
@@ -322,11 +318,6 @@ class Session:
                     yield reply, body
 
     # --- for the loader
-
-    @property
-    def _has_unfinished_batch(self) -> bool:
-        """Whether batches were handed to the script that no step has ended yet."""
-        return bool(self._batches)
 
     def _take(self, records: int, epochs: int, batch: int, *, wait: bool) -> tuple[Range, ...]:
         """Get records; with `wait`, () means that all of them are in the model."""
@@ -371,8 +362,7 @@ class Session:
         return self._generation
 
     def _begin_batch(self, ranges: list[Range]) -> None:
-        self._batches.extend(ranges)
-        self._given_back = False
+        self._batches.add(ranges)
         self._phases.forward()
 
     def _between_batches(self) -> None:
@@ -380,18 +370,6 @@ class Session:
         if self._draining and (self._exchange is None or self._exchange.under_way is None):
             self.close()
             raise Drained
-
-    def _forget_batches(self) -> None:
-        self._batches, self._metrics, self._computed = [], {}, 0
-
-    def _computed_on_batches(self) -> None:
-        """A backward() has run: the batches so far belong to the next step."""
-        self._computed = len(self._batches)
-
-    def _drop_batches(self) -> None:
-        """The script stopped iterating: forget the batches that it has not computed on."""
-        self._given_back = len(self._batches) > self._computed
-        del self._batches[self._computed :]
 
     def _stop_computing(self) -> None:
         """Give back what was not computed on, after the step of what was; no round waits for this worker."""
@@ -403,68 +381,3 @@ class Session:
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
-
-
-class _Heart:
-    """Keeps the lease alive while the script computes."""
-
-    def __init__(self, client: Client, interval: timedelta) -> None:
-        self._client = client
-        self._interval = interval
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(self._interval.total_seconds()):
-            try:
-                self._client.heartbeat()
-            except ElasticPSError as error:
-                logger.debug("heartbeat: %s", error)  # whatever the script does next is told so too
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=5)
-
-
-_current: Session | None = None
-
-
-def drain_current() -> None:
-    """Ask this process's session to leave; without one the process ends at once. For signal handlers."""
-    if _current is None or not _current.started:
-        raise Drained
-    _current.drain()
-
-
-def close_current() -> None:
-    """Close this process's session, if it has one."""
-    if _current is not None:
-        _current.close()
-
-
-def connect() -> Session:
-    """Begin this process's stay in the job that it was started for. Reads the environment; does not block.
-
-    Raises:
-        UsageError: the process was not started as a worker of a job.
-    """
-    environment = env.read()
-    if environment.role != "worker":
-        raise UsageError(
-            "elastic_ps.connect() is for workers; this process was started as a parameter server"
-        )
-    from elastic_ps.transport.grpc import GrpcConnection
-
-    global _current
-    process = f"worker-{environment.index}"
-    _current = Session(
-        environment.job,
-        environment.spec,
-        environment.index,
-        [GrpcConnection(address) for address in environment.addresses],
-        trace=Trace(environment.trace, process),
-        history=History(environment.history, process),
-    )
-    atexit.register(_current.close)
-    return _current

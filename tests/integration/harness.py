@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -22,9 +21,7 @@ from elastic_ps.transport.base import Connection, Server
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocServer, connect
 from elastic_ps.worker.session import Session
-
-DEADLINE = 30.0
-"""Seconds that anything in a test may take."""
+from tests.polling import LIMIT, eventually
 
 _SEEDING = threading.Lock()
 
@@ -32,14 +29,6 @@ _SEEDING = threading.Lock()
 def make_spec(**fields: Any) -> TrainingJobSpec:
     """A spec; `fields` are top-level ones, as in YAML."""
     return parse_spec({"entrypoint": "tests:main", **fields}, source="test")
-
-
-def wait_until(condition: Callable[[], bool], what: str, deadline: float = DEADLINE) -> None:
-    """Poll until `condition`; fails with `what` after the deadline."""
-    end = time.monotonic() + deadline
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline:.0f} s: {what}"
-        time.sleep(0.005)
 
 
 @dataclass
@@ -92,10 +81,7 @@ class Job:
 
     def join(self) -> None:
         """Wait for all workers; raises the first error of one."""
-        end = time.monotonic() + DEADLINE
-        while any(t.is_alive() for t in self.threads) and not self.errors:
-            assert time.monotonic() < end, f"workers still run; {self.status()}"
-            time.sleep(0.005)
+        self.until(lambda: not any(t.is_alive() for t in self.threads), "the workers end")
         if self.errors:
             raise self.errors[0]
 
@@ -107,7 +93,11 @@ class Job:
                 raise self.errors[0]
             return condition()
 
-        wait_until(met, what)
+        try:
+            eventually(met, what)
+        except AssertionError as error:
+            error.add_note(str(self.status()))
+            raise
 
     def status(self) -> Any:
         return self.servers[0].status()
@@ -216,7 +206,7 @@ def running_job(
             for session in job.sessions:
                 session.close()
             for thread in job.threads:
-                thread.join(DEADLINE)
+                thread.join(LIMIT)
         for server in [*servers["ps"], *servers["standby"]]:
             server.close()
 

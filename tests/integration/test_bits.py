@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job, wait_until
+from tests.integration.harness import Job, Numbers, make_mlp, running_job
+from tests.polling import eventually
 
 WORKERS, EPOCHS, RECORDS, BATCH = 3, 9, 60, 4
 
@@ -60,7 +61,7 @@ def final_parameters(
         },
     ) as job:
         job.start(0, script)
-        wait_until(lambda: bool(job.status().ready), "worker 0 brings the model")
+        eventually(lambda: bool(job.status().ready), "worker 0 brings the model")
         for worker in range(1, WORKERS):
             job.start(worker, script)
         if disturb is not None:
@@ -73,7 +74,7 @@ def final_parameters(
 
 
 def _at_version(job: Job, version: int) -> None:
-    wait_until(lambda: job.version >= version, f"version {version}")
+    eventually(lambda: job.version >= version, f"version {version}")
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ def test_one_of_two_shards_dies_and_its_standby_has_every_round(
     def disturb(job: Job) -> None:
         for version in (5, 20):
             _at_version(job, version)
-            wait_until(lambda: job.followed, "the standbys have every round")
+            eventually(lambda: job.followed, "the standbys have every round")
             job.restart(shard)
 
     server = {"durability": "standby", "checkpoint": {"interval": "1h"}}
@@ -132,7 +133,7 @@ def test_one_of_two_shards_dies(
     def disturb(job: Job) -> None:
         _at_version(job, 12)
         job.restart(shard)
-        wait_until(lambda: job.status().epoch == 2, "all shards go back to a checkpoint")
+        eventually(lambda: job.status().epoch == 2, "all shards go back to a checkpoint")
 
     assert torch.equal(final_parameters(tmp_path, disturb, shards=2), undisturbed[2, "SGD"])
 
@@ -156,4 +157,4 @@ def test_no_thread_of_a_lost_parameter_server_stays(tmp_path: Path) -> None:
         job.restart(0)
 
     final_parameters(tmp_path, disturb)
-    wait_until(lambda: threading.active_count() <= before, "the threads end")
+    eventually(lambda: threading.active_count() <= before, "the threads end")

@@ -18,7 +18,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.integration.launching import FAKE, LIMIT, eventually, gone, job_document
+from tests.integration.launching import FAKE, gone, job_document
+from tests.polling import LIMIT, eventually
 
 FOREVER = 10_000_000
 COMMAND = f"""

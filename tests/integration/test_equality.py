@@ -14,7 +14,7 @@ import torch
 
 from elastic_ps.core.settings import ALLOWED
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job, wait_until
+from tests.integration.harness import Job, Numbers, make_mlp, running_job
 from tests.integration.oracle import (
     MakeOptimizer,
     assert_each_record_once,
@@ -22,6 +22,7 @@ from tests.integration.oracle import (
     mse,
     replay,
 )
+from tests.polling import eventually
 
 Models = dict[int, torch.nn.Module]
 CLASSES: dict[str, dict[str, Any]] = {
@@ -207,7 +208,7 @@ def test_workers_join_leave_and_vanish(tmp_path: Path, name: str, shards: int) -
     def vanish(session: Session, step: int) -> None:
         if step == 5:
             history = job.history
-            wait_until(lambda: pushes(history, 3, step) >= 1, "some buckets are pushed")
+            eventually(lambda: pushes(history, 3, step) >= 1, "some buckets are pushed")
             raise Halt
 
     server = {"replicas": shards, "bucketBytes": 1024}

@@ -19,8 +19,9 @@ from elastic_ps.local import Launcher, LocalStatus, Options
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, events, make_mlp, running_job
 from tests.integration.histories import check_histories, worker_steps
-from tests.integration.launching import LIMIT, eventually, make_job
+from tests.integration.launching import make_job
 from tests.integration.oracle import mse
+from tests.polling import LIMIT, eventually
 
 STEADY = "tests.integration.scripts.steady:main"
 

@@ -16,9 +16,10 @@ from elastic_ps.local import Launcher, Options
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.transport.grpc import GrpcConnection
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, make_spec, wait_until
-from tests.integration.launching import LIMIT, eventually, make_job
+from tests.integration.harness import Numbers, make_mlp, make_spec
+from tests.integration.launching import make_job
 from tests.integration.oracle import mse
+from tests.polling import LIMIT, eventually
 
 MB = 1e6
 
@@ -122,7 +123,7 @@ def test_the_servers_memory_does_not_grow_with_the_workers(tmp_path: Path) -> No
     try:
         seen = psutil.Process(server.pid)
         start(0)
-        wait_until(lambda: not any(t.is_alive() for t in threads), "the workers end", LIMIT)
+        eventually(lambda: not any(t.is_alive() for t in threads), "the workers end", LIMIT)
     finally:
         server.terminate()
         server.wait(30)

@@ -13,9 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import grpc
 import psutil
@@ -25,6 +24,7 @@ from elastic_ps.errors import CannotListen, ConnectionLost, Malformed, Transport
 from elastic_ps.transport import frame_pb2
 from elastic_ps.transport.base import Frame, Incoming, Limits, unary
 from elastic_ps.transport.grpc import WINDOW, GrpcConnection, GrpcServer
+from tests.polling import eventually
 
 LONG = timedelta(seconds=60)
 MIB = 1024 * 1024
@@ -87,14 +87,6 @@ if __name__ == "__main__":
 """
 
 
-def eventually(condition: Callable[[], Any], within: float = 20) -> None:
-    """Wait until `condition` holds."""
-    until = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.005)
-
-
 def echo(method: str, incoming: Incoming) -> Iterator[Frame]:
     """Answer with what came."""
     body = memoryview(bytearray(incoming.size))
@@ -144,7 +136,7 @@ def resident(process: psutil.Process) -> int:
         readings.append(process.memory_info().rss)
         return len(readings) > 100 and max(readings[-100:]) - min(readings[-100:]) < MIB
 
-    eventually(steady, 60)
+    eventually(steady, "the memory is steady")
     return readings[-1]
 
 
@@ -185,7 +177,7 @@ def test_a_killed_server_ends_calls_and_is_found_again() -> None:
             except ConnectionLost:
                 return False
 
-        eventually(works, 10)
+        eventually(works, "the server is found again")
         connection.close()
 
 

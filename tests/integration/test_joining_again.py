@@ -6,11 +6,14 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
 import torch
 
+from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.worker.session import Session
-from tests.integration.harness import DEADLINE, Numbers, make_mlp, running_job, wait_until
+from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, mse
+from tests.polling import LIMIT, eventually
 
 
 def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path) -> None:
@@ -27,11 +30,11 @@ def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path
                 assert job.servers[0].coordinator is not None
                 job.servers[0].coordinator.gone(0, os.getpid())
                 gone.set()
-                wait_until(lambda: taken[0] >= 3, "worker 1 has taken what worker 0 held")
+                eventually(lambda: taken[0] >= 3, "worker 1 has taken what worker 0 held")
             if session.worker == 1 and gone.is_set():
                 taken[0] += 1
                 if taken[0] >= 4:
-                    assert again.wait(DEADLINE)
+                    assert again.wait(LIMIT)
             optimizer.step()
             if session.generation:
                 again.set()
@@ -43,3 +46,27 @@ def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path
         job.join()
         assert_each_record_once(job.commits(), records=len(data), epochs=1)
         assert [member.worker for member in job.status().members].count(0) == 2, "worker 0 joined again"
+
+
+def test_who_was_declared_gone_does_not_wait_for_a_version(tmp_path: Path) -> None:
+    """Else a worker whose parameter server was frozen would wait for the old stay's answer in the new one."""
+    refused: list[RefusalCode] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for step, (x, y) in enumerate(session.loader(Numbers(40), 4)):
+            mse(model, x, y).backward()
+            if step == 3:
+                assert job.servers[0].coordinator is not None
+                job.servers[0].coordinator.gone(0, os.getpid())
+                with pytest.raises(Refused) as refusal:
+                    list(session._client.pull(0, session.version + 1, [0], attempt=9, contributor=True))
+                refused.append(refusal.value.code)
+            optimizer.step()
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert_each_record_once(job.commits(), records=40, epochs=1)
+    assert refused == [RefusalCode.STALE_INCARNATION]

@@ -18,7 +18,8 @@ from elastic_ps.errors import UserError
 from elastic_ps.job import Member, TrainingJob
 from elastic_ps.local import Launcher, LocalStatus, Options, Outcome, ScaleAt
 from elastic_ps.local.report import build_report
-from tests.integration.launching import LIMIT, PROGRAMS, eventually, gone, make_job
+from tests.integration.launching import PROGRAMS, gone, make_job
+from tests.polling import LIMIT, eventually
 
 FOREVER = 10_000_000
 

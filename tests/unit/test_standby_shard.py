@@ -13,7 +13,7 @@ from elastic_ps.server.follower import for_standby, sum_key
 from elastic_ps.server.orders import Advance, Application
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import Trace
-from tests.unit.test_shard import EPOCH, Body, Rig, one_bucket, tensor
+from tests.unit.shard_rig import EPOCH, Body, Rig, one_bucket, tensor
 
 ADAM = Settings(groups=({"lr": 0.01},))
 

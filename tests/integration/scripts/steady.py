@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
+import time
 from pathlib import Path
 
 import torch
@@ -21,28 +21,35 @@ def main(
     seconds: float = 0.0,
     hurry: str = "",
     fork_every: int = 0,
+    poisoned: str = "",
     widths: tuple[int, ...] = (6, 16, 16, 1),
 ) -> None:
     """Train.
 
     Args:
-        seconds: what a batch takes at least, until the file `hurry` exists.
+        seconds: what a batch takes at least, until the file `hurry` exists. Half of the steps take it before
+            backward, when nothing of them is pushed, the others after, when most of them is.
         fork_every: fork in a step, after so many steps; 0 for never.
+        poisoned: a file; worker 1's 5th gradient is NaN if it is not there yet, and then it is.
     """
+    torch.set_num_threads(1)
     model = make_mlp(widths)
     session = elastic_ps.connect()
     optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), model)
     data = Numbers(records, features=widths[0])
-    compute = threading.Event()
     for step, (x, y) in enumerate(session.loader(data, batch_size, epochs=epochs)):
-        if seconds and not Path(hurry).exists():
-            compute.wait(seconds)  # the work of a larger model
+        pause = 0.0 if not seconds or Path(hurry).exists() else seconds
         optimizer.zero_grad()
         loss = mse(model, x, y)
+        if poisoned and session.worker == 1 and step == 5 and not Path(poisoned).exists():
+            Path(poisoned).touch()
+            loss = loss * float("nan")
+        time.sleep(pause * (step % 2))  # the work of a larger model
         loss.backward()
         if fork_every and step % fork_every == 0:
             fork()
         session.report(loss=loss)
+        time.sleep(pause * (1 - step % 2))
         optimizer.step()
     if session.is_chief:
         session.report(trained=1.0)

@@ -1,0 +1,52 @@
+"""The session of this process, as its environment wants it. A process has one at most."""
+
+from __future__ import annotations
+
+import atexit
+
+from elastic_ps import env
+from elastic_ps.errors import UsageError
+from elastic_ps.telemetry import History, Trace
+from elastic_ps.worker.session import Drained, Session
+
+_current: Session | None = None
+
+
+def connect() -> Session:
+    """Begin this process's stay in the job that it was started for. Reads the environment; does not block.
+
+    Raises:
+        UsageError: the process was not started as a worker of a job.
+    """
+    environment = env.read()
+    if environment.role != "worker":
+        raise UsageError(
+            "elastic_ps.connect() is for workers; this process was started as a parameter server"
+        )
+    from elastic_ps.transport.grpc import GrpcConnection
+
+    global _current
+    process = f"worker-{environment.index}"
+    _current = Session(
+        environment.job,
+        environment.spec,
+        environment.index,
+        [GrpcConnection(address) for address in environment.addresses],
+        trace=Trace(environment.trace, process),
+        history=History(environment.history, process),
+    )
+    atexit.register(_current.close)
+    return _current
+
+
+def drain() -> None:
+    """Ask the session to leave; without one the process ends at once. For signal handlers."""
+    if _current is None or not _current.started:
+        raise Drained
+    _current.drain()
+
+
+def close() -> None:
+    """Close the session, if there is one."""
+    if _current is not None:
+        _current.close()

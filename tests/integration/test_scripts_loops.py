@@ -1,0 +1,220 @@
+"""Whatever way a script leaves its loop, each record is in the model once, and nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader
+
+from elastic_ps.errors import UsageError
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.oracle import (
+    assert_each_record_once,
+    mse,
+)
+from tests.integration.trained import (
+    alone,
+    failing,
+    sgd,
+)
+
+
+def test_breaking_out_early_gives_the_records_back(tmp_path: Path) -> None:
+    """Worker 0 stops iterating but stays; worker 1 trains all of the rest."""
+    data = Numbers(120)
+    stopped = threading.Event()
+
+    def script(session: Session, *, stop: bool) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if stop and session.version >= 3:
+                break
+        if stop:
+            stopped.set()
+            job.until(lambda: job.status().progress.finished, "the others go on")
+
+    with running_job(tmp_path) as job:
+        job.start(0, lambda s: script(s, stop=True))
+        job.start(1, lambda s: script(s, stop=False))
+        job.join()
+        assert_each_record_once(job.commits(), records=120, epochs=1)
+
+
+def test_breaking_out_before_computing_gives_the_records_back(tmp_path: Path) -> None:
+    """The loop is left with a batch that nothing was computed on."""
+    data = Numbers(120)
+
+    def script(session: Session, *, stop: bool) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for step, (x, y) in enumerate(session.loader(data, 4)):
+            if stop and step == 3:
+                break
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+        if stop:
+            job.until(lambda: job.status().progress.finished, "the others go on")
+
+    with running_job(tmp_path) as job:
+        job.start(0, lambda s: script(s, stop=True))
+        job.start(1, lambda s: script(s, stop=False))
+        job.join()
+        assert_each_record_once(job.commits(), records=120, epochs=1)
+
+
+def test_a_step_after_breaking_out_lets_the_others_go_on(tmp_path: Path) -> None:
+    """backward, break, step: the step counts, and nobody waits for this worker afterwards."""
+    data = Numbers(120)
+
+    def script(session: Session, *, stop: bool) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for step, (x, y) in enumerate(session.loader(data, 4)):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if stop and step == 3:
+                break
+            optimizer.step()
+        if stop:
+            optimizer.step()
+            job.until(lambda: job.status().progress.finished, "the others go on")
+
+    with running_job(tmp_path) as job:
+        job.start(0, lambda s: script(s, stop=True))
+        job.start(1, lambda s: script(s, stop=False))
+        job.join()
+        assert_each_record_once(job.commits(), records=120, epochs=1)
+        assert sum(m.steps for m in job.status().members if m.worker == 0) == 4
+
+
+def test_iterating_again_after_breaking_out(tmp_path: Path) -> None:
+    data = Numbers(120)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        loader = session.loader(data, 4)
+        for breaking in (True, False):
+            for step, (x, y) in enumerate(loader):
+                if breaking and step == 3:
+                    break
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+        assert session.is_chief
+
+    assert_each_record_once(alone(tmp_path, script), records=120, epochs=1)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_batches_left_without_a_step_are_an_error(tmp_path: Path, overlap: bool) -> None:
+    """A script that accumulates and forgets the rest at the end would train it twice, or never."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model, overlap=overlap)
+        loader = session.loader(Numbers(5), 1)
+        for _ in loader.epochs():
+            for step, (x, y) in enumerate(loader):
+                if overlap and step % 2 == 0:
+                    with optimizer.no_sync():
+                        mse(model, x, y).backward()
+                else:
+                    mse(model, x, y).backward()
+                if step % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    failing(tmp_path, script, UsageError, r"optimizer.step\(\)")
+
+
+def test_the_rest_of_an_accumulation_is_trained_after_a_plain_loop(tmp_path: Path) -> None:
+    """The loop over the loader ends with three of four batches; the script makes its last step then."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model, overlap=False)
+        number = -1
+        for number, (x, y) in enumerate(session.loader(Numbers(7), 1)):
+            mse(model, x, y).backward()
+            if number % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+        if number % 4 != 3:
+            optimizer.step()
+        assert session.is_chief
+
+    assert_each_record_once(alone(tmp_path, script), records=7, epochs=1)
+
+
+def test_epochs_are_seen_one_after_the_other(tmp_path: Path) -> None:
+    seen: dict[int, list[int]] = {}
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        loader = session.loader(Numbers(90), 4, epochs=4)
+        for epoch in loader.epochs():
+            for x, y in loader:
+                assert loader.epoch == epoch
+                seen.setdefault(session.worker, []).append(epoch)
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+
+    with running_job(tmp_path) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        assert_each_record_once(job.commits(), records=90, epochs=4)
+        ranges = [c["records"] for commit in job.commits() for c in commit["contributions"]]
+        assert all(len({r[0] for r in records}) == 1 for records in ranges), "no batch spans two epochs"
+    assert all(epochs == sorted(epochs) for epochs in seen.values())
+
+
+def test_a_data_loader_with_processes(tmp_path: Path) -> None:
+    data = Numbers(120)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(DataLoader(data, batch_size=4, num_workers=2, shuffle=True), epochs=2):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    commits = alone(tmp_path, script, data={"shardRecords": 60})
+    assert_each_record_once(commits, records=120, epochs=2)
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+def test_a_script_that_raises_in_the_middle_of_a_step(tmp_path: Path, transport: str) -> None:
+    data = Numbers(120)
+    raised = threading.Event()
+
+    def script(session: Session, *, fails: bool) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for step, (x, y) in enumerate(session.loader(data, 4)):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if fails and step == 3:
+                raised.set()
+                session.close()
+                return
+            optimizer.step()
+
+    with running_job(tmp_path, transport=transport, parameterServer={"bucketBytes": 1024}) as job:
+        job.start(0, lambda s: script(s, fails=True))
+        job.start(1, lambda s: script(s, fails=False))
+        job.join()
+        assert raised.is_set()
+        assert_each_record_once(job.commits(), records=120, epochs=1)

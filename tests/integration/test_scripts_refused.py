@@ -1,0 +1,202 @@
+"""What a script cannot do is refused with a sentence that helps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from elastic_ps.errors import ElasticPSError, InvalidModel, ModelMismatch, UsageError
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.oracle import (
+    MakeOptimizer,
+    assert_each_record_once,
+    mse,
+)
+from tests.integration.trained import (
+    MakeModel,
+    adam,
+    alone,
+    failing,
+    sgd,
+)
+
+
+def test_clipping_is_refused_with_overlap_and_works_without(tmp_path: Path) -> None:
+    def script(session: Session, *, overlap: bool) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model, overlap=overlap)
+        for x, y in session.loader(Numbers(40), 4):
+            optimizer.zero_grad()
+            (100 * mse(model, x, y)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            before = [p.detach().clone() for p in model.parameters()]
+            optimizer.step()
+            if session.version == 1:
+                moved = torch.cat(
+                    [(a - b).detach().reshape(-1) for a, b in zip(before, model.parameters(), strict=True)]
+                )
+                assert float(moved.norm()) == pytest.approx(0.02 * 0.1, rel=1e-3)
+
+    failing(tmp_path / "a", lambda s: script(s, overlap=True), UsageError, "overlap=False")
+    alone(tmp_path / "b", lambda s: script(s, overlap=False))
+
+
+def test_a_second_backward_is_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(40), 4):
+            mse(model, x, y).backward()
+            mse(model, x, y).backward()
+
+    failing(tmp_path, script, UsageError, "no_sync")
+
+
+def test_a_batch_from_elsewhere_is_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model, data = make_mlp(), Numbers(40)
+        session.optimizer(sgd(model), model)
+        mse(model, data.x, data.y).backward()
+
+    failing(tmp_path, script, UsageError, "session.loader")
+
+
+def test_a_batch_whose_iterator_is_gone_is_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model)
+        x, y = next(iter(session.loader(Numbers(40), 4)))
+        mse(model, x, y).backward()
+
+    failing(tmp_path, script, UsageError, "keep the iterator")
+
+
+class MySGD(torch.optim.SGD):
+    """A subclass, whose step could be anything."""
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+def frozen() -> torch.nn.Module:
+    return make_mlp().requires_grad_(False)
+
+
+def empty() -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.register_parameter("nothing", torch.nn.Parameter(torch.zeros(0, 3)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_model", "make", "match"),
+    [
+        (
+            make_mlp,
+            lambda m: torch.optim.LBFGS(m.parameters()),
+            "LBFGS cannot run .* use one of .* SGD, Adam",
+        ),
+        (make_mlp, lambda m: MySGD(m.parameters(), lr=0.1), "MySGD.* not subclasses"),
+        (frozen, sgd, "no trainable parameter"),
+        (empty, sgd, "no trainable parameter"),
+        (make_mlp, lambda m: torch.optim.SGD(make_mlp().parameters(), lr=0.1), "not parameters of the model"),
+    ],
+)
+def test_what_cannot_be_trained(
+    tmp_path: Path, make_model: MakeModel, make: MakeOptimizer, match: str
+) -> None:
+    def script(session: Session) -> None:
+        model = make_model()
+        session.optimizer(make(model), model)
+
+    failing(tmp_path, script, InvalidModel, match)
+
+
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        (Stream(), "map-style"),
+        (TensorDataset(torch.zeros(0, 2)), "empty"),
+        (DataLoader(Stream()), "map-style"),
+    ],
+)
+def test_data_that_cannot_be_handed_out(tmp_path: Path, source: Any, match: str) -> None:
+    def script(session: Session) -> None:
+        session.loader(source, None if isinstance(source, DataLoader) else 4)
+
+    failing(tmp_path, script, InvalidModel, match)
+
+
+def test_a_second_optimizer_is_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model)
+        session.optimizer(sgd(model), model)
+
+    failing(tmp_path, script, UsageError, "one model and optimizer")
+
+
+def test_a_model_that_moved_is_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(40), 4):
+            model.double()
+            mse(model, x.double(), y.double()).backward()
+            optimizer.step()
+
+    failing(tmp_path, script, ElasticPSError, "session.optimizer")
+
+
+def test_another_data_set_is_refused(tmp_path: Path) -> None:
+    def script(session: Session, records: int) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model)
+        for _ in session.loader(Numbers(records), 4):
+            break
+
+    with running_job(tmp_path) as job:
+        job.start(0, lambda s: script(s, 40))
+        job.join()
+        job.start(1, lambda s: script(s, 41))
+        with pytest.raises(InvalidModel, match=r"41 records .* 40 records"):
+            job.join()
+
+
+def test_a_worker_with_another_model_is_refused_and_the_others_train_on(tmp_path: Path) -> None:
+    data = Numbers(120)
+    refusals: list[str] = []
+
+    def good(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 4):
+            if session.worker == 0 and session.version == 5:
+                job.start(2, bad)
+                job.until(lambda: bool(refusals), "the other model is refused")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    def bad(session: Session) -> None:
+        model = make_mlp((6, 16, 17, 1))
+        try:
+            session.optimizer(adam(model), model)
+        except ModelMismatch as error:
+            refusals.append(str(error))
+
+    with running_job(tmp_path) as job:
+        for worker in range(2):
+            job.start(worker, good)
+        job.join()
+        assert_each_record_once(job.commits(), records=120, epochs=1)
+    for part in ("2.weight", "[17, 16]", "[16, 16]", "4.weight", "Adam", "SGD"):
+        assert part in refusals[0]

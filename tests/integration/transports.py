@@ -1,0 +1,97 @@
+"""What the tests of all transports share. A new transport is one more line in TRANSPORTS."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
+from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
+from elastic_ps.transport.inproc import InprocConnection, InprocServer
+
+LONG = timedelta(seconds=60)
+SHORT = timedelta(milliseconds=300)
+
+
+class GrpcTransport:
+    """Makes servers and connections of the gRPC transport."""
+
+    def listen(self, *, again: Server | None = None, limits: Limits | None = None) -> Server:
+        """A server that does not serve yet; at the address of the closed server `again`, if given."""
+        return GrpcServer(again.address if again else "127.0.0.1:0", limits=limits)
+
+    def connect(self, server: Server, *, limits: Limits | None = None) -> Connection:
+        """A connection to `server`."""
+        return GrpcConnection(server.address, limits=limits)
+
+
+class InprocTransport:
+    """Makes servers and connections of the transport within a process."""
+
+    def listen(self, *, again: Server | None = None, limits: Limits | None = None) -> Server:
+        """See `GrpcTransport.listen`."""
+        return again or InprocServer(limits=limits)
+
+    def connect(self, server: Server, *, limits: Limits | None = None) -> Connection:
+        """A connection to `server`."""
+        assert isinstance(server, InprocServer)
+        return InprocConnection(server, limits=limits)
+
+
+Transport = GrpcTransport | InprocTransport
+TRANSPORTS: list[Callable[[], Transport]] = [GrpcTransport, InprocTransport]
+
+
+def read(incoming: Incoming) -> bytes:
+    """The whole body."""
+    body = bytearray(incoming.size)
+    incoming.read_into(memoryview(body))
+    return bytes(body)
+
+
+def close(answers: Iterator[Incoming]) -> None:
+    """What `contextlib.closing` does."""
+    answers.close()  # type: ignore[attr-defined]
+
+
+def echo(method: str, incoming: Incoming) -> Iterator[Frame]:
+    """Answer with what came."""
+    yield Frame(incoming.header, memoryview(read(incoming)))
+
+
+class World:
+    """What a test uses; all of it is closed after the test."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.released = threading.Event()
+        self._stack = contextlib.ExitStack()
+
+    def serve(self, handler: Handler, *, limits: Limits | None = None) -> Server:
+        """A server that answers with `handler`."""
+        server = self.transport.listen(limits=limits)
+        self._stack.callback(server.close)
+        server.serve(handler)
+        return server
+
+    def connect(self, server: Server, *, limits: Limits | None = None) -> Connection:
+        """A connection to `server`."""
+        connection = self.transport.connect(server, limits=limits)
+        self._stack.callback(connection.close)
+        return connection
+
+    def pair(self, handler: Handler, *, limits: Limits | None = None) -> Connection:
+        """A connection to a server that answers with `handler`."""
+        return self.connect(self.serve(handler, limits=limits))
+
+    def block(self, method: str, incoming: Incoming) -> Iterator[Frame]:
+        """A handler that waits until the test is over."""
+        assert self.released.wait(60)
+        yield Frame(b"late")
+
+    def close(self) -> None:
+        """Let every handler go and close everything."""
+        self.released.set()
+        self._stack.close()

@@ -1,0 +1,131 @@
+"""A shard for tests, told what a coordinator would tell it, and bodies that arrive as a test wants."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from elastic_ps.codec import as_bytes
+from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
+from elastic_ps.core.sequence import PushKey
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
+from elastic_ps.server.orders import Application
+from elastic_ps.server.shard import Shard
+from elastic_ps.telemetry import Trace
+
+EPOCH = 3
+LR = Settings(groups=({"lr": 1.0},))
+
+
+class Body:
+    """A frame's body. With `gate`, half of it arrives, then the rest when the gate opens."""
+
+    header = b""
+
+    def __init__(
+        self, values: torch.Tensor, *, gate: threading.Event | None = None, cut_off: bool = False
+    ) -> None:
+        self._data = as_bytes(values.clone())
+        self.size = len(self._data)
+        self.started = threading.Event()
+        self._gate, self._cut_off = gate, cut_off
+
+    def read_into(self, target: memoryview) -> None:
+        half = self.size // 2
+        target[:half] = self._data[:half]
+        self.started.set()
+        if self._gate is not None:
+            assert self._gate.wait(10)
+        if self._cut_off:
+            raise ConnectionLost("cut off")
+        target[half:] = self._data[half:]
+
+
+def tensor(name: str, *shape: int, dtype: str = "float32", rule: Rule = Rule.GRADIENT) -> TensorSpec:
+    """A tensor; trained ones are in group 0."""
+    return TensorSpec(name, shape, dtype, rule, 0 if rule is Rule.GRADIENT else -1)
+
+
+def one_bucket(*tensors: TensorSpec) -> Layout:
+    """All tensors, of one rule and dtype, in one bucket."""
+    pieces = tuple(Piece(i, 0, t.elements) for i, t in enumerate(tensors))
+    return Layout(tensors, (Bucket(0, 0, tensors[0].dtype, tensors[0].rule, pieces),), 1)
+
+
+class Rig:
+    """A shard that is told what a coordinator would tell it."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        index: int = 0,
+        optimizer: str = "SGD",
+        settings: Settings = LR,
+        workers: Sequence[int] = (0, 1, 2),
+        deterministic: bool = False,
+    ) -> None:
+        self.layout = layout
+        self.shard = Shard(
+            layout, index, EPOCH, (optimizer, settings), deterministic=deterministic, trace=Trace(None, "")
+        )
+        self.settings = settings
+        self.workers = {worker: 10 + worker for worker in workers}
+        self.version = self.attempt = 0
+        self.shard.advance(0, 0, self.workers, None)
+        self.buckets = layout.of_shard(index)
+
+    def fill(self, bucket: int, values: torch.Tensor) -> None:
+        first, incarnation = next(iter(self.workers.items()))
+        self.shard.initialise(bucket, first, incarnation, Body(values))
+
+    def key(self, worker: int, bucket: int = 0, **change: int) -> PushKey:
+        """The push of `worker`'s step, whose incarnation is 10 + worker and number the version."""
+        values = {"incarnation": 10 + worker, "step": self.version, "version": self.version}
+        values |= {"epoch": EPOCH, "attempt": self.attempt}
+        return PushKey(worker=worker, bucket=bucket, **{**values, **change})
+
+    def push(
+        self,
+        worker: int,
+        values: torch.Tensor | Body,
+        *,
+        bucket: int = 0,
+        samples: int = 1,
+        present: Sequence[bool] = (),
+        **change: int,
+    ) -> bool:
+        body = values if isinstance(values, Body) else Body(values)
+        return self.shard.push(self.key(worker, bucket, **change), samples, present, body)
+
+    def application(self, *workers: int, samples: int) -> Application:
+        contributors = [(w, 10 + w, self.version) for w in workers]
+        return Application(self.attempt, contributors, samples, self.settings)
+
+    def commit(self, *workers: int, samples: int) -> None:
+        application = self.application(*workers, samples=samples)
+        self.shard.advance(self.version + 1, 0, self.workers, application)
+        self.version, self.attempt = self.version + 1, 0
+
+    def restart(self, *workers: int) -> None:
+        self.attempt += 1
+        self.workers = {worker: 10 + worker for worker in workers}
+        self.shard.advance(self.version, self.attempt, self.workers, None)
+
+    def values(self, bucket: int = 0) -> torch.Tensor:
+        return next(values for b, values in self.shard.values() if b.index == bucket).clone()
+
+
+def ones(count: int, value: float = 1.0) -> torch.Tensor:
+    return torch.full((count,), value)
+
+
+def refusal(future: Future[Any]) -> RefusalCode:
+    error = future.exception(10)
+    assert isinstance(error, Refused), error
+    return error.code

@@ -1,0 +1,98 @@
+"""A shard steps as torch's own optimizers do, whatever the cut into buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.codec import dtype_of
+from elastic_ps.core.partition import Bucket, Rule, TensorSpec, partition
+from elastic_ps.core.settings import ALLOWED, Settings, plain_group
+from tests.unit.shard_rig import Rig, one_bucket, ones, tensor
+
+VARIANTS: dict[str, list[Mapping[str, Any]]] = {
+    "SGD": [{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}, {"lr": 0.1}],
+    "Adam": [{"amsgrad": True, "betas": (0.8, 0.9)}, {"weight_decay": 0.1}],
+    "RMSprop": [{"centered": True, "momentum": 0.5}],
+}
+
+
+def cases() -> Iterator[Any]:
+    for name in ALLOWED:
+        for number, options in enumerate(VARIANTS.get(name, [{"lr": 0.05}])):
+            yield pytest.param(name, options, id=f"{name}-{number}")
+
+
+@pytest.mark.parametrize(("name", "options"), list(cases()))
+@pytest.mark.parametrize(("bucket_bytes", "shards"), [(4 * 1024 * 1024, 1), (600, 3)])
+def test_steps_are_those_of_torchs_own_optimizer_for_any_cut(
+    name: str, options: Mapping[str, Any], bucket_bytes: int, shards: int
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(13, 40), (40,), (), (5, 40, 2), (3,)]
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    groups = [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:]}]
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(groups, **options)
+    specs = [
+        TensorSpec(str(i), tuple(p.shape), "float32", Rule.GRADIENT, 0 if i < 2 else 1)
+        for i, p in enumerate(parameters)
+    ]
+    settings = Settings.from_json(
+        Settings(tuple(plain_group(g, i) for i, g in enumerate(optimizer.param_groups))).to_json()
+    )
+    layout = partition(specs, bucket_bytes=bucket_bytes, shards=shards)
+    rigs = [Rig(layout, index=s, optimizer=name, settings=settings, workers=(0, 1)) for s in range(shards)]
+
+    def part(tensors: Sequence[torch.Tensor], bucket: Bucket) -> torch.Tensor:
+        pieces = [tensors[p.tensor].detach().reshape(-1)[p.start : p.start + p.length] for p in bucket.pieces]
+        return torch.cat(pieces)
+
+    for rig in rigs:
+        for bucket in rig.buckets:
+            rig.fill(bucket.index, part(parameters, bucket))
+    for _ in range(6):
+        gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(2)]
+        for parameter, first, second in zip(parameters, *gradients, strict=True):
+            parameter.grad = (3 * first + second) / 4
+        optimizer.step()
+        for rig in rigs:
+            for worker, samples in ((0, 3), (1, 1)):
+                for bucket in rig.buckets:
+                    rig.push(worker, part(gradients[worker], bucket), bucket=bucket.index, samples=samples)
+            rig.commit(0, 1, samples=4)
+    for rig in rigs:
+        for bucket in rig.buckets:
+            torch.testing.assert_close(
+                rig.values(bucket.index), part(parameters, bucket), rtol=1e-4, atol=1e-5
+            )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_gradients_are_summed_in_single_precision(dtype: str) -> None:
+    """In half precision 1 + 2**-12 is 1, so the small gradients of many workers would be lost."""
+    workers = range(9)
+    rig = Rig(one_bucket(tensor("w", 4, dtype=dtype)), workers=workers)
+    for worker in workers:
+        value = 1.0 if worker == 0 else 2.0**-12
+        rig.push(worker, torch.full((4,), value, dtype=dtype_of(dtype)), samples=4096)
+    rig.commit(*workers, samples=9 * 4096)
+    expected = torch.full((4,), -(1 + 8 * 2.0**-12) / 9).to(dtype_of(dtype))
+    assert torch.equal(rig.values(), expected)
+
+
+def test_state_is_copied_and_complete() -> None:
+    settings = Settings(({"lr": 0.1},))
+    rig = Rig(one_bucket(tensor("a", 2), tensor("b", 3)), optimizer="Adam", settings=settings)
+    rig.push(0, ones(5))
+    rig.commit(0, samples=1)
+    entries = list(rig.shard.state())
+    assert {(e.tensor, e.key, e.scalar) for e in entries} == {
+        (t, key, key == "step") for t in (0, 1) for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    before = [e.value.clone() for e in entries]
+    rig.push(0, ones(5))
+    rig.commit(0, samples=1)
+    assert all(torch.equal(e.value, value) for e, value in zip(entries, before, strict=True))

@@ -1,0 +1,151 @@
+"""A shard under orders and pulls: what is applied when, and who gets what."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.codec import as_bytes
+from elastic_ps.core.partition import Rule, partition
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+from elastic_ps.server.orders import Application
+from elastic_ps.server.shard import Pulled, RestartedAs
+from tests.unit.shard_rig import LR, Rig, one_bucket, ones, tensor
+
+
+def test_nothing_is_applied_unless_the_sums_are_exactly_the_contributions() -> None:
+    rig = Rig(partition([tensor("a", 400), tensor("b", 400)], bucket_bytes=1600, shards=1))
+    assert len(rig.buckets) == 2
+    for bucket in rig.buckets:
+        rig.push(0, ones(400), bucket=bucket.index)
+    rig.push(1, ones(400), bucket=0)
+    wrong = [
+        rig.application(0, 1, samples=2),
+        rig.application(0, samples=1),
+        Application(1, [(0, 10, 0)], 1, LR),
+    ]
+    for application in wrong:
+        with pytest.raises(Refused) as refused:
+            rig.shard.advance(1, 0, rig.workers, application)
+        assert refused.value.code is RefusalCode.INVALID
+    assert rig.shard.version == 0
+    rig.push(1, ones(400), bucket=1)
+    rig.commit(0, 1, samples=2)
+    assert torch.equal(rig.values(0), ones(400, -1.0))
+
+
+def test_a_repeated_order_is_applied_once(threads: ThreadPoolExecutor) -> None:
+    """The call may be repeated while the first is still at work, when its answer takes too long."""
+    rig = Rig(partition([tensor(str(i), 50_000) for i in range(20)], bucket_bytes=200_000, shards=1))
+    for bucket in rig.buckets:
+        rig.push(0, ones(50_000), bucket=bucket.index)
+    application = rig.application(0, samples=1)
+    orders = [threads.submit(rig.shard.advance, 1, 0, rig.workers, application) for _ in range(8)]
+    for order in orders:
+        order.result(10)
+    rig.shard.advance(1, 0, rig.workers, application)
+    for bucket in rig.buckets:
+        assert torch.equal(rig.values(bucket.index), ones(50_000, -1.0))
+
+
+def test_an_order_that_comes_late_changes_nothing() -> None:
+    rig = Rig(one_bucket(tensor("w", 4)))
+    rig.push(0, ones(4))
+    rig.commit(0, samples=1)
+    rig.push(0, ones(4))
+    rig.shard.advance(0, 0, {2: 12}, None)
+    rig.shard.advance(0, 3, {2: 12}, None)
+    assert rig.shard.version == 1
+    assert not rig.push(0, ones(4)), "still in the sum"
+    rig.restart(0, 1)
+    rig.push(0, ones(4))
+    rig.shard.advance(1, 0, {2: 12}, None)
+    assert not rig.push(0, ones(4))
+
+
+def test_a_shard_without_the_version_does_not_go_on_with_what_it_has() -> None:
+    rig = Rig(one_bucket(tensor("w", 4)))
+    for apply in (None, Application(0, [], 1, LR)):
+        with pytest.raises(Refused, match="version 0, told to go on from") as refused:
+            rig.shard.advance(5, 0, rig.workers, apply)
+        assert refused.value.code is RefusalCode.NOT_READY
+    assert rig.shard.version == 0
+
+
+def test_settings_of_a_round_are_used_from_it_on() -> None:
+    rig = Rig(one_bucket(tensor("w", 4)))
+    for lr in (1.0, 0.5):
+        rig.settings = Settings(({"lr": lr},))
+        rig.push(0, ones(4))
+        rig.commit(0, samples=1)
+    assert torch.equal(rig.values(), ones(4, -1.5))
+
+
+def test_an_optimizer_that_cannot_be_built_is_refused_in_words() -> None:
+    with pytest.raises(InvalidModel, match="LBFGS"):
+        Rig(one_bucket(tensor("w", 4)), optimizer="LBFGS")
+
+
+def pull(rig: Rig, version: int, **options: Any) -> list[Pulled | RestartedAs | None]:
+    """Pull all buckets; the values are copied at once."""
+    options = {"attempt": None, "contributor": False, **options}
+    numbers = [bucket.index for bucket in rig.layout.pull_order]
+    return list(rig.shard.pull(numbers, version, **options))
+
+
+def test_a_pull_waits_for_its_version(threads: ThreadPoolExecutor) -> None:
+    rig = Rig(one_bucket(tensor("w", 4)))
+    pulled = threads.submit(pull, rig, 1, contributor=True, attempt=0)
+    rig.push(0, ones(4))
+    assert not pulled.done()
+    rig.commit(0, samples=1)
+    (item,) = pulled.result(10)
+    assert isinstance(item, Pulled)
+    assert item.version == 1
+    assert bytes(item.data) == bytes(as_bytes(ones(4, -1.0)))
+
+
+def test_a_pull_that_waits_is_told_that_the_round_starts_again(threads: ThreadPoolExecutor) -> None:
+    rig = Rig(one_bucket(tensor("w", 4)))
+    pulled = threads.submit(pull, rig, 1, contributor=True, attempt=0)
+    watching = threads.submit(pull, rig, 1)
+    rig.restart(0)
+    assert pulled.result(10) == [RestartedAs(1)]
+    assert pull(rig, 1, contributor=True, attempt=0) == [RestartedAs(1)], "also who asks afterwards"
+    rig.push(0, ones(4))
+    rig.commit(0, samples=1)
+    assert isinstance(watching.result(10)[0], Pulled), "who takes no part is not told"
+
+
+def test_a_pull_for_which_nothing_happens_says_so(short_wait: None) -> None:
+    assert pull(Rig(one_bucket(tensor("w", 4))), 1) == [None]
+
+
+def test_a_copy_stays_as_it_was_and_a_contributor_gets_the_memory_itself() -> None:
+    rig = Rig(one_bucket(tensor("w", 4)))
+    (copy,), (live,) = pull(rig, 0), pull(rig, 0, contributor=True)
+    rig.push(0, ones(4))
+    rig.commit(0, samples=1)
+    assert isinstance(copy, Pulled)
+    assert isinstance(live, Pulled)
+    assert bytes(copy.data) == bytes(16)
+    assert bytes(live.data) == bytes(as_bytes(ones(4, -1.0)))
+
+
+def test_who_joins_later_gets_frozen_parameters_too(short_wait: None) -> None:
+    tensors = [tensor("body", 4, rule=Rule.CONSTANT), tensor("head", 4)]
+    rig = Rig(partition(tensors, bucket_bytes=1024, shards=1))
+    rig.fill(1, ones(4, 5.0))
+    rig.push(0, ones(4))
+    rig.commit(0, samples=1)
+    items = pull(rig, 1)
+    assert [item.version for item in items if isinstance(item, Pulled)] == [1, 1]
+
+
+def test_a_pull_of_another_shards_bucket_is_refused() -> None:
+    with pytest.raises(Refused, match="bucket 3 is not on shard 0"):
+        list(Rig(one_bucket(tensor("w", 4))).shard.pull([3], 0, attempt=None, contributor=False))

@@ -1,0 +1,116 @@
+"""What a shard makes of pushes: the mean weighted by samples, in any order and in any precision."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from elastic_ps.core.partition import Rule, partition
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import RefusalCode, Refused
+from tests.unit.shard_rig import Rig, one_bucket, ones, refusal, tensor
+
+
+def test_a_round_is_the_mean_weighted_by_samples() -> None:
+    rig = Rig(one_bucket(tensor("w", 4)))
+    rig.fill(0, ones(4, 10.0))
+    for worker, (gradient, samples) in enumerate([(1.0, 6), (4.0, 3), (-2.0, 1)]):
+        assert rig.push(worker, ones(4, gradient), samples=samples)
+    rig.commit(0, 1, 2, samples=10)
+    assert torch.equal(rig.values(), ones(4, 10.0 - (6 + 12 - 2) / 10))
+
+
+def test_a_round_does_not_begin_with_what_the_last_one_left() -> None:
+    rig = Rig(one_bucket(tensor("w", 4)))
+    for gradient in (1.0, 2.0):
+        rig.push(0, ones(4, gradient))
+        rig.commit(0, samples=1)
+    assert torch.equal(rig.values(), ones(4, -3.0))
+
+
+def test_pushes_of_many_threads_are_all_added(threads: ThreadPoolExecutor) -> None:
+    workers = range(10)
+    rig = Rig(one_bucket(tensor("w", 1000)), workers=workers)
+    for _ in range(5):
+        before = rig.values()
+        added = [threads.submit(rig.push, w, ones(1000, float(w)), samples=w + 1) for w in workers]
+        again = [threads.submit(rig.push, w, ones(1000, float(w)), samples=w + 1) for w in workers]
+        assert sum(f.result(10) for f in [*added, *again]) == len(workers), "each is added once"
+        rig.commit(*workers, samples=55)
+        assert torch.equal(rig.values(), before - sum(w * (w + 1) for w in workers) / 55)
+
+
+def test_counters_take_the_maximum_and_running_statistics_the_mean() -> None:
+    tensors = (
+        tensor("count", 2, dtype="int64", rule=Rule.MAXIMUM),
+        tensor("mean", 2, rule=Rule.MEAN),
+        tensor("frozen", 2, rule=Rule.CONSTANT),
+        tensor("flag", 2, dtype="bool", rule=Rule.MAXIMUM),
+    )
+    layout = partition(tensors, bucket_bytes=1024, shards=1)
+    rig = Rig(layout, workers=(0, 1))
+    number = {bucket.pieces[0].tensor: bucket.index for bucket in layout.buckets}
+    rig.fill(number[2], ones(2, 7.0))
+    rig.fill(number[0], torch.tensor([99, 99]))
+    for worker in (0, 1):
+        rig.push(worker, torch.tensor([3 + worker, 2**40 - worker]), bucket=number[0], samples=5)
+        rig.push(worker, ones(2, float(worker)), bucket=number[1], samples=1 + 2 * worker)
+        rig.push(worker, torch.tensor([worker == 1, False]), bucket=number[3])
+    with pytest.raises(Refused, match="CONSTANT"):
+        rig.push(0, ones(2), bucket=number[2])
+    rig.commit(0, 1, samples=4)
+    assert rig.values(number[0]).tolist() == [4, 2**40]
+    assert rig.values(number[1]).tolist() == [0.75, 0.75]
+    assert rig.values(number[2]).tolist() == [7.0, 7.0]
+    assert rig.values(number[3]).tolist() == [True, False]
+
+
+def test_a_parameter_without_any_gradient_is_left_alone() -> None:
+    """As torch does with grad None: no weight decay, no momentum, no state."""
+    settings = Settings(({"lr": 1.0, "momentum": 0.9, "weight_decay": 0.5},))
+    rig = Rig(one_bucket(tensor("a", 2), tensor("b", 2)), settings=settings, workers=(0, 1))
+    rig.fill(0, ones(4, 8.0))
+    for worker in (0, 1):
+        rig.push(worker, torch.tensor([1.0, 1.0, 0.0, 0.0]), present=[True, False])
+    rig.commit(0, 1, samples=2)
+    assert rig.values().tolist() == [3.0, 3.0, 8.0, 8.0]
+    assert {entry.tensor for entry in rig.shard.state()} == {0}
+    rig.push(0, torch.tensor([0.0, 0.0, 0.0, 0.0]), present=[False, False])
+    rig.push(1, torch.tensor([0.0, 0.0, 2.0, 2.0]), present=[False, True])
+    rig.commit(0, 1, samples=2)
+    assert rig.values().tolist() == [3.0, 3.0, 3.0, 3.0], "0.5 * 8 + 2 / 2 for who has one gradient of two"
+
+
+def test_in_deterministic_mode_sums_agree_to_the_bit_in_any_order_of_arrival(
+    threads: ThreadPoolExecutor,
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(500, generator=generator) * 10.0**w for w in range(5)]
+    results = []
+    for arrivals in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 4, 0, 3, 1]):
+        rig = Rig(one_bucket(tensor("w", 500)), workers=range(5), deterministic=True)
+        pushes = [threads.submit(rig.push, w, gradients[w], samples=w + 1) for w in arrivals]
+        assert all(push.result(10) for push in pushes)
+        rig.commit(*range(5), samples=15)
+        results.append(rig.values())
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.usefixtures("short_wait")
+def test_in_deterministic_mode_a_long_wait_does_not_change_the_order() -> None:
+    rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1), deterministic=True)
+    with pytest.raises(Refused, match="turn") as refused:
+        rig.push(1, ones(4))
+    assert refused.value.code is RefusalCode.NOT_READY
+    assert rig.push(0, ones(4))
+    assert rig.push(1, ones(4))
+
+
+def test_in_deterministic_mode_nobody_waits_for_who_has_vanished(threads: ThreadPoolExecutor) -> None:
+    rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1), deterministic=True)
+    waiting = threads.submit(rig.push, 1, ones(4), attempt=0)
+    rig.restart(1)
+    assert refusal(waiting) is RefusalCode.STALE_ATTEMPT
+    assert rig.push(1, ones(4))
