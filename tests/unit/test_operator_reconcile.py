@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.cluster import with_refusals
-from elastic_operator.plan import Create, DeleteJob, DeletePod, Options, Plan
+from elastic_operator.plan import Create, DeleteJob, DeletePod, Options, Plan, stamp
 from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import read_server_status, read_status
@@ -285,6 +285,23 @@ def test_pod_of_a_lost_node_is_removed_by_force() -> None:
     simulation.now += timedelta(minutes=10)
     forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
     assert [(a.name, a.force) for a in forced] == [("digits-worker-0", True)]
+
+
+def test_pod_whose_processes_have_ended_is_not_waited_for() -> None:
+    """A kubelet may keep a pod for a minute after its last process has ended."""
+    simulation = running(worker={"replicas": 2})
+    for name in ("digits-worker-0", "digits-worker-1", "digits-ps-0"):
+        simulation.pods[name]["metadata"]["deletionTimestamp"] = stamp(simulation.now + timedelta(seconds=60))
+    simulation.end("digits-worker-0", 137)
+    simulation.end("digits-worker-1", 137)
+    sidecar = {"name": "sidecar", "state": {"running": {}}}
+    simulation.pods["digits-worker-1"]["status"]["containerStatuses"].append(sidecar)
+    forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
+    assert [(a.name, a.force) for a in forced] == [("digits-worker-0", True)]
+    lost = {"state": {"waiting": {}}, "lastState": {"terminated": {"reason": "ContainerStatusUnknown"}}}
+    simulation.pods["digits-ps-0"]["status"]["containerStatuses"] = [lost]
+    forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
+    assert [a.name for a in forced] == ["digits-ps-0", "digits-worker-0"]
 
 
 def test_fields_of_other_versions_are_dropped() -> None:
