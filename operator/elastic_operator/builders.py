@@ -38,12 +38,16 @@ def fixed_part(spec: TrainingJobSpec) -> Manifest:
     server = document["parameterServer"]
     fixed["parameterServer"] = {name: server[name] for name in FIXED_PS_FIELDS}
     fixed["parameterServer"]["checkpoint"] = {"volumeClaim": server["checkpoint"]["volumeClaim"]}
+    if spec.consistency.deterministic:
+        fixed["worker"] = {"replicas": spec.worker.replicas}
     return fixed
 
 
 def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest:
     """`spec` as a document, with the fields of `fixed` in the place of its own."""
-    merged = {**spec, **{name: value for name, value in fixed.items() if name != "parameterServer"}}
+    merged = {**spec, **{name: fixed[name] for name in FIXED_FIELDS}}
+    if "worker" in fixed:
+        merged["worker"] = {**(spec.get("worker") or {}), **fixed["worker"]}
     server = dict(spec.get("parameterServer") or {})
     checkpoint = {**(server.get("checkpoint") or {}), **fixed["parameterServer"]["checkpoint"]}
     merged["parameterServer"] = {**server, **fixed["parameterServer"], "checkpoint": checkpoint}

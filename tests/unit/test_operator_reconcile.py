@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -237,6 +238,29 @@ def test_running_job_keeps_what_it_trains_and_goes_to_the_bound() -> None:
         e["name"]: e["value"] for e in simulation.pods["digits-worker-1"]["spec"]["containers"][0]["env"]
     }
     assert "examples.digits.train:main" in variables["ELASTIC_PS_SPEC"]
+
+
+@pytest.mark.parametrize("replicas", [1, 4, 9])
+def test_deterministic_job_keeps_its_workers(replicas: int) -> None:
+    simulation = running(worker={"replicas": 3, "maxReplicas": 8}, consistency={"deterministic": True})
+    simulation.scale(replicas)
+    simulation.settle()
+    assert len(simulation.workers()) == 3
+    assert simulation.status["phase"] == "Running"
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "SpecNotFollowed")
+    assert degraded["message"].startswith(f"worker.replicas {replicas} has no effect")
+    assert "maxReplicas" not in degraded["message"]
+    assert "DegradedSpecNotFollowed" in simulation.notes.values()
+    for name in ("digits-ps-0", "digits-worker-2"):
+        del simulation.pods[name]
+    simulation.settle()
+    for name in ("digits-ps-0", "digits-worker-2"):
+        variables = {e["name"]: e["value"] for e in simulation.pods[name]["spec"]["containers"][0]["env"]}
+        assert json.loads(variables["ELASTIC_PS_SPEC"])["worker"]["replicas"] == 3
+    simulation.scale(3)
+    simulation.settle()
+    assert simulation.condition("Degraded")["status"] == "False"
 
 
 def test_parameter_server_that_was_evicted_comes_back() -> None:
