@@ -43,6 +43,11 @@ PREFIX = "ELASTIC_PS_"
 DEFAULT_PORT = 2222
 DEFAULT_HTTP_PORT = 8080
 
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+"""How many threads a process computes with; unset, torch takes one for each core of the machine.
+
+Whoever starts processes shares the cores out by them, unless a person has set the first."""
+
 Role = Literal["ps", "standby", "worker"]
 Resume = Literal["no", "auto", "require"]
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from elastic_operator import names
-from elastic_ps.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, ProcessEnvironment, Role
+from elastic_ps.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, THREAD_VARIABLES, ProcessEnvironment, Role
 from elastic_ps.job import API_VERSION, KIND, TrainingJobSpec
 
 Manifest: TypeAlias = dict[str, Any]
@@ -24,6 +25,7 @@ USER_ID = 65532
 WORKER_GRACE_SECONDS = 60
 PS_GRACE_SECONDS = 120
 _MERGE_KEYS = ("name", "mountPath", "containerPort", "key", "ip", "topologyKey")
+_CPU = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m?)")
 _PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 FIXED_FIELDS = ("entrypoint", "arguments", "consistency", "compression", "data")
 FIXED_PS_FIELDS = ("replicas", "bucketBytes")
@@ -36,12 +38,16 @@ def fixed_part(spec: TrainingJobSpec) -> Manifest:
     server = document["parameterServer"]
     fixed["parameterServer"] = {name: server[name] for name in FIXED_PS_FIELDS}
     fixed["parameterServer"]["checkpoint"] = {"volumeClaim": server["checkpoint"]["volumeClaim"]}
+    if spec.consistency.deterministic:
+        fixed["worker"] = {"replicas": spec.worker.replicas}
     return fixed
 
 
 def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest:
     """`spec` as a document, with the fields of `fixed` in the place of its own."""
-    merged = {**spec, **{name: value for name, value in fixed.items() if name != "parameterServer"}}
+    merged = {**spec, **{name: fixed[name] for name in FIXED_FIELDS}}
+    if "worker" in fixed:
+        merged["worker"] = {**(spec.get("worker") or {}), **fixed["worker"]}
     server = dict(spec.get("parameterServer") or {})
     checkpoint = {**(server.get("checkpoint") or {}), **fixed["parameterServer"]["checkpoint"]}
     merged["parameterServer"] = {**server, **fixed["parameterServer"], "checkpoint": checkpoint}
@@ -114,15 +120,32 @@ def pod(job: Mapping[str, Any], spec: TrainingJobSpec, role: Role, index: int) -
     template = spec.parameter_server.template if role == "ps" else spec.worker.template
     pod_spec = merge(_default_pod_spec(name, spec, role, index), template.get("spec") or {})
     pod_spec["restartPolicy"] = "Always" if role == "ps" else "Never"
-    given = template.get("metadata")
-    extra: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    more = template.get("metadata")
+    extra: Mapping[str, Any] = more if isinstance(more, Mapping) else {}
     metadata = _metadata(job, names.pod(name, role, index), names.pod_labels(name, role, index))
     metadata["labels"] = {**(extra.get("labels") or {}), **metadata["labels"]}
     metadata["annotations"] = dict(extra.get("annotations") or {})
     for container in pod_spec["containers"]:
         if container["name"] == names.CONTAINER[role]:
-            container["env"] = _contract(name, spec, role, index, container.get("env") or [])
+            given = with_threads(container.get("env") or [], container.get("resources") or {})
+            container["env"] = _contract(name, spec, role, index, given)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
+
+
+def with_threads(variables: list[Manifest], resources: Mapping[str, Any]) -> list[Manifest]:
+    """A container's variables, with as many threads as its CPU limit, else its request, has whole cores.
+
+    At least one. What `variables` say already stays, and where OMP_NUM_THREADS is among them, or neither a
+    limit nor a request is given, nothing is added.
+    """
+    set_already = {item["name"] for item in variables}
+    amounts = (str((resources.get(kind) or {}).get("cpu", "")) for kind in ("limits", "requests"))
+    cpu = next((match for amount in amounts if (match := _CPU.fullmatch(amount))), None)
+    if cpu is None or "OMP_NUM_THREADS" in set_already:
+        return variables
+    threads = str(max(1, int(float(cpu[1]) / (1000 if cpu[2] else 1))))
+    added = [{"name": name, "value": threads} for name in THREAD_VARIABLES if name not in set_already]
+    return [*variables, *added]
 
 
 def event(job: Mapping[str, Any], *, name: str, kind: str, reason: str, message: str, now: str) -> Manifest:

@@ -187,6 +187,13 @@ def _add_rules(spec: Schema) -> None:
             "message": "worker.replicas is above worker.maxReplicas",
         },
     ]
+    spec["x-kubernetes-validations"] = [
+        {
+            "rule": "!oldSelf.consistency.deterministic || self.worker.replicas == oldSelf.worker.replicas",
+            "message": "worker.replicas cannot change with consistency.deterministic: "
+            "each worker has a fixed share of the records",
+        }
+    ]
     for name in ("entrypoint", "consistency", "compression", "data"):
         fields[name]["x-kubernetes-validations"] = [_immutable(name)]
     server = fields["parameterServer"]["properties"]

@@ -47,11 +47,14 @@ def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
         ) from None
     document = dict(job.get("spec") or {})
     ignored: list[str] = []
-    if observed.services:
-        document = _clamp(document, ignored)
     recorded = observed.services.get(names.service(name, 0))
-    if recorded:
-        document = _keep_fixed(document, json.loads(recorded), ignored)
+    fixed = json.loads(recorded) if recorded else {}
+    if "worker" in fixed:
+        document = _keep_workers(document, fixed["worker"]["replicas"], ignored)
+    elif observed.services:
+        document = _clamp(document, ignored)
+    if fixed:
+        document = _keep_fixed(document, fixed, ignored)
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec)
     return Desired(name=name, spec=spec, replicas=spec.worker.replicas, ignored=tuple(ignored))
@@ -69,6 +72,19 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     if changed:
         ignored.append(f"{', '.join(changed)} cannot change during a run; create a new job for that")
     return kept
+
+
+def _keep_workers(document: dict[str, Any], replicas: int, ignored: list[str]) -> dict[str, Any]:
+    """The records of a deterministic job are shared out over the workers that it was started with."""
+    worker = document.get("worker") or {}
+    asked = worker.get("replicas", 1)
+    if asked == replicas:
+        return document
+    ignored.append(
+        f"worker.replicas {asked} has no effect: with consistency.deterministic each worker has a fixed "
+        f"share of the records, so the job keeps the {replicas} that it was started with"
+    )
+    return {**document, "worker": {**worker, "replicas": replicas}}
 
 
 def _clamp(document: dict[str, Any], ignored: list[str]) -> dict[str, Any]:

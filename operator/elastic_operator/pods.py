@@ -31,6 +31,7 @@ _IMAGE_REASONS = {
     "ImageInspectError",
 }
 _CONFIG_REASONS = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+_NOT_FOUND = "ContainerStatusUnknown"
 _CANNOT_START = {"StartError", "ContainerCannotRun"}
 _KILLED_AS = {
     "Evicted": "was evicted",
@@ -60,6 +61,8 @@ class Pod:
         deleting: when its grace period ends, once its deletion has been asked for.
         ending: how it ended; None while it may still run. Of the PS, which is started again in place,
             only `invalid` is looked at while it lives.
+        stopped: all its containers have terminated, sidecars too. Of a pod that is being deleted none is
+            started again.
         problem: why it ended or cannot start, in words.
         started, ended: when its container did.
         address: its IP.
@@ -72,6 +75,7 @@ class Pod:
     ready: bool = False
     deleting: datetime | None = None
     ending: Ending | None = None
+    stopped: bool = False
     problem: Problem | None = None
     started: datetime | None = None
     ended: datetime | None = None
@@ -115,6 +119,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         ready=_condition(status, "Ready").get("status") == "True",
         deleting=parse_time(metadata.get("deletionTimestamp")),
         ending=ending,
+        stopped=_stopped(status),
         problem=problem,
         started=parse_time(started),
         ended=parse_time(terminated.get("finishedAt")),
@@ -125,6 +130,16 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
 def _main_container(manifest: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     statuses = (manifest.get("status") or {}).get("containerStatuses") or []
     return next((status for status in statuses if status.get("name") == name), {})
+
+
+def _stopped(status: Mapping[str, Any]) -> bool:
+    def gone(container: Mapping[str, Any]) -> bool:
+        last = (container.get("lastState") or {}).get("terminated") or {}
+        # The kubelet's word for a container that it no longer finds, and says to be waiting.
+        return "terminated" in (container.get("state") or {}) or last.get("reason") == _NOT_FOUND
+
+    containers = status.get("containerStatuses") or []
+    return bool(containers) and all(map(gone, [*(status.get("initContainerStatuses") or []), *containers]))
 
 
 def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

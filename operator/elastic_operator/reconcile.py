@@ -161,7 +161,7 @@ def _suspended(
     deletable = [pod for pod in workers if not pod.over or pod.uid in old.worker.counted_pods]
     leaving = deletable if workers else observed.of("ps")
     actions: list[Action] = [DeletePod(p.name, p.uid, reason) for p in leaving if p.deleting is None]
-    actions += _stuck(observed, now, options)
+    actions += _lingering(observed, now, options)
     rest = [*workers, *observed.of("ps")]
     if rest:
         why = Problem("Stopping", f"{len(rest)} pods have not ended yet")
@@ -241,7 +241,7 @@ def _workers(
                 yield DeletePod(pod.name, pod.uid, "it has ended and is replaced")
         elif index >= desired.replicas:
             yield DeletePod(pod.name, pod.uid, f"scaled down to {desired.replicas} workers")
-    yield from _stuck(observed, now, options)
+    yield from _lingering(observed, now, options)
 
 
 def _create(job: Mapping[str, Any], desired: Desired, role: Role, index: int, reason: str) -> Create:
@@ -253,10 +253,17 @@ def _create(job: Mapping[str, Any], desired: Desired, role: Role, index: int, re
     )
 
 
-def _stuck(observed: Observed, now: datetime, options: Options) -> Iterator[Action]:
-    """Pods whose node does not answer. Their old processes, should they live, are fenced off by the PS."""
+def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[Action]:
+    """Pods on their way out that nobody has to wait for, though they still have their names.
+
+    Either their processes have ended, and the kubelet takes its time to tidy up (until its next round, which
+    may be a minute away), or their node does not answer; their processes, should they live, are fenced off
+    by the PS.
+    """
     for pod in observed.pods:
-        if pod.deleting is not None and now - pod.deleting > options.force_after:
+        if pod.deleting is not None and pod.stopped:
+            yield DeletePod(pod.name, pod.uid, "its processes have ended", force=True)
+        elif pod.deleting is not None and now - pod.deleting > options.force_after:
             yield DeletePod(pod.name, pod.uid, "its node does not confirm that it ended", force=True)
 
 

@@ -151,6 +151,18 @@ class Jobs:
             if "deletionTimestamp" not in item["metadata"]
         }
 
+    def wait_replaced(
+        self, name: str, pod: str, before: Mapping[str, tuple[str, int]], *, timeout: timedelta = LIMIT
+    ) -> None:
+        """Wait until there is another pod of that name than in `before`, which `identities` gave."""
+        old = before[pod]
+        wait_for(
+            lambda: self.identities(name).get(pod, old)[0] != old[0],
+            what=f"{pod} is replaced",
+            timeout=timeout,
+            explain=lambda: str(self.job(name).get("status")),
+        )
+
     def condition(self, name: str, kind: str) -> dict[str, Any]:
         conditions = self.job(name).get("status", {}).get("conditions", [])
         found: dict[str, Any] = next((c for c in conditions if c["type"] == kind), {})

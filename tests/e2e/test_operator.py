@@ -92,6 +92,21 @@ def test_scale_up_and_down_restarts_nobody(jobs: Jobs, operator: OperatorProcess
     assert (status["failures"], status["restarts"]) == (0, 0)
 
 
+def test_watches_alone_tell_of_every_change(jobs: Jobs, idle: OperatorProcess) -> None:
+    """Nothing is listed and no job looked at again for an hour, and the workers do not end by themselves."""
+    idle.start("--resync=1h", "--poll=1h")
+    deaf = ["python3", "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(9999)"]
+    jobs.apply("watch", command=deaf)
+    jobs.wait_status("watch", phase="Running", workers="2/2")
+    before = jobs.identities("watch")
+    jobs.kubectl("delete", "pod", "watch-worker-1", "--wait=false")
+    jobs.wait_replaced("watch", "watch-worker-1", before)
+    jobs.wait_status("watch", phase="Running", workers="2/2")
+    jobs.patch("watch", {"runPolicy": {"suspend": True}})
+    jobs.wait_status("watch", phase="Suspended")
+    assert jobs.pods("watch") == {}
+
+
 def test_killed_between_any_two_writes(jobs: Jobs, idle: OperatorProcess) -> None:
     """Each start ends after one more write, so that the operator dies after every write there is."""
     jobs.apply("killed", parameterServer=CLAIM, worker={"replicas": 3})
@@ -213,11 +228,9 @@ def test_worker_that_is_killed_is_replaced(
 
     jobs.apply("kill", worker={"replicas": 1})
     jobs.wait_status("kill", phase="Running")
-    old = jobs.identities("kill")["kill-worker-0"]
+    before = jobs.identities("kill")
     os.kill(local_cluster.pod_pid("kill-worker-0", namespace=jobs.namespace), signal.SIGKILL)
-    wait_for(
-        lambda: jobs.identities("kill").get("kill-worker-0", old) != old, what="a replacement", timeout=LIMIT
-    )
+    jobs.wait_replaced("kill", "kill-worker-0", before)
     jobs.wait_status("kill", phase="Running", workers="1/1")
     status = jobs.job("kill")["status"]["worker"]
     assert (status["failures"], status["restarts"]) == (0, 1)

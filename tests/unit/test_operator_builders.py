@@ -87,6 +87,36 @@ def test_the_template_is_merged_and_cannot_break_what_is_relied_on() -> None:
     assert "valueFrom" in variables["SECRET"]
 
 
+@pytest.mark.parametrize(
+    ("resources", "threads"),
+    [
+        ({"limits": {"cpu": "4"}, "requests": {"cpu": "1"}}, "4"),
+        ({"limits": {"memory": "1Gi"}, "requests": {"cpu": 3}}, "3"),
+        ({"limits": {"cpu": "2500m"}}, "2"),
+        ({"requests": {"cpu": "100m"}}, "1"),
+        ({"limits": {"cpu": 1.5}}, "1"),
+        ({"limits": {"memory": "1Gi"}}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("role", ["ps", "worker"])
+def test_as_many_threads_as_cores(role: env.Role, resources: dict[str, Any], threads: str | None) -> None:
+    template = {"spec": {"containers": [{"name": names.CONTAINER[role], "resources": resources}]}}
+    built = container(build(role, parameterServer={"template": template}, worker={"template": template}))
+    variables = {item["name"]: item["value"] for item in built["env"]}
+    assert [variables.get(name) for name in env.THREAD_VARIABLES] == [threads] * 3
+
+
+def test_threads_that_a_person_has_set_stay() -> None:
+    limit: dict[str, Any] = {"limits": {"cpu": "4"}}
+    own = {"name": "OMP_NUM_THREADS", "value": "2"}
+    assert builders.with_threads([own], limit) == [own]
+    other = {"name": "MKL_NUM_THREADS", "valueFrom": {"configMapKeyRef": {"name": "c", "key": "k"}}}
+    variables = builders.with_threads([other], limit)
+    assert variables[0] == other
+    assert sorted(item["name"] for item in variables) == sorted(env.THREAD_VARIABLES)
+
+
 def test_an_empty_probe_removes_the_default() -> None:
     probes: dict[str, Any] = {
         "containers": [{"name": "parameter-server", "livenessProbe": {}, "startupProbe": None}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import timedelta
 from typing import Any
 
@@ -258,6 +259,29 @@ def test_running_job_keeps_what_it_trains_and_goes_to_the_bound() -> None:
     assert "examples.digits.train:main" in variables["ELASTIC_PS_SPEC"]
 
 
+@pytest.mark.parametrize("replicas", [1, 4, 9])
+def test_deterministic_job_keeps_its_workers(replicas: int) -> None:
+    simulation = running(worker={"replicas": 3, "maxReplicas": 8}, consistency={"deterministic": True})
+    simulation.scale(replicas)
+    simulation.settle()
+    assert len(simulation.workers()) == 3
+    assert simulation.status["phase"] == "Running"
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "SpecNotFollowed")
+    assert degraded["message"].startswith(f"worker.replicas {replicas} has no effect")
+    assert "maxReplicas" not in degraded["message"]
+    assert "DegradedSpecNotFollowed" in simulation.notes.values()
+    for name in ("digits-ps-0", "digits-worker-2"):
+        del simulation.pods[name]
+    simulation.settle()
+    for name in ("digits-ps-0", "digits-worker-2"):
+        variables = {e["name"]: e["value"] for e in simulation.pods[name]["spec"]["containers"][0]["env"]}
+        assert json.loads(variables["ELASTIC_PS_SPEC"])["worker"]["replicas"] == 3
+    simulation.scale(3)
+    simulation.settle()
+    assert simulation.condition("Degraded")["status"] == "False"
+
+
 def test_parameter_server_that_was_evicted_comes_back() -> None:
     simulation = running()
     simulation.pods["digits-ps-0"]["status"] = {"phase": "Failed", "reason": "Evicted", "message": "disk"}
@@ -304,6 +328,23 @@ def test_pod_of_a_lost_node_is_removed_by_force() -> None:
     simulation.now += timedelta(minutes=10)
     forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
     assert [(a.name, a.force) for a in forced] == [("digits-worker-0", True)]
+
+
+def test_pod_whose_processes_have_ended_is_not_waited_for() -> None:
+    """A kubelet may keep a pod for a minute after its last process has ended."""
+    simulation = running(worker={"replicas": 2})
+    for name in ("digits-worker-0", "digits-worker-1", "digits-ps-0"):
+        simulation.pods[name]["metadata"]["deletionTimestamp"] = stamp(simulation.now + timedelta(seconds=60))
+    simulation.end("digits-worker-0", 137)
+    simulation.end("digits-worker-1", 137)
+    sidecar = {"name": "sidecar", "state": {"running": {}}}
+    simulation.pods["digits-worker-1"]["status"]["containerStatuses"].append(sidecar)
+    forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
+    assert [(a.name, a.force) for a in forced] == [("digits-worker-0", True)]
+    lost = {"state": {"waiting": {}}, "lastState": {"terminated": {"reason": "ContainerStatusUnknown"}}}
+    simulation.pods["digits-ps-0"]["status"]["containerStatuses"] = [lost]
+    forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
+    assert [a.name for a in forced] == ["digits-ps-0", "digits-worker-0"]
 
 
 def test_fields_of_other_versions_are_dropped() -> None:
