@@ -190,7 +190,14 @@ def _add_rules(spec: Schema) -> None:
     for name in ("entrypoint", "consistency", "compression", "data"):
         fields[name]["x-kubernetes-validations"] = [_immutable(name)]
     server = fields["parameterServer"]["properties"]
-    for name in ("replicas", "bucketBytes"):
+    server["checkpoint"]["properties"]["volumeClaim"].pop("nullable")
+    fields["parameterServer"]["x-kubernetes-validations"] = [
+        {
+            "rule": "self.durability != 'standby' || has(self.checkpoint.volumeClaim)",
+            "message": "durability standby needs checkpoint.volumeClaim, which a shard and its standby share",
+        }
+    ]
+    for name in ("replicas", "bucketBytes", "durability"):
         server[name]["x-kubernetes-validations"] = [_immutable(f"parameterServer.{name}")]
 
 

@@ -54,6 +54,7 @@ def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
         document = _keep_fixed(document, json.loads(recorded), ignored)
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec)
+    _check_claim(spec)
     return Desired(name=name, spec=spec, replicas=spec.worker.replicas, ignored=tuple(ignored))
 
 
@@ -65,7 +66,10 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     except InvalidJob as error:
         ignored.append(f"the spec cannot be followed: {error}")
         return kept
-    changed = [field for field in (*builders.FIXED_FIELDS, "parameterServer") if asked[field] != fixed[field]]
+    changed = [field for field in builders.FIXED_FIELDS if asked[field] != fixed[field]]
+    before, after = fixed["parameterServer"], asked["parameterServer"]
+    fields = sorted(before.keys() | after.keys())
+    changed += [f"parameterServer.{field}" for field in fields if after.get(field) != before.get(field)]
     if changed:
         ignored.append(f"{', '.join(changed)} cannot change during a run; create a new job for that")
     return kept
@@ -96,3 +100,12 @@ def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec) -> None:
             raise InvalidJob(f"spec.{field}.template is not a PodTemplateSpec: {error!r}") from error
         if not all(images):
             raise InvalidJob(f"spec.image is missing, and spec.{field}.template names none for its container")
+
+
+def _check_claim(spec: TrainingJobSpec) -> None:
+    """Raise InvalidJob where a shard and its standby would not see the same checkpoints."""
+    if builders.has_standbys(spec) and spec.parameter_server.checkpoint.volume_claim is None:
+        raise InvalidJob(
+            "spec.parameterServer.durability standby needs spec.parameterServer.checkpoint.volumeClaim: "
+            "a shard and its standby share the checkpoints"
+        )
