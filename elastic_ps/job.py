@@ -82,6 +82,10 @@ class VolumeClaim(_Model):
 
     storage: str = Field(default="1Gi", pattern=r"^[0-9]+(\.[0-9]+)?([EPTGM]i?|Ki|k)?$")
     storage_class_name: str | None = Field(default=None, description="The cluster's default if unset.")
+    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] | None = Field(
+        default=None,
+        description="ReadWriteOnce if unset; ReadWriteMany lets a standby have a node of its own.",
+    )
 
 
 class Checkpoint(_Model):
@@ -96,7 +100,11 @@ class Checkpoint(_Model):
         default=None, description="A directory, for local runs; on a cluster the volume is used."
     )
     volume_claim: VolumeClaim | None = Field(
-        default=None, description="On a cluster: the claim to create. Unset: an emptyDir, lost with the pod."
+        default=None,
+        description=(
+            "On a cluster: the claim to create, which all servers mount. With one server it may be left out: "
+            "then an emptyDir is used, which is lost with the pod."
+        ),
     )
 
 
@@ -303,6 +311,10 @@ class WorkerStatus(_Model):
 class ParameterServerStatus(_Model):
     ready: int = 0
     epoch: int | None = None
+    standbys: int | None = Field(
+        default=None,
+        description="With durability standby: those that have every round; unset if shard 0 does not tell.",
+    )
 
 
 Phase: TypeAlias = Literal["Pending", "Running", "Suspended", "Succeeded", "Failed"]

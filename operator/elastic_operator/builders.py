@@ -37,7 +37,13 @@ def fixed_part(spec: TrainingJobSpec) -> Manifest:
     fixed = {name: document[name] for name in FIXED_FIELDS}
     server = document["parameterServer"]
     fixed["parameterServer"] = {name: server[name] for name in FIXED_PS_FIELDS}
-    fixed["parameterServer"]["checkpoint"] = {"volumeClaim": server["checkpoint"]["volumeClaim"]}
+    claim = server["checkpoint"]["volumeClaim"]
+    # Younger fields are left out where they are unset, so that a job recorded before them reads the same.
+    if claim is not None and claim["accessMode"] is None:
+        del claim["accessMode"]
+    if has_standbys(spec):
+        fixed["parameterServer"]["durability"] = server["durability"]
+    fixed["parameterServer"]["checkpoint"] = {"volumeClaim": claim}
     if spec.consistency.deterministic:
         fixed["worker"] = {"replicas": spec.worker.replicas}
     return fixed
@@ -49,9 +55,20 @@ def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest
     if "worker" in fixed:
         merged["worker"] = {**(spec.get("worker") or {}), **fixed["worker"]}
     server = dict(spec.get("parameterServer") or {})
+    server.pop("durability", None)
     checkpoint = {**(server.get("checkpoint") or {}), **fixed["parameterServer"]["checkpoint"]}
     merged["parameterServer"] = {**server, **fixed["parameterServer"], "checkpoint": checkpoint}
     return merged
+
+
+def has_standbys(spec: TrainingJobSpec) -> bool:
+    """Whether each shard has a standby."""
+    return spec.parameter_server.durability == "standby"
+
+
+def share(spec: TrainingJobSpec) -> bool:
+    """Whether several servers use the job's checkpoints: each may have to read the parts of all shards."""
+    return has_standbys(spec) or spec.parameter_server.replicas > 1
 
 
 def owner(job: Mapping[str, Any]) -> Manifest:
@@ -66,19 +83,24 @@ def owner(job: Mapping[str, Any]) -> Manifest:
     }
 
 
-def service(job: Mapping[str, Any], spec: TrainingJobSpec, shard: int) -> Manifest:
-    """The stable address of one shard. Workers initialise the model, so it answers before it is ready."""
+def service(job: Mapping[str, Any], spec: TrainingJobSpec, shard: int, role: Role = "ps") -> Manifest:
+    """The stable address of one shard or its standby.
+
+    Workers initialise the model, so it answers before it is ready.
+    """
     name = job["metadata"]["name"]
-    annotations = {names.SPEC_ANNOTATION: json.dumps(fixed_part(spec), sort_keys=True)} if shard == 0 else {}
+    annotations: dict[str, str] = {}
+    if (role, shard) == ("ps", 0):
+        annotations[names.SPEC_ANNOTATION] = json.dumps(fixed_part(spec), sort_keys=True)
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(job, names.service(name, shard), names.pod_labels(name, "ps", shard))
+        "metadata": _metadata(job, names.service(name, shard, role), names.pod_labels(name, role, shard))
         | {"annotations": annotations},
         "spec": {
             "selector": {
                 names.JOB_LABEL: name,
-                names.ROLE_LABEL: "ps",
+                names.ROLE_LABEL: role,
                 names.INDEX_LABEL: str(shard),
             },
             "publishNotReadyAddresses": True,
@@ -90,8 +112,8 @@ def service(job: Mapping[str, Any], spec: TrainingJobSpec, shard: int) -> Manife
     }
 
 
-def claim(job: Mapping[str, Any], spec: TrainingJobSpec, shard: int) -> Manifest:
-    """The claim for one shard's checkpoints.
+def claim(job: Mapping[str, Any], spec: TrainingJobSpec) -> Manifest:
+    """The claim for the job's checkpoints, which all of its servers mount.
 
     Raises:
         ValueError: the job asks for no claim.
@@ -101,7 +123,7 @@ def claim(job: Mapping[str, Any], spec: TrainingJobSpec, shard: int) -> Manifest
         raise ValueError("the job has no volumeClaim")
     name = job["metadata"]["name"]
     body: Manifest = {
-        "accessModes": ["ReadWriteOnce"],
+        "accessModes": [wanted.access_mode or "ReadWriteOnce"],
         "resources": {"requests": {"storage": wanted.storage}},
     }
     if wanted.storage_class_name is not None:
@@ -109,17 +131,17 @@ def claim(job: Mapping[str, Any], spec: TrainingJobSpec, shard: int) -> Manifest
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": _metadata(job, names.claim(name, shard), names.pod_labels(name, "ps", shard)),
+        "metadata": _metadata(job, names.claim(name), names.pod_labels(name, "ps", 0)),
         "spec": body,
     }
 
 
 def pod(job: Mapping[str, Any], spec: TrainingJobSpec, role: Role, index: int) -> Manifest:
-    """The pod of one shard or one worker, the user's template merged over the default."""
+    """The pod of one shard, standby or worker, the user's template merged over the default."""
     name = job["metadata"]["name"]
-    template = spec.parameter_server.template if role == "ps" else spec.worker.template
+    template = spec.worker.template if role == "worker" else spec.parameter_server.template
     pod_spec = merge(_default_pod_spec(name, spec, role, index), template.get("spec") or {})
-    pod_spec["restartPolicy"] = "Always" if role == "ps" else "Never"
+    pod_spec["restartPolicy"] = "Never" if role == "worker" else "Always"
     more = template.get("metadata")
     extra: Mapping[str, Any] = more if isinstance(more, Mapping) else {}
     metadata = _metadata(job, names.pod(name, role, index), names.pod_labels(name, role, index))
@@ -219,15 +241,19 @@ def _contract(job: str, spec: TrainingJobSpec, role: Role, index: int, given: li
             "worker": spec.worker.model_copy(update={"template": {}}),
         }
     )
+
+    def addresses(of: Role) -> tuple[str, ...]:
+        shards = range(spec.parameter_server.replicas)
+        return tuple(f"{names.service(job, shard, of)}:{DEFAULT_PORT}" for shard in shards)
+
     environment = ProcessEnvironment(
         job=job,
         spec=bare,
         role=role,
         index=index,
-        addresses=tuple(
-            f"{names.service(job, shard)}:{DEFAULT_PORT}" for shard in range(spec.parameter_server.replicas)
-        ),
-        checkpoints=Path(names.CHECKPOINT_DIRECTORY) if role == "ps" else None,
+        addresses=addresses("ps"),
+        standbys=addresses("standby") if role == "ps" and has_standbys(spec) else (),
+        checkpoints=None if role == "worker" else Path(names.CHECKPOINT_DIRECTORY),
     )
     variables = environment.to_variables()
     kept = [item for item in given if item["name"] not in variables]
@@ -237,15 +263,16 @@ def _contract(job: str, spec: TrainingJobSpec, role: Role, index: int, given: li
 def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -> Manifest:
     volumes: list[Manifest] = [{"name": "tmp", "emptyDir": {}}]
     mounts: list[Manifest] = [{"name": "tmp", "mountPath": "/tmp"}]
-    if role == "ps":
+    serves = role != "worker"
+    if serves:
         mounts.append({"name": "checkpoints", "mountPath": names.CHECKPOINT_DIRECTORY})
-        volumes.append({"name": "checkpoints", **_checkpoint_volume(job, spec, index)})
+        volumes.append({"name": "checkpoints", **_checkpoint_volume(job, spec)})
     else:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     container: Manifest = {
         "name": names.CONTAINER[role],
-        "command": ["python", "-m", "elastic_ps.server" if role == "ps" else "elastic_ps.worker"],
+        "command": ["python", "-m", "elastic_ps.server" if serves else "elastic_ps.worker"],
         "imagePullPolicy": "IfNotPresent",
         # The user has no entry in /etc/passwd, so what asks for its name or home finds them here.
         "env": [
@@ -263,12 +290,13 @@ def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -
     }
     if spec.image is not None:
         container["image"] = spec.image
-    if role == "ps":
+    if serves:
         container |= _server_probes()
+    affinity = _affinity(job, spec, role, index) if serves and share(spec) else {}
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": PS_GRACE_SECONDS if role == "ps" else WORKER_GRACE_SECONDS,
+        "terminationGracePeriodSeconds": PS_GRACE_SECONDS if serves else WORKER_GRACE_SECONDS,
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": USER_ID,
@@ -278,13 +306,36 @@ def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -
         },
         "containers": [container],
         "volumes": volumes,
+        **({"affinity": affinity} if affinity else {}),
     }
 
 
-def _checkpoint_volume(job: str, spec: TrainingJobSpec, shard: int) -> Manifest:
+def _affinity(job: str, spec: TrainingJobSpec, role: Role, shard: int) -> Manifest:
+    """A standby on another node than its shard, where the volume allows that; else all servers on one.
+
+    The scheduler does not keep two pods with a ReadWriteOnce volume together; the second would wait for the
+    volume for ever. The first server is let on any node, because the term fits itself.
+    """
+    claim = spec.parameter_server.checkpoint.volume_claim
+    hostname = {"topologyKey": "kubernetes.io/hostname"}
+    if claim is None:
+        return {}
+    if claim.access_mode != "ReadWriteMany":
+        servers = [{"key": names.ROLE_LABEL, "operator": "In", "values": ["ps", "standby"]}]
+        together = {"matchLabels": {names.JOB_LABEL: job}, "matchExpressions": servers}
+        terms = [{"labelSelector": together, **hostname}]
+        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
+    if role == "ps":
+        return {}
+    leader = {names.JOB_LABEL: job, names.ROLE_LABEL: "ps", names.INDEX_LABEL: str(shard)}
+    apart = [{"weight": 100, "podAffinityTerm": {"labelSelector": {"matchLabels": leader}, **hostname}}]
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": apart}}
+
+
+def _checkpoint_volume(job: str, spec: TrainingJobSpec) -> Manifest:
     if spec.parameter_server.checkpoint.volume_claim is None:
         return {"emptyDir": {}}
-    return {"persistentVolumeClaim": {"claimName": names.claim(job, shard)}}
+    return {"persistentVolumeClaim": {"claimName": names.claim(job)}}
 
 
 def _server_probes() -> Manifest:

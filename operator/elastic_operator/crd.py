@@ -197,7 +197,16 @@ def _add_rules(spec: Schema) -> None:
     for name in ("entrypoint", "consistency", "compression", "data"):
         fields[name]["x-kubernetes-validations"] = [_immutable(name)]
     server = fields["parameterServer"]["properties"]
-    for name in ("replicas", "bucketBytes"):
+    server["checkpoint"]["properties"]["volumeClaim"].pop("nullable")
+    fields["parameterServer"]["x-kubernetes-validations"] = [
+        {
+            "rule": (
+                "(self.durability != 'standby' && self.replicas == 1) || has(self.checkpoint.volumeClaim)"
+            ),
+            "message": "several shards, or standbys, need checkpoint.volumeClaim, which they share",
+        }
+    ]
+    for name in ("replicas", "bucketBytes", "durability"):
         server[name]["x-kubernetes-validations"] = [_immutable(f"parameterServer.{name}")]
 
 

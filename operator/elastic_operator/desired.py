@@ -57,6 +57,7 @@ def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
         document = _keep_fixed(document, fixed, ignored)
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec)
+    _check_claim(spec)
     return Desired(name=name, spec=spec, replicas=spec.worker.replicas, ignored=tuple(ignored))
 
 
@@ -68,7 +69,10 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     except InvalidJob as error:
         ignored.append(f"the spec cannot be followed: {error}")
         return kept
-    changed = [field for field in (*builders.FIXED_FIELDS, "parameterServer") if asked[field] != fixed[field]]
+    changed = [field for field in builders.FIXED_FIELDS if asked[field] != fixed[field]]
+    before, after = fixed["parameterServer"], asked["parameterServer"]
+    fields = sorted(before.keys() | after.keys())
+    changed += [f"parameterServer.{field}" for field in fields if after.get(field) != before.get(field)]
     if changed:
         ignored.append(f"{', '.join(changed)} cannot change during a run; create a new job for that")
     return kept
@@ -112,3 +116,14 @@ def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec) -> None:
             raise InvalidJob(f"spec.{field}.template is not a PodTemplateSpec: {error!r}") from error
         if not all(images):
             raise InvalidJob(f"spec.image is missing, and spec.{field}.template names none for its container")
+
+
+def _check_claim(spec: TrainingJobSpec) -> None:
+    """Raise InvalidJob where several servers would not see the same checkpoints."""
+    if builders.share(spec) and spec.parameter_server.checkpoint.volume_claim is None:
+        shards = f"spec.parameterServer.replicas {spec.parameter_server.replicas}"
+        what = "spec.parameterServer.durability standby" if builders.has_standbys(spec) else shards
+        raise InvalidJob(
+            f"{what} needs spec.parameterServer.checkpoint.volumeClaim: "
+            "all shards and their standbys share the checkpoints"
+        )

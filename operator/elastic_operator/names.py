@@ -15,23 +15,23 @@ INDEX_LABEL = f"{GROUP}/index"
 SPEC_ANNOTATION = f"{GROUP}/spec"
 """On the Service of shard 0: the part of the spec that stays as it was when the job started."""
 
-CONTAINER: dict[Role, str] = {"ps": "parameter-server", "worker": "worker"}
+CONTAINER: dict[Role, str] = {"ps": "parameter-server", "standby": "parameter-server", "worker": "worker"}
 CHECKPOINT_DIRECTORY = "/var/lib/elastic-ps"
 
 
 def pod(job: str, role: Role, index: int) -> str:
-    """`digits-ps-0`, `digits-worker-3`."""
+    """`digits-ps-0`, `digits-standby-0`, `digits-worker-3`."""
     return f"{job}-{role}-{index}"
 
 
-def service(job: str, shard: int) -> str:
-    """The Service in front of one shard; it has the name of its pod."""
-    return pod(job, "ps", shard)
+def service(job: str, shard: int, role: Role = "ps") -> str:
+    """The Service in front of one shard or its standby; it has the name of its pod."""
+    return pod(job, role, shard)
 
 
-def claim(job: str, shard: int) -> str:
-    """The volume claim that holds one shard's checkpoints."""
-    return f"{job}-ps-{shard}"
+def claim(job: str) -> str:
+    """The volume claim that holds the checkpoints; it has the name of the first server that mounts it."""
+    return pod(job, "ps", 0)
 
 
 def labels(job: str) -> dict[str, str]:

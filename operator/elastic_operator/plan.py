@@ -24,6 +24,7 @@ class Options:
         answer_limit: how long a ready PS may stay silent after the last worker has ended.
         restart_base, restart_limit: delay before a failed worker is replaced; doubles with each failure.
         short_life: a worker killed before it lived this long is replaced only after `short_life_delay`.
+        follow_limit: a standby that does not follow is a problem once the job has been Running for this long.
         force_after: a pod that outlives its grace period by this much (its node is gone) is removed.
     """
 
@@ -34,6 +35,7 @@ class Options:
     restart_limit: timedelta = timedelta(seconds=60)
     short_life: timedelta = timedelta(seconds=60)
     short_life_delay: timedelta = timedelta(seconds=5)
+    follow_limit: timedelta = timedelta(seconds=30)
     force_after: timedelta = timedelta(seconds=60)
 
 
@@ -55,9 +57,10 @@ class Observed:
     server: ServerStatus | None = None
     refusals: tuple[Problem, ...] = ()
 
-    def of(self, role: Role) -> list[Pod]:
-        """The pods of one role, by index."""
-        return sorted((pod for pod in self.pods if pod.role == role), key=lambda pod: pod.index)
+    def of(self, *roles: Role) -> list[Pod]:
+        """The pods of these roles, role by role, by index."""
+        found = (pod for pod in self.pods if pod.role in roles)
+        return sorted(found, key=lambda pod: (roles.index(pod.role), pod.index))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from elastic_operator import names
 from elastic_ps.env import EXIT_INVALID, EXIT_LEFT, Role
@@ -59,7 +59,7 @@ class Pod:
     Attributes:
         ready: the pod's Ready condition.
         deleting: when its grace period ends, once its deletion has been asked for.
-        ending: how it ended; None while it may still run. Of the PS, which is started again in place,
+        ending: how it ended; None while it may still run. Of a PS or standby, started again in place,
             only `invalid` is looked at while it lives.
         stopped: all its containers have terminated, sidecars too. Of a pod that is being deleted none is
             started again.
@@ -101,10 +101,11 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
     """A pod of the API as a `Pod`; None if its labels are not the operator's."""
     metadata, status = manifest["metadata"], manifest.get("status") or {}
     labels = metadata.get("labels") or {}
-    role, index = labels.get(names.ROLE_LABEL), str(labels.get(names.INDEX_LABEL, ""))
-    if role not in ("ps", "worker") or not index.isdecimal():
+    known, index = labels.get(names.ROLE_LABEL), str(labels.get(names.INDEX_LABEL, ""))
+    if known not in names.CONTAINER or not index.isdecimal():
         return None
-    container = _main_container(manifest, names.CONTAINER["ps" if role == "ps" else "worker"])
+    role = cast(Role, known)
+    container = _main_container(manifest, names.CONTAINER[role])
     state = container.get("state") or {}
     terminated = state.get("terminated") or {}
     ending, problem = _ended(manifest, container)
@@ -114,7 +115,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
-        role="ps" if role == "ps" else "worker",
+        role=role,
         index=int(index),
         ready=_condition(status, "Ready").get("status") == "True",
         deleting=parse_time(metadata.get("deletionTimestamp")),

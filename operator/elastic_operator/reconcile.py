@@ -31,6 +31,11 @@ from elastic_ps.errors import InvalidJob
 from elastic_ps.job import TrainingJobStatus
 
 _ZERO = timedelta(0)
+_ADDRESS: dict[Role, str] = {"ps": "the address of the shard", "standby": "the address of the standby"}
+_NEED: dict[Role, str] = {
+    "ps": "every shard needs its parameter server",
+    "standby": "every shard has its standby",
+}
 
 
 def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options: Options) -> Plan:
@@ -58,7 +63,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
         return _conclude(old, status, end, notes, now)
     actions = [*_servers(job, desired, observed)]
     actions += _workers(job, desired, old, status, observed, now, options)
-    status = health(status, desired, observed, now=now)
+    status = health(status, desired, observed, now=now, follow_limit=options.follow_limit)
     return Plan(
         actions=tuple(actions),
         status=status,
@@ -135,7 +140,7 @@ def _finished(job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus
         "ready": sum(pod.active and pod.ready for pod in workers),
         "counted_pods": [uid for uid in old.worker.counted_pods if uid in {pod.uid for pod in workers}],
     }
-    ready = {"ready": sum(pod.active and pod.ready for pod in servers)}
+    ready = {"ready": sum(pod.active and pod.ready for pod in servers), "standbys": None}
     status = old.model_copy(
         update={
             "observed_generation": job["metadata"].get("generation"),
@@ -159,10 +164,10 @@ def _suspended(
     reason = "the job is suspended"
     workers = [pod for pod in observed.of("worker") if pod.ending != "done"]
     deletable = [pod for pod in workers if not pod.over or pod.uid in old.worker.counted_pods]
-    leaving = deletable if workers else observed.of("ps")
+    leaving = deletable if workers else observed.of("ps", "standby")
     actions: list[Action] = [DeletePod(p.name, p.uid, reason) for p in leaving if p.deleting is None]
     actions += _lingering(observed, now, options)
-    rest = [*workers, *observed.of("ps")]
+    rest = [*workers, *observed.of("ps", "standby")]
     if rest:
         why = Problem("Stopping", f"{len(rest)} pods have not ended yet")
         status = with_condition(status, "Suspended", False, why, now=now)
@@ -196,23 +201,21 @@ def _resumed(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
 
 
 def _servers(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
-    """Services, claims and pods of the parameter servers."""
+    """Services, claim and pods of the parameter servers and their standbys."""
     spec, name = desired.spec, desired.name
-    shards = range(spec.parameter_server.replicas)
-    for shard in shards:
-        if names.service(name, shard) not in observed.services:
-            service = builders.service(job, spec, shard)
-            yield Create("Service", names.service(name, shard), service, "the address of the shard")
-    if spec.parameter_server.checkpoint.volume_claim is not None:
-        for shard in shards:
-            if names.claim(name, shard) not in observed.claims:
-                claim = builders.claim(job, spec, shard)
-                yield Create("PersistentVolumeClaim", names.claim(name, shard), claim, "for checkpoints")
-    there = {pod.index: pod for pod in observed.of("ps")}
-    for shard in shards:
-        pod = there.get(shard)
+    roles: tuple[Role, ...] = ("ps", "standby") if builders.has_standbys(spec) else ("ps",)
+    every = [(role, shard) for role in roles for shard in range(spec.parameter_server.replicas)]
+    for role, shard in every:
+        if (address := names.service(name, shard, role)) not in observed.services:
+            yield Create("Service", address, builders.service(job, spec, shard, role), _ADDRESS[role])
+    if spec.parameter_server.checkpoint.volume_claim is not None and names.claim(name) not in observed.claims:
+        claim = builders.claim(job, spec)
+        yield Create("PersistentVolumeClaim", names.claim(name), claim, "for checkpoints")
+    there = {(pod.role, pod.index): pod for pod in observed.of(*roles)}
+    for role, shard in every:
+        pod = there.get((role, shard))
         if pod is None:
-            yield _create(job, desired, "ps", shard, "every shard needs its parameter server")
+            yield _create(job, desired, role, shard, _NEED[role])
         elif pod.ending is not None and pod.deleting is None:
             yield DeletePod(pod.name, pod.uid, "it has ended and is brought back")
 

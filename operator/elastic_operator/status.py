@@ -151,14 +151,16 @@ def with_counts(
     )
     progress = status.progress
     epoch = status.parameter_server.epoch
-    if observed.server is not None:
-        epoch = observed.server.epoch
-        if observed.server.ready and not status.completion_time:
-            progress = observed.server.progress
+    told = observed.server
+    if told is not None:
+        epoch = told.epoch
+        if told.ready and not status.completion_time:
+            progress = told.progress
     server = status.parameter_server.model_copy(
         update={
             "ready": sum(p.active and p.ready and p.index < shards for p in observed.of("ps")),
             "epoch": epoch,
+            "standbys": None if told is None or not told.standbys else sum(told.standbys),
         }
     )
     return status.model_copy(

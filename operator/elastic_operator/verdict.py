@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
@@ -76,7 +77,12 @@ def _workers_done(
 
 
 def health(
-    status: TrainingJobStatus, desired: Desired, observed: Observed, *, now: datetime
+    status: TrainingJobStatus,
+    desired: Desired,
+    observed: Observed,
+    *,
+    now: datetime,
+    follow_limit: timedelta,
 ) -> TrainingJobStatus:
     """The status with phase and conditions of a job that goes on."""
     present = status.worker.ready + status.worker.completed
@@ -97,6 +103,7 @@ def health(
         why = Problem(waits, counts)
     status = with_condition(status, "Running", running, why, now=now)
     status = status.model_copy(update={"phase": "Running" if running else "Pending"})
+    problems += _unprotected(observed, settled=_running_for(status, now) >= follow_limit)
     return _degraded(status, desired, problems, full=present >= desired.replicas, running=running, now=now)
 
 
@@ -126,9 +133,33 @@ def _degraded(
 
 
 def _problems(observed: Observed) -> list[Problem]:
-    """What keeps pods from working, the most telling first."""
+    """What keeps parameter servers and workers from working, the most telling first."""
     problems = list(observed.refusals)
-    for pod in [*observed.of("ps"), *observed.of("worker")]:
+    for pod in observed.of("ps", "worker"):
         if pod.deleting is None and pod.problem is not None:
             problems.append(pod.problem)
     return problems
+
+
+def _running_for(status: TrainingJobStatus, now: datetime) -> timedelta:
+    """How long the job has been Running without a break; less than nothing if it is not."""
+    running = condition(status, "Running")
+    since = parse_time(running.last_transition_time) if running and running.status == "True" else None
+    return now - since if since is not None else timedelta(-1)
+
+
+def _unprotected(observed: Observed, *, settled: bool) -> Iterator[Problem]:
+    """Shards that could not be lost now without a return to the last checkpoint.
+
+    A standby that could not follow yet, because the job is not `settled`, is none.
+    """
+    known = {pod.index: pod.problem for pod in observed.of("standby") if pod.deleting is None and pod.problem}
+    yield from known.values()
+    told = observed.server.standbys if settled and observed.server and observed.server.ready else []
+    for shard, following in enumerate(told):
+        if not following and shard not in known:
+            yield Problem(
+                "StandbyNotFollowing",
+                f"the standby of shard {shard} is not following; if the parameter server were lost now, "
+                "training would go back to the last checkpoint",
+            )

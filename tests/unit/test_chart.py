@@ -61,7 +61,7 @@ def test_pods_and_services_of_a_job_are_valid_for_a_current_kubernetes() -> None
         builders.pod(job, spec, "ps", 0),
         builders.pod(job, spec, "worker", 1),
         builders.service(job, spec, 0),
-        builders.claim(job, spec, 0),
+        builders.claim(job, spec),
         builders.event(job, name="e", kind="Normal", reason="R", message="m", now="2026-01-01T00:00:00Z"),
     ):
         kubernetes_validate.validate(manifest, VERSION, strict=True)
