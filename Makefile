@@ -4,13 +4,20 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 SCALE ?= --scale 100:4 --scale 1700:2
 
-.PHONY: run test check bench proto manifests format cluster cluster-down clean
+.PHONY: run test test-here test-cluster check bench proto manifests format cluster cluster-down clean
 
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
 
+# The tests on the cluster mostly wait, so the others run beside them. Each half is printed when it is over.
 test: $(VENV)/ready  ## Every test
-	$(BIN)/python -m pytest
+	$(MAKE) --jobs=2 --keep-going --output-sync=target test-here test-cluster
+
+test-here: $(VENV)/ready  ## The tests that need no cluster
+	$(BIN)/python -m pytest tests/unit tests/integration
+
+test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
+	$(BIN)/python -m pytest tests/e2e
 
 check: $(VENV)/ready  ## Format, lint, types, layers, generated files
 	$(BIN)/ruff format --check .
@@ -24,6 +31,7 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files
 bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
 	$(BIN)/python benchmarks/transport.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python -m benchmarks.step
 
 proto: $(VENV)/ready  ## Regenerate the protobuf modules
 	$(BIN)/python tools/generate_protobuf.py

@@ -14,6 +14,8 @@ from elastic_ps.local.record import Point
 from elastic_ps.local.state import write_atomically
 
 LOSS, SPEED, WORKERS, INK, GRID = "#c2410c", "#0f766e", "#3730a3", "#1f2937", "#e5e7eb"
+LABEL = 0.06
+"""Of the picture's width, for how many workers came and left."""
 
 
 def write_report(outcome: Outcome, directory: Path) -> list[Path]:
@@ -76,6 +78,20 @@ def worker_steps(members: list[Member], last_version: int) -> list[tuple[int, in
     return [*steps, (last_version, count)] if steps else []
 
 
+def change_labels(steps: list[tuple[int, int]]) -> list[tuple[int, str]]:
+    """(version, how many came and left until then), from `worker_steps`; far enough apart to be read."""
+    reach = LABEL * (steps[-1][0] - steps[0][0]) if steps else 0.0
+    labels: list[tuple[int, int, int]] = []
+    for (_, before), (version, after) in pairwise(steps[:-1]):
+        near = labels and version - labels[-1][0] < reach
+        _, came, left = labels.pop() if near else (version, 0, 0)
+        labels.append((version, came + max(0, after - before), left + min(0, after - before)))
+    return [
+        (version, " ".join(f"{n:+d}".replace("-", "\N{MINUS SIGN}") for n in (came, left) if n))
+        for version, came, left in labels
+    ]
+
+
 def moving_mean(values: list[float], width: int) -> list[float]:
     """Each value's mean with its neighbours, `width` values in all (fewer at both ends)."""
     half = width // 2
@@ -119,9 +135,8 @@ def draw(outcome: Outcome, path: Path) -> None:
         axis.set_axisbelow(True)
         for version, _ in steps[1:-1]:
             axis.axvline(version, color="#9ca3af", linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
-    for (_, before), (version, after) in pairwise(steps[:-1]):
-        text = f"{after - before:+d}".replace("-", "\N{MINUS SIGN}")
-        top = axes[0].get_xaxis_transform()
+    top = axes[0].get_xaxis_transform()
+    for version, text in change_labels(steps):
         axes[0].text(
             version, 1.0, f" {text}", transform=top, va="top", fontsize=8.5, color=WORKERS, fontweight="bold"
         )

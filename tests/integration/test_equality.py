@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -256,15 +255,12 @@ def swallow(kind: type[BaseException], script: Callable[[Session], None]) -> Cal
 def test_closing_in_the_middle_of_a_step_does_not_wait(tmp_path: Path, transport: str) -> None:
     """What is under way when the session closes is given up, not tried again until patience ends."""
     data, make = Numbers(64), optimizer_of("SGD")
-    began: list[float] = []
 
     def fail(session: Session, step: int) -> None:
-        began.append(time.monotonic())
         raise Halt
 
     server = {"bucketBytes": 1024}
     with running_job(tmp_path, transport=transport, parameterServer=server) as job:
         for worker in range(3):
             job.start(worker, swallow(Halt, trainer(make, data, {}, before_step=fail)))
-        job.join()
-        assert time.monotonic() - began[0] < 5
+        job.join()  # has a deadline, which is far below a client's patience

@@ -14,7 +14,7 @@ from elastic_ps.job import Member, Progress, ServerStatus, parse_job
 from elastic_ps.local import JobDirectory, Record
 from elastic_ps.local.processes import with_threads
 from elastic_ps.local.record import MAX_POINTS, member_changes
-from elastic_ps.local.report import worker_steps
+from elastic_ps.local.report import change_labels, worker_steps
 from elastic_ps.local.trace import merge_traces
 
 
@@ -106,3 +106,10 @@ def test_words() -> None:
     assert sparkline([1, 2, 3, 4], 2) == "▁█"
     assert sparkline([], 5) == ""
     assert sparkline([2.0, 2.0], 5) == "▁▁"
+
+
+def test_changes_that_lie_close_together_share_a_label() -> None:
+    steps = [(0, 2), (100, 3), (110, 4), (500, 3), (520, 4), (530, 2), (1000, 2)]
+    assert change_labels(steps) == [(110, "+2"), (530, "+1 \N{MINUS SIGN}3")]
+    assert change_labels([(0, 1), (10, 1)]) == []
+    assert change_labels([]) == []

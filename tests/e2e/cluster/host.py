@@ -72,7 +72,8 @@ def inventory() -> dict[str, list[str]]:
             rules += [f"{tool} {table} {line}" for line in lines if re.match(r"-A|:\S+ -", line)]
     return {
         "links": sorted(_links()),
-        "mounts": sorted(_mounts()),
+        # A drill that runs beside the cluster has a small disk of its own.
+        "mounts": sorted(path for path in _mounts() if "/elastic-ps-disk-" not in path),
         "iptables": sorted(re.sub(r"\[\d+:\d+\]", "", rule) for rule in rules),
         "cgroups": sorted(str(path) for path in _cgroups()),
         "sysctls": [f"{name}={_sysctl(name)}" for name in SYSCTLS],
