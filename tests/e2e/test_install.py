@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -128,6 +131,69 @@ def test_suspended_training_goes_on_from_its_checkpoint(installed: None, jobs: J
     jobs.wait_status("digits", phase="Running", timeout=timedelta(minutes=3))
     wait_version(jobs, version)
     assert jobs.job("digits")["status"]["parameterServer"]["epoch"] == 2
+
+
+def following(jobs: Jobs) -> int:
+    """How many standbys have every round."""
+    status = jobs.job("digits").get("status") or {}
+    return int(status.get("parameterServer", {}).get("standbys", 0))
+
+
+def wait_unsaved(jobs: Jobs, rounds: int) -> None:
+    """Wait until the shard is followed and so many rounds are on no disk."""
+
+    def reached() -> bool:
+        now = progress(jobs)
+        return following(jobs) == 1 and now["version"] > now["durableVersion"] + rounds
+
+    wait_for(
+        reached,
+        what=f"the standby follows, {rounds} versions beyond the checkpoint",
+        timeout=timedelta(minutes=3),
+        explain=lambda: str(jobs.job("digits").get("status")),
+    )
+
+
+def test_no_round_is_lost_with_the_parameter_server(
+    installed: None, jobs: Jobs, local_cluster: Cluster
+) -> None:
+    job = digits(epochs=40)
+    job["spec"]["parameterServer"]["durability"] = "standby"
+    job["spec"]["parameterServer"]["checkpoint"]["interval"] = "1h"
+    jobs.cluster.apply(job, namespace=jobs.namespace)
+    jobs.wait_status("digits", phase="Running", workers="2/2", timeout=timedelta(minutes=3))
+    wait_unsaved(jobs, 30)
+    before = jobs.identities("digits")
+    assert before.keys() == {"digits-ps-0", "digits-standby-0", "digits-worker-0", "digits-worker-1"}
+    # Frozen first: a parameter server that is asked to end would write a checkpoint.
+    os.kill(local_cluster.pod_pid("digits-ps-0", namespace=jobs.namespace), signal.SIGSTOP)
+    lost = progress(jobs)
+    assert lost["finished"] is False, (
+        "the job ended before its parameter server was lost; give it more epochs"
+    )
+    assert lost["version"] > lost["durableVersion"]
+    jobs.kubectl("delete", "pod", "digits-ps-0", "--force", "--grace-period=0")
+
+    def gone_on() -> re.Match[str] | None:
+        log = jobs.kubectl("logs", "digits-ps-0", check=False).stdout
+        return re.search(r"epoch 2 goes on from version (\d+)", log)
+
+    wait_for(
+        lambda: gone_on() is not None,
+        what="another parameter server goes on",
+        timeout=timedelta(minutes=3),
+        explain=lambda: jobs.kubectl("logs", "digits-ps-0", check=False).stdout,
+    )
+    found = gone_on()
+    assert found is not None
+    assert int(found[1]) >= lost["version"], "rounds were lost"
+    jobs.wait_status("digits", phase="Succeeded", timeout=TRAINED)
+    status, after = jobs.job("digits")["status"], jobs.identities("digits")
+    assert status["parameterServer"]["epoch"] == 2
+    assert status["progress"]["recordsApplied"] == status["progress"]["recordsExpected"]
+    workers = {"digits-worker-0", "digits-worker-1"}
+    assert {name: after[name] for name in workers} == {name: before[name] for name in workers}
+    assert status["worker"]["restarts"] == 0
 
 
 def test_helm_test_upgrade_and_schema(
