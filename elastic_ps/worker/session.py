@@ -8,9 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import threading
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,11 +19,13 @@ from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ElasticPSError, Refused, UsageError
 from elastic_ps.job import TrainingJobSpec
+from elastic_ps.process import end_hung
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection
 from elastic_ps.worker.client import Client, Ending, Granted, Step, expelled
 from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.heart import Heart
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -51,6 +51,7 @@ class Session:
         worker: this worker's index.
         connections: one for each shard, in order. The session closes them.
         trace, history: where this process writes about itself.
+        on_hung: called, on another thread, with the reason, if this worker is declared hung.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Session:
         *,
         trace: Trace | None = None,
         history: History | None = None,
+        on_hung: Callable[[str], None] | None = None,
     ) -> None:
         self.spec = spec
         self.worker = worker
@@ -72,7 +74,8 @@ class Session:
         self._owner = os.getpid()
         self._exchange: Exchange | None = None
         self._optimizer: ElasticOptimizer | None = None
-        self._heart: _Heart | None = None
+        self._on_hung = on_hung
+        self._heart: Heart | None = None
         self._batches: list[Range] = []
         self._computed = 0  # how many of `_batches` a backward() has run for
         self._stopping = False
@@ -138,7 +141,7 @@ class Session:
         flat = Flat(member.layout, described.tensors)
         exchange = Exchange(self._client, flat, trace=self._trace, history=self._history)
         self._exchange = exchange
-        self._heart = _Heart(self._client, member.lease / 3)
+        self._heart = Heart(self._client, member.lease / 3, self._on_hung)
         if member.initialise:
             for bucket in member.layout.buckets:
                 self._client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
@@ -405,28 +408,6 @@ class Session:
                     raise
 
 
-class _Heart:
-    """Keeps the lease alive while the script computes."""
-
-    def __init__(self, client: Client, interval: timedelta) -> None:
-        self._client = client
-        self._interval = interval
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
-        while not self._stop.wait(self._interval.total_seconds()):
-            try:
-                self._client.heartbeat()
-            except ElasticPSError as error:
-                logger.debug("heartbeat: %s", error)  # whatever the script does next is told so too
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=5)
-
-
 _current: Session | None = None
 
 
@@ -465,6 +446,7 @@ def connect() -> Session:
         [GrpcConnection(address) for address in environment.addresses],
         trace=Trace(environment.trace, process),
         history=History(environment.history, process),
+        on_hung=end_hung,
     )
     atexit.register(_current.close)
     return _current

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from pathlib import Path
 
@@ -14,8 +15,19 @@ from tests.integration.oracle import mse
 WIDTHS = (6, 64, 64, 1)
 
 
-def main(records: int = 800, epochs: int = 2, pause: float = 0.01, poisoned: str = "") -> None:
-    """Train; with `poisoned`, worker 1's 5th gradient is NaN if the file is not there yet."""
+def main(
+    records: int = 800,
+    epochs: int = 2,
+    pause: float = 0.01,
+    poisoned: str = "",
+    stuck: str = "",
+    how: str = "",
+) -> None:
+    """Train; something happens to worker 1 at its 5th step if the file that is named is not there yet.
+
+    With `poisoned` the gradient is NaN. With `stuck` the script is: in an endless loop, or, if `how` is
+    `frozen`, in a C function that keeps the interpreter's lock, so that no other thread of it runs.
+    """
     torch.set_num_threads(1)
     session = elastic_ps.connect()
     model = make_mlp(WIDTHS, seed=0)
@@ -26,6 +38,12 @@ def main(records: int = 800, epochs: int = 2, pause: float = 0.01, poisoned: str
         if poisoned and session.worker == 1 and step == 5 and not Path(poisoned).exists():
             Path(poisoned).touch()
             loss = loss * float("nan")
+        if stuck and session.worker == 1 and step == 5 and not Path(stuck).exists():
+            Path(stuck).touch()
+            if how == "frozen":
+                ctypes.PyDLL(None).sleep(1000)
+            while True:
+                pass
         loss.backward()
         session.report(loss=loss)
         time.sleep(pause)
