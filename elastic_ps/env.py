@@ -11,6 +11,7 @@ exit status        meaning
 0                  a worker finished its script, or a parameter server was asked to end (SIGTERM)
 EXIT_INVALID (78)  the job cannot work as it stands (`UserError`); starting it again is no use
 1 to 127           the script failed; counts against `runPolicy.backoffLimit`
+EXIT_HUNG (124)    a worker that kept the others waiting for too long ended itself; counts likewise
 128 to 255, signal killed from outside (out of memory, preemption); replaced, counts against nothing
 EXIT_FENCED (250)  a parameter server that another one has taken over from; replaced likewise
 EXIT_LEFT (251)    a worker left in the middle because it was asked to (SIGTERM); replaced likewise,
@@ -32,6 +33,9 @@ from elastic_ps.job import TrainingJobSpec, parse_spec
 
 EXIT_INVALID = 78
 """EX_CONFIG of sysexits.h."""
+
+EXIT_HUNG = 124
+"""As of timeout(1); in the range of failures, since a script that hangs is likely to hang again."""
 
 EXIT_FENCED = 250
 """Above all signals, so that it reads as a status; in the range that counts against nothing."""

@@ -100,6 +100,8 @@ class RefusalCode(enum.IntEnum):
     """The message names another job."""
     SUPERSEDED = 12
     """Another process has taken this worker's place; this one must end."""
+    HUNG = 13
+    """The worker kept the others waiting for too long and was declared hung; its process must end."""
 
 
 class Refused(ElasticPSError):

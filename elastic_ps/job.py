@@ -144,6 +144,12 @@ class Worker(_Model):
         default=timedelta(seconds=10),
         description="A worker that is silent for this long is declared gone.",
     )
+    progress_timeout: Duration = Field(
+        default=timedelta(minutes=30),
+        description="A worker for whose step the others have waited for this long is declared hung and "
+        "replaced, which counts against backoffLimit. Longer than the longest step, the first one (which may "
+        "compile or download) included. 0s: never.",
+    )
     template: PodTemplate = Field(
         default_factory=dict, description="PodTemplateSpec, merged over the default one."
     )
@@ -246,6 +252,10 @@ class Progress(_Model):
     finished: bool = Field(default=False, description="Every record of every epoch is in the model.")
 
 
+HUNG_GRACE = timedelta(seconds=15)
+"""For how long a worker that was declared hung may end by itself."""
+
+
 class Member(_Model):
     """One worker's stay in the job, as the parameter server sees it."""
 
@@ -253,11 +263,26 @@ class Member(_Model):
     incarnation: int
     pid: int
     host: str
-    state: Literal["joining", "idle", "training", "left", "lost"]
+    state: Literal["joining", "idle", "training", "left", "lost", "hung"]
+    reason: str = Field(default="", description="Why it was declared gone, in words.")
+    gone_seconds: float | None = Field(default=None, description="How long ago its stay ended, if it has.")
     joined_version: int
     left_version: int | None = None
     steps: int = Field(default=0, description="Steps of this member that are in the model.")
     records: int = Field(default=0, description="Records of this member that are in the model.")
+
+    def to_be_killed(self, progress_timeout: timedelta) -> str:
+        """Why its process, should it be alive, has to be ended from outside; "" if it has not.
+
+        One that was declared hung is told to end by its next heartbeat, which fails if all of it is frozen.
+        One that is lost may come back, for as long as a step may take.
+        """
+        gone = self.gone_seconds or 0.0
+        if self.state == "hung" and gone > HUNG_GRACE.total_seconds():
+            return f"declared hung ({self.reason}), it has not ended by itself for {gone:.0f} s"
+        if self.state == "lost" and progress_timeout and gone > progress_timeout.total_seconds():
+            return f"lost ({self.reason}), it has not come back for {gone:.0f} s"
+        return ""
 
 
 class ServerStatus(_Model):

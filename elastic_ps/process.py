@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
 import sys
 import threading
+from pathlib import Path
+
+from elastic_ps.env import EXIT_HUNG
+
+TERMINATION_LOG = Path("/dev/termination-log")
+"""Where Kubernetes looks for the reason of an exit."""
 
 
 def log_to_stderr(process: str) -> None:
@@ -30,3 +37,17 @@ def watch_lifeline(descriptor: int | None) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def leave_reason(text: str) -> None:
+    """Leave the reason of this process's end where Kubernetes looks for it."""
+    if TERMINATION_LOG.exists():
+        TERMINATION_LOG.write_text(text)
+
+
+def end_hung(reason: str) -> None:
+    """End this process at once, since it is hung: print where its threads are, then why. Does not return."""
+    faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    leave_reason(reason)
+    os._exit(EXIT_HUNG)

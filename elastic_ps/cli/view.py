@@ -23,7 +23,14 @@ STATE_STYLES = {
     "starting": "yellow", "leaving": "cyan", "ended": "dim",
 }  # fmt: skip
 PHASE_STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Running": "bold green"}
-EVENT_STYLES = {"joined": "green", "left": "cyan", "lost": "red", "warning": "yellow", "scale": "bold"}
+EVENT_STYLES = {
+    "joined": "green",
+    "left": "cyan",
+    "lost": "red",
+    "hung": "red",
+    "warning": "yellow",
+    "scale": "bold",
+}
 COLUMNS = {"process": 9, "pid": 7, "state": 9, "step": 8, "samples": 10, "joined at": 9}
 BLOCKS = "▁▂▃▄▅▆▇█"
 

@@ -88,6 +88,6 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
 def stay(member: Member) -> str:
     """One worker's stay in a job: ` 2  version    150 to    412     260 steps    8,320 records`."""
     end = "end" if member.left_version is None else str(member.left_version)
-    lost = "  lost" if member.state == "lost" else ""
+    lost = f"  {member.state}" if member.state in ("lost", "hung") else ""
     span = f"version {member.joined_version:>6} to {end:>6}"
     return f"{member.worker:>2}  {span} {member.steps:>7,} steps {member.records:>9,} records{lost}"

@@ -24,7 +24,9 @@ class Stay:
         incarnation: the number of this joining.
         pid, host: where the process runs.
         joined_version, left_version: the model's version when it joined, and when it left (None: it is here).
-        outcome: "" while it is here, then `left` (said goodbye) or `lost`.
+        outcome: "" while it is here, then `left` (said goodbye), `lost` or `hung`.
+        reason: why it was declared gone, in words.
+        ended: time at which it was; None for a stay of an earlier epoch.
         steps, records: what it contributed to the model.
         last_step: the worker's own number of the last step of it that is in the model; -1 for none.
         expires: time at which its lease ends.
@@ -38,6 +40,8 @@ class Stay:
     expires: float
     left_version: int | None = None
     outcome: str = ""
+    reason: str = ""
+    ended: float | None = None
     steps: int = 0
     records: int = 0
     last_step: int = -1
@@ -72,10 +76,13 @@ class Membership:
         """The member's stay, its lease renewed.
 
         Raises:
-            Refused: STALE_INCARNATION; the sender is not a member (any more).
+            Refused: STALE_INCARNATION; the sender is not a member (any more). HUNG: it was declared hung.
         """
         stay = self.live.get(worker)
         if stay is None or stay.incarnation != incarnation:
+            for gone in reversed(self.departed):
+                if gone.incarnation == incarnation and gone.outcome == "hung":
+                    raise Refused(RefusalCode.HUNG, f"worker {worker} was declared hung: {gone.reason}")
             current = f"its current incarnation is {stay.incarnation}" if stay else "it is not a member"
             raise Refused(
                 RefusalCode.STALE_INCARNATION,
@@ -84,11 +91,14 @@ class Membership:
         stay.expires = max(stay.expires, now + self.lease.total_seconds())
         return stay
 
-    def remove(self, worker: int, *, outcome: str, version: int) -> Stay | None:
-        """End a worker's stay as `left` or `lost`; None if it is not a member."""
+    def remove(
+        self, worker: int, *, outcome: str, version: int, reason: str = "", now: float | None = None
+    ) -> Stay | None:
+        """End a worker's stay as `left`, `lost` or `hung`; None if it is not a member."""
         stay = self.live.pop(worker, None)
         if stay is not None:
             stay.outcome, stay.left_version = outcome, version
+            stay.reason, stay.ended = reason, now
             self.departed = [*self.departed, stay][-self.keep_departed :]
         return stay
 

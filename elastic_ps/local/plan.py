@@ -14,7 +14,7 @@ from datetime import timedelta
 from itertools import takewhile
 from typing import Literal, TypeAlias
 
-from elastic_ps.env import EXIT_INVALID, EXIT_LEFT, Role
+from elastic_ps.env import EXIT_HUNG, EXIT_INVALID, EXIT_LEFT, Role
 from elastic_ps.job import Phase, Progress
 
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
@@ -35,6 +35,7 @@ class Process:
         ended: when it was seen to have ended.
         exit: its exit status; negative: the signal that killed it. None while it is alive.
         output: the last lines it wrote, of a process that failed.
+        stuck: why it has to be killed, of a worker that the parameter server has given up and that lives on.
     """
 
     role: Role
@@ -47,6 +48,7 @@ class Process:
     ended: float | None = None
     exit: int | None = None
     output: str = ""
+    stuck: str = ""
 
     @property
     def alive(self) -> bool:
@@ -66,6 +68,8 @@ class Process:
         """
         if self.exit is None:
             return None
+        if self.stuck:
+            return "failed"
         if self.asked is not None or self.exit == EXIT_LEFT:
             return "left"
         if self.exit == 0:
@@ -79,6 +83,8 @@ def describe_exit(status: int) -> str:
     """An exit status in words: `was killed by SIGKILL`, `exited with 1`."""
     if status == EXIT_LEFT:
         return "left because it was asked to"
+    if status == EXIT_HUNG:
+        return f"ended itself because it made no progress (exit status {EXIT_HUNG})"
     number = -status if status < 0 else status - 128
     if number > 0:
         try:
@@ -368,7 +374,9 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
             reason = f"pid {before.pid} {describe_exit(before.exit or 0)}"
             yield Start("worker", index, reason, before.pid)
     for process in latest.values():
-        if process.alive and (process.index >= desired.workers or process.asked is not None):
+        if process.alive and process.stuck and not process.killed:
+            yield Kill(process.pid, process.stuck)
+        elif process.alive and (process.index >= desired.workers or process.asked is not None):
             yield from _end(process, desired.leave_grace, f"{desired.workers} workers are wanted", now)
 
 

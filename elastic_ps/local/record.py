@@ -12,7 +12,7 @@ MAX_POINTS = 4000
 
 @dataclass(frozen=True)
 class Event:
-    """Something worth telling. `kind`: joined, left, lost, scale, process, checkpoint or warning."""
+    """Something worth telling. `kind`: joined, left, lost, hung, scale, process, checkpoint or warning."""
 
     elapsed: float
     version: int
@@ -81,6 +81,9 @@ class Record:
         return self.loss or [(point.version, point.loss) for point in self.points if point.loss is not None]
 
 
+GONE = {"left": "left", "lost": "was lost", "hung": "was declared hung"}
+
+
 def member_changes(before: Sequence[Member], after: Sequence[Member]) -> Iterator[tuple[str, int, str]]:
     """(kind, version, text) of every worker that has joined or gone between two answers."""
     known = {(member.worker, member.incarnation): member for member in before}
@@ -89,11 +92,12 @@ def member_changes(before: Sequence[Member], after: Sequence[Member]) -> Iterato
         if old is None:
             text = f"worker {member.worker} joined at version {member.joined_version}"
             yield "joined", member.joined_version, text
-        if member.state in ("left", "lost") and (old is None or old.state != member.state):
+        if member.state in GONE and (old is None or old.state != member.state):
             version = member.joined_version if member.left_version is None else member.left_version
-            verb = "left" if member.state == "left" else "was lost"
+            verb = GONE[member.state]
+            why = f": {member.reason}" if member.reason else ""
             records = f"after {member.steps} steps, {member.records} records"
-            yield member.state, version, f"worker {member.worker} {verb} at version {version} {records}"
+            yield member.state, version, f"worker {member.worker} {verb} at version {version} {records}{why}"
 
 
 def live_members(status: ServerStatus) -> list[Member]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import get_args
 
 from elastic_ps.env import Role
@@ -51,6 +52,14 @@ def member_of(worker: int, pid: int, server: ServerStatus | None) -> Member | No
     """The newest membership of a worker process, if it has joined."""
     members = server.members if server else []
     return next((m for m in reversed(members) if m.worker == worker and m.pid == pid), None)
+
+
+def stuck(process: Process, server: ServerStatus | None, progress_timeout: timedelta) -> str:
+    """Why a worker that the parameter server has given up has to be killed; "" if it has not."""
+    if process.role != "worker" or not process.alive or process.asked is not None:
+        return ""
+    member = member_of(process.index, process.pid, server)
+    return "" if member is None else member.to_be_killed(progress_timeout)
 
 
 def phase_of(observed: Observed, server: ServerStatus | None, *, ended: bool) -> Phase:

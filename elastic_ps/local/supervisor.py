@@ -28,7 +28,7 @@ from elastic_ps.local.plan import Observed, Process, StopRequest, Verdict
 from elastic_ps.local.poller import Poller, fetch_loss
 from elastic_ps.local.processes import Child, Lifeline, free_addresses, with_threads
 from elastic_ps.local.record import Record
-from elastic_ps.local.snapshot import phase_of, process_statuses
+from elastic_ps.local.snapshot import phase_of, process_statuses, stuck
 from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
 from elastic_ps.local.trace import merge_traces
 
@@ -258,7 +258,11 @@ class Launcher:
                 self._observed, progress=polled.status.progress, asked_at=polled.asked_at
             )
         processes = tuple(
-            replace(process, ready=process.role == "ps" and process.index in polled.ready)
+            replace(
+                process,
+                ready=process.role == "ps" and process.index in polled.ready,
+                stuck=process.stuck or stuck(process, polled.status, self.job.spec.worker.progress_timeout),
+            )
             for process in self._observed.processes
         )
         changed = processes != tuple(self._observed.processes)

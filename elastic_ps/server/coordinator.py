@@ -273,7 +273,7 @@ class Coordinator(Driver):
                 problem=keeper.problem if keeper else "",
                 checkpoint_pause_seconds=keeper.paused.total_seconds() if keeper else 0.0,
                 standbys=[standing is Standing.FOLLOWING for standing in self._standings],
-                members=[state.member(stay) for stay in state.members.stays()],
+                members=[state.member(stay, self._clock()) for stay in state.members.stays()],
             )
 
     def loss(self) -> list[tuple[int, float]]:

@@ -151,12 +151,14 @@ class Driver:
         self._stale = True
         self._changed.notify_all()
 
-    def _drop(self, worker: int, outcome: str) -> None:
+    def _drop(self, worker: int, outcome: str, reason: str = "") -> None:
         """End a stay, with the lock held."""
         state, attempt = self._state, self._state.rounds.attempt
-        if state.drop(worker, outcome) is None:
+        if state.drop(worker, outcome, reason, self._clock()) is None:
             return
-        logger.info("worker %d %s at version %d", worker, outcome, state.version)
+        logger.info(
+            "worker %d %s at version %d%s", worker, outcome, state.version, f": {reason}" if reason else ""
+        )
         if state.rounds.attempt != attempt:
             logger.info("version %d starts again as attempt %d", state.version, state.rounds.attempt)
         self._told()
@@ -335,12 +337,19 @@ class Driver:
                 if self._changed.wait_for(lambda: self._closing, timeout=TICK.total_seconds()):
                     return
                 if not self._state.rounds.committing:
-                    for worker in self._state.members.expired(self._clock()):
-                        self._drop(worker, "lost")
+                    self._drop_silent_and_hung()
                 # Other shards are asked whether they still know the model.
                 if len(self._shards) > 1 or (self._keeper is not None and self._keeper.writing):
                     self._stale = True
             self._drive()
+
+    def _drop_silent_and_hung(self) -> None:
+        """Declare gone whose lease has ended, and who keeps the others waiting; the lock is held."""
+        now = self._clock()
+        for worker in self._state.members.expired(now):
+            self._drop(worker, "lost", f"silent for {self.lease.total_seconds():g} s")
+        for worker, seconds in self._state.hung(now, self._spec.worker.progress_timeout).items():
+            self._drop(worker, "hung", f"the others have waited for its step for {seconds:.1f} s")
 
     def _keep_now(self) -> None:
         """Write a checkpoint of the version that is there. Blocks until it is on disk or given up.

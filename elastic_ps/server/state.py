@@ -15,6 +15,7 @@ from elastic_ps.core.consistency import Contribution, SyncRounds
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.core.membership import Membership, Stay
+from elastic_ps.core.pace import Waiting
 from elastic_ps.core.partition import Layout, Rule, TensorSpec
 from elastic_ps.core.progress import Curve, Rate
 from elastic_ps.core.settings import Settings
@@ -60,6 +61,7 @@ class JobState:
     loss: Curve = field(default_factory=Curve)
     rate: Rate = field(default_factory=Rate)
     last_round: dict[str, Any] = field(default_factory=dict)
+    waiting: Waiting = field(default_factory=Waiting)
 
     def __post_init__(self) -> None:
         first = self.epoch * INCARNATIONS_PER_EPOCH
@@ -123,9 +125,22 @@ class JobState:
         """A worker has records to compute on. With a fixed schedule the open round waits for it."""
         self.rounds.admit(worker, at_once=isinstance(self.ledger, Lanes))
 
-    def drop(self, worker: int, outcome: str) -> Stay | None:
+    def hung(self, now: float, limit: timedelta) -> dict[int, float]:
+        """The workers that have kept others waiting for longer than `limit`, and for how many seconds.
+
+        They take part in the open round, and their steps are not finished; another one's is, or a newcomer
+        waits for the next round.
+        """
+        rounds, live = self.rounds, self.members.live
+        somebody_waits = bool(rounds.done.keys() - rounds.gone or rounds.waiting)
+        missing = ((rounds.expected | self.required) - rounds.done.keys()) & live.keys()
+        awaited = {live[worker].incarnation: worker for worker in missing} if somebody_waits else {}
+        overdue = self.waiting.overdue((rounds.version, rounds.attempt), awaited, now, limit)
+        return {awaited[incarnation]: seconds for incarnation, seconds in overdue.items()}
+
+    def drop(self, worker: int, outcome: str, reason: str = "", now: float | None = None) -> Stay | None:
         """End a stay; what it holds goes to others, except the records of a step that it has finished."""
-        stay = self.members.remove(worker, outcome=outcome, version=self.version)
+        stay = self.members.remove(worker, outcome=outcome, version=self.version, reason=reason, now=now)
         if stay is None:
             return None
         for void in self.rounds.lose(worker):
@@ -223,6 +238,7 @@ class JobState:
         for stay in (Stay(**stay) for stay in saved["members"]):
             if not stay.outcome:
                 stay.outcome, stay.left_version = "lost", version
+            stay.ended = None
             state.members.departed.append(stay)
         state.rounds.version = version
         if saved["ledger"] is not None:
@@ -260,7 +276,7 @@ class JobState:
             }
         )
 
-    def member(self, stay: Stay) -> Member:
+    def member(self, stay: Stay, now: float) -> Member:
         """A stay as it is reported."""
         computing = stay.worker in self.rounds.expected or stay.worker in self.rounds.waiting
         here = "joining" if self.initialiser == stay.worker else "training" if computing else "idle"
@@ -275,6 +291,8 @@ class JobState:
                 "left_version",
                 "steps",
                 "records",
+                "reason",
             )
         }
+        fields["gone_seconds"] = None if stay.ended is None else now - stay.ended
         return Member.model_validate({**fields, "state": stay.outcome or here})

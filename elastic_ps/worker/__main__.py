@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ps import env
-from elastic_ps.errors import InvalidJob, UserError
-from elastic_ps.process import log_to_stderr, watch_lifeline
-
-TERMINATION_LOG = Path("/dev/termination-log")
-"""Where Kubernetes looks for the reason of an exit."""
+from elastic_ps.errors import InvalidJob, RefusalCode, Refused, UserError
+from elastic_ps.process import leave_reason, log_to_stderr, watch_lifeline
 
 
 def load_entrypoint(entrypoint: str) -> Callable[..., Any]:
@@ -79,22 +76,18 @@ def main() -> int:
         function(**environment.spec.arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        _leave_reason(str(error))
+        leave_reason(str(error))
         return env.EXIT_INVALID
     except Drained:
         return env.EXIT_LEFT
-    except Exception:  # noqa: BLE001 (the script's own failure)
+    except Exception as error:  # noqa: BLE001 (the script's own failure)
         traceback.print_exc()
-        _leave_reason(traceback.format_exc()[-2000:])
-        return 1
+        leave_reason(traceback.format_exc()[-2000:])
+        hung = isinstance(error, Refused) and error.code is RefusalCode.HUNG
+        return env.EXIT_HUNG if hung else 1
     finally:
         current.close()
     return 0
-
-
-def _leave_reason(text: str) -> None:
-    if TERMINATION_LOG.exists():
-        TERMINATION_LOG.write_text(text)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import atexit
 
 from elastic_ps import env
 from elastic_ps.errors import UsageError
+from elastic_ps.process import end_hung
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.worker.session import Drained, Session
 
@@ -34,6 +35,7 @@ def connect() -> Session:
         [GrpcConnection(address) for address in environment.addresses],
         trace=Trace(environment.trace, process),
         history=History(environment.history, process),
+        on_hung=end_hung,
     )
     atexit.register(_current.close)
     return _current

@@ -1,27 +1,32 @@
-"""The thread that keeps a worker's lease alive while the script computes."""
+"""Keeping a worker's lease alive while its script computes, and learning that the others gave it up."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
-from elastic_ps.errors import ElasticPSError
+from elastic_ps.errors import ElasticPSError, RefusalCode, Refused
 from elastic_ps.worker.client import Client
 
 logger = logging.getLogger(__name__)
 
 
 class Heart:
-    """Beats from its making until `close`.
+    """A thread that says that this worker is alive, until closed.
 
     Args:
-        interval: between two heartbeats; well below the lease.
+        client: of a member.
+        interval: between two heartbeats.
+        on_hung: called on the thread, with the reason, when the parameter server has declared this worker
+            hung; nobody else can notice, since the script's own thread makes no calls then.
     """
 
-    def __init__(self, client: Client, interval: timedelta) -> None:
+    def __init__(self, client: Client, interval: timedelta, on_hung: Callable[[str], None] | None) -> None:
         self._client = client
         self._interval = interval
+        self._on_hung = on_hung
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         self._thread.start()
@@ -32,8 +37,11 @@ class Heart:
                 self._client.heartbeat()
             except ElasticPSError as error:
                 logger.debug("heartbeat: %s", error)  # whatever the script does next is told so too
+                hung = isinstance(error, Refused) and error.code is RefusalCode.HUNG
+                if hung and self._on_hung is not None:
+                    self._on_hung(str(error))
 
     def close(self) -> None:
-        """Beat no more. Blocks until the thread has ended, for 5 s at most."""
+        """End the thread; waits for a heartbeat under way."""
         self._stop.set()
         self._thread.join(timeout=5)

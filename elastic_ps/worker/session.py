@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -50,6 +50,7 @@ class Session:
         worker: this worker's index.
         connections: one for each shard, in order. The session closes them.
         trace, history: where this process writes about itself.
+        on_hung: called, on another thread, with the reason, if this worker is declared hung.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Session:
         *,
         trace: Trace | None = None,
         history: History | None = None,
+        on_hung: Callable[[str], None] | None = None,
     ) -> None:
         self.spec = spec
         self.worker = worker
@@ -71,6 +73,7 @@ class Session:
         self._owner = os.getpid()
         self._exchange: Exchange | None = None
         self._optimizer: ElasticOptimizer | None = None
+        self._on_hung = on_hung
         self._heart: Heart | None = None
         self._batches = Batches()
         self._stopping = False
@@ -134,7 +137,7 @@ class Session:
         flat = Flat(member.layout, described.tensors)
         exchange = Exchange(self._client, flat, trace=self._trace, history=self._history)
         self._exchange = exchange
-        self._heart = Heart(self._client, member.lease / 3)
+        self._heart = Heart(self._client, member.lease / 3, self._on_hung)
         if member.initialise:
             for bucket in member.layout.buckets:
                 self._client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))

@@ -19,7 +19,7 @@ from datetime import datetime
 from typing import Any, Literal, TypeAlias, cast
 
 from elastic_operator import names
-from elastic_ps.env import EXIT_INVALID, EXIT_LEFT, Role
+from elastic_ps.env import EXIT_HUNG, EXIT_INVALID, EXIT_LEFT, Role
 
 Ending: TypeAlias = Literal["done", "invalid", "failed", "killed"]
 
@@ -176,6 +176,8 @@ def _exit(name: str, manifest: Mapping[str, Any], end: Mapping[str, Any]) -> tup
         return "failed", Problem("CannotStart", _said(f"{name}: its command cannot be started", end))
     if code == EXIT_LEFT:
         return "killed", Problem("WorkerLeft", f"{name} was asked to leave (SIGTERM) and did so in order")
+    if code == EXIT_HUNG:
+        return "failed", Problem("WorkerHung", _said(f"{name} ended itself: it made no progress", end))
     if 0 < code < 128:
         return "failed", Problem("WorkerFailed", _said(f"{name} exited with {code}", end))
     return "killed", Problem("WorkerKilled", _said(f"{name} was killed (exit status {code})", end))

@@ -242,9 +242,23 @@ def _workers(
         if pod.over:
             if pod.uid in old.worker.counted_pods and _restart_in(pod, status, now, options) == _ZERO:
                 yield DeletePod(pod.name, pod.uid, "it has ended and is replaced")
+        elif pod.active and (why := _given_up(pod, desired, observed, now)):
+            yield DeletePod(pod.name, pod.uid, why)
         elif index >= desired.replicas:
             yield DeletePod(pod.name, pod.uid, f"scaled down to {desired.replicas} workers")
     yield from _lingering(observed, now, options)
+
+
+def _given_up(pod: Pod, desired: Desired, observed: Observed, now: datetime) -> str:
+    """Why the process in a pod has to end, since the PS has given it up and it lives on; "" if it has not."""
+    members = observed.server.members if observed.server is not None else []
+    own = [member for member in members if (member.worker, member.host) == (pod.index, pod.name)]
+    latest = max(own, key=lambda member: member.incarnation, default=None)
+    if latest is None or pod.started is None or latest.gone_seconds is None:
+        return ""
+    if now - timedelta(seconds=latest.gone_seconds) < pod.started:  # it was a pod before, of the same name
+        return ""
+    return latest.to_be_killed(desired.spec.worker.progress_timeout)
 
 
 def _create(job: Mapping[str, Any], desired: Desired, role: Role, index: int, reason: str) -> Create:

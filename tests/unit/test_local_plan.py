@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.env import EXIT_INVALID, EXIT_LEFT
-from elastic_ps.job import Progress
+from elastic_ps.env import EXIT_HUNG, EXIT_INVALID, EXIT_LEFT
+from elastic_ps.job import Member, Progress, ServerStatus
 from elastic_ps.local.plan import (
     Conclude,
     Desired,
@@ -26,6 +26,7 @@ from elastic_ps.local.plan import (
     plan,
     restart_delay,
 )
+from elastic_ps.local.snapshot import stuck
 
 NOW = 1000.0
 DESIRED = Desired(shards=1, workers=2, backoff_limit=1)
@@ -102,6 +103,50 @@ def test_a_worker_that_left_comes_back_when_it_is_wanted_again() -> None:
     assert isinstance(action, Start)
     assert (action.index, action.replaces) == (1, None)
     assert plan(DESIRED, observed(worker(0), left, progress=FINISHED), NOW) == []
+
+
+def test_a_worker_that_is_stuck_is_killed_counted_and_replaced() -> None:
+    [action] = plan(DESIRED, observed(worker(0), worker(1, stuck="declared hung")), NOW)
+    assert action == Kill(101, "declared hung")
+    assert (
+        plan(DESIRED, observed(worker(0), worker(1, stuck="declared hung", killed=True, asked=NOW)), NOW)
+        == []
+    )
+    killed = ended(1, -9, stuck="declared hung", asked=NOW - 2, killed=True)
+    [action] = plan(DESIRED, observed(worker(0), killed), NOW)
+    assert isinstance(action, Start)
+    assert killed.ending == "failed"
+    assert ended(1, EXIT_HUNG).ending == "failed"
+
+
+@pytest.mark.parametrize(
+    ("state", "gone", "timeout", "kill"),
+    [
+        ("hung", 14, 60, False),
+        ("hung", 16, 60, True),
+        ("lost", 16, 60, False),
+        ("lost", 61, 60, True),
+        ("lost", 10**6, 0, False),
+        ("left", 10**6, 60, False),
+        ("training", None, 60, False),
+        ("hung", None, 60, False),
+    ],
+)
+def test_who_has_been_given_up_and_lives_on_is_stuck(
+    state: Any, gone: float | None, timeout: int, kill: bool
+) -> None:
+    process = worker(1)
+    member = Member(
+        worker=1, incarnation=3, pid=101, host="h", state=state, joined_version=0, gone_seconds=gone
+    )
+    status = ServerStatus(job="j", shard=0, shards=1, epoch=1, ready=True, members=[member])
+    limit = timedelta(seconds=timeout)
+    assert bool(stuck(process, status, limit)) == kill
+    again = member.model_copy(update={"incarnation": 4, "state": "training", "gone_seconds": None})
+    joined_again = status.model_copy(update={"members": [member, again]})
+    assert not stuck(process, joined_again, limit)
+    assert not stuck(replace(process, pid=102), status, limit)
+    assert not stuck(replace(process, asked=NOW), status, limit), "it is leaving anyway"
 
 
 def test_a_worker_that_someone_else_asked_to_leave_is_not_done_and_is_replaced() -> None:

@@ -80,3 +80,14 @@ def test_the_eldest_is_who_has_been_here_for_longest(members: Membership) -> Non
     assert members.eldest([of[1], again.incarnation]) == of[1]
     again.steps = 1
     assert members.eldest([of[1], again.incarnation]) == again.incarnation, "it has overtaken the other"
+
+
+def test_who_was_declared_hung_is_told_so_also_after_its_place_was_taken(members: Membership) -> None:
+    stay = members.join(1, pid=1, host="h", version=0, now=0)
+    members.remove(1, outcome="hung", version=3, reason="the others have waited for 60 s", now=9)
+    members.join(1, pid=2, host="h", version=3, now=10)
+    with pytest.raises(
+        Refused, match="worker 1 was declared hung: the others have waited for 60 s"
+    ) as refused:
+        members.check(1, stay.incarnation, 11)
+    assert refused.value.code is RefusalCode.HUNG

@@ -15,7 +15,7 @@ from elastic_operator.plan import Create, DeleteJob, DeletePod, Options, Plan, s
 from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import read_server_status, read_status
-from elastic_ps.job import Progress, ServerStatus
+from elastic_ps.job import Member, Progress, ServerStatus
 from tests.unit.simulation import Simulation, job_document
 
 
@@ -83,6 +83,7 @@ def test_scaling_removes_the_highest_indexes_and_keeps_the_others() -> None:
         (137, "Error", 0, "WorkerKilled"),
         (143, "Error", 0, "WorkerKilled"),
         (251, "Error", 0, "WorkerLeft"),
+        (124, "Error", 1, "WorkerHung"),
         (137, "OOMKilled", 0, "OutOfMemory"),
         (128, "StartError", 1, "CannotStart"),
     ],
@@ -118,6 +119,35 @@ def test_workers_that_a_node_drain_took_away_are_not_done() -> None:
     simulation.settle()
     assert len(simulation.workers()) == 2
     assert simulation.status["phase"] == "Running"
+
+
+def test_a_worker_that_is_hung_and_does_not_end_is_deleted_and_its_successor_is_not() -> None:
+    simulation = running(worker={"replicas": 2})
+    name = "digits-worker-1"
+    old = simulation.pods[name]["metadata"]["uid"]
+    member = Member(worker=1, incarnation=3, pid=7, host=name, state="hung", joined_version=0)
+
+    def gone_for(seconds: float) -> None:
+        members = [member.model_copy(update={"gone_seconds": seconds})]
+        simulation.server = ServerStatus(
+            job="digits", shard=0, shards=1, epoch=1, ready=True, members=members
+        )
+
+    simulation.now += timedelta(minutes=5)
+    gone_for(10)
+    assert simulation.step().actions == (), "it may end by itself"
+    simulation.now += timedelta(seconds=10)
+    gone_for(20)
+    [action] = simulation.step().actions
+    assert isinstance(action, DeletePod)
+    assert action.name == name
+    assert "declared hung" in action.reason
+    simulation.step()
+    simulation.start_pods()
+    simulation.now += timedelta(seconds=10)
+    gone_for(30)
+    assert simulation.step().actions == ()
+    assert simulation.pods[name]["metadata"]["uid"] != old
 
 
 def test_too_many_failures_end_the_job_with_the_last_words() -> None:

@@ -140,3 +140,33 @@ def test_before_there_is_a_model_shards_are_told_who_brings_it() -> None:
     assert state.expected == {4: stay.incarnation}
     state.drop(4, "lost")
     assert state.expected == {}
+
+
+def test_who_keeps_others_waiting_is_hung(state: JobState) -> None:
+    limit = timedelta(seconds=10)
+    first, second = two(state)
+    assert [state.hung(now, limit) for now in (0, 100)] == [{}, {}], "nobody waits: no step is finished"
+    finish(state, first)
+    assert [state.hung(now, limit) for now in (200, 210, 211)] == [{}, {}, {1: 11}]
+    state.drop(0, "lost")
+    assert state.hung(300, limit) == {}, "nobody waits any more"
+    join(state, 2)
+    assert [state.hung(now, limit) for now in (400, 411)] == [{}, {1: 11}], "a newcomer waits"
+    state.drop(1, "hung", "why", 411)
+    assert (
+        state.member(second, 412).model_dump().items()
+        >= {
+            "state": "hung",
+            "reason": "why",
+            "gone_seconds": 1,
+        }.items()
+    )
+
+
+def test_with_a_fixed_schedule_a_worker_that_takes_no_records_is_hung(state: JobState) -> None:
+    state.ledger = Lanes(records=40, epochs=1, shard_records=10, lanes=3)
+    first = join(state, 0)
+    state.members.join(1, pid=1, host="here", version=0, now=0)
+    finish(state, first)
+    limit = timedelta(seconds=10)
+    assert [state.hung(now, limit) for now in (0, 11)] == [{}, {1: 11}], "worker 2 is not here to be hung"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import time
@@ -22,6 +23,8 @@ def main(
     hurry: str = "",
     fork_every: int = 0,
     poisoned: str = "",
+    stuck: str = "",
+    frozen: bool = False,
     widths: tuple[int, ...] = (6, 16, 16, 1),
 ) -> None:
     """Train.
@@ -31,6 +34,8 @@ def main(
             backward, when nothing of them is pushed, the others after, when most of them is.
         fork_every: fork in a step, after so many steps; 0 for never.
         poisoned: a file; worker 1's 5th gradient is NaN if it is not there yet, and then it is.
+        stuck: a file; if it is not there yet, worker 1 makes it in its 5th step and goes on for ever: in a
+            loop or, if `frozen`, in a C function that keeps the interpreter locked, so that no thread runs.
     """
     torch.set_num_threads(1)
     model = make_mlp(widths)
@@ -44,6 +49,9 @@ def main(
         if poisoned and session.worker == 1 and step == 5 and not Path(poisoned).exists():
             Path(poisoned).touch()
             loss = loss * float("nan")
+        if stuck and session.worker == 1 and step == 5 and not Path(stuck).exists():
+            Path(stuck).touch()
+            go_on_for_ever(frozen=frozen)
         time.sleep(pause * (step % 2))  # the work of a larger model
         loss.backward()
         if fork_every and step % fork_every == 0:
@@ -53,6 +61,13 @@ def main(
         optimizer.step()
     if session.is_chief:
         session.report(trained=1.0)
+
+
+def go_on_for_ever(*, frozen: bool) -> None:
+    if frozen:
+        ctypes.PyDLL(None).sleep(1000)
+    while True:
+        pass
 
 
 def fork() -> None:

@@ -1,0 +1,108 @@
+"""A worker that lives and makes no progress does not hold the others up for ever."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
+from elastic_ps.env import EXIT_HUNG
+from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.job import TrainingJob, parse_job
+from elastic_ps.local import Launcher, Options
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.oracle import mse
+from tests.polling import eventually
+
+LIMIT = timedelta(seconds=120)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_others_go_on_and_the_worker_is_told(tmp_path: Path, shards: int) -> None:
+    """Its pushes of before are void, its records go to the others, and its next call is refused by name."""
+    stuck, release = threading.Event(), threading.Event()
+    refusals: list[Refused] = []
+    told: list[str] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        try:
+            for step, (x, y) in enumerate(session.loader(Numbers(400), 4)):
+                optimizer.zero_grad()
+                mse(model, x, y).backward()  # pushes all buckets but the last
+                if session.worker == 1 and step == 3:
+                    stuck.set()
+                    assert release.wait(30)
+                optimizer.step()
+        except Refused as refusal:
+            refusals.append(refusal)
+
+    with running_job(
+        tmp_path,
+        worker={"replicas": 3, "leaseDuration": "1s", "progressTimeout": "500ms"},
+        parameterServer={"replicas": shards, "bucketBytes": 1024},
+    ) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        job.until(lambda: stuck.is_set() and len(job.sessions) == 3, "worker 1 is stuck")
+        next(s for s in job.sessions if s.worker == 1)._heart._on_hung = told.append  # type: ignore[union-attr]
+        job.until(lambda: job.status().progress.finished, "the others train all records")
+        [member] = [m for m in job.status().members if m.state == "hung"]
+        assert member.worker == 1
+        assert member.reason.startswith("the others have waited for its step for 0.")
+        eventually(lambda: bool(told), "its heartbeat is told")
+        release.set()
+        job.join()
+        commits = job.commits()
+    assert told[0] == f"worker 1 was declared hung: {member.reason}"
+    assert [refusal.code for refusal in refusals] in ([RefusalCode.HUNG], [])
+    assert (
+        sum(c["incarnation"] == member.incarnation for k in commits for c in k["contributions"])
+        == member.steps
+    )
+    assert check(read(tmp_path / "history"), Data(400, 1)) == []
+
+
+def hanging_job(tmp_path: Path, how: str) -> TrainingJob:
+    spec = {
+        "entrypoint": "tests.integration.scripts.steady:main",
+        "arguments": {
+            "records": 1200,
+            "seconds": 0.01,
+            "stuck": str(tmp_path / "stuck"),
+            "frozen": how == "frozen",
+        },
+        "worker": {"replicas": 2, "leaseDuration": "2s", "progressTimeout": "4s"},
+    }
+    document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
+    return parse_job({**document, "metadata": {"name": f"hang-{how}"}, "spec": spec}, source="test")
+
+
+@pytest.mark.parametrize("how", ["looping", "frozen"])
+def test_its_process_is_replaced(tmp_path: Path, how: str) -> None:
+    """It ends itself, and says where it hung; if no thread of it can run, the launcher kills it."""
+    options = Options(root=tmp_path, history=tmp_path / "history")
+    with Launcher(hanging_job(tmp_path, how), options) as launcher:
+        launcher.start()
+        assert launcher.wait(LIMIT), launcher.status()
+        outcome = launcher.outcome()
+        log = launcher.directory.log("worker", 1).read_text()
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    assert (tmp_path / "stuck").exists()
+    assert outcome.status.failures == 1
+    texts = "\n".join(event.text for event in outcome.record.events)
+    if how == "looping":
+        assert "worker 1 was declared hung at version" in texts
+        assert "the others have waited for its step for 4." in texts
+        assert f"exit status {EXIT_HUNG}" in texts
+        assert "steady.py" in log, "where its threads were"
+    else:
+        assert "worker 1 is killed: lost (silent for 2 s), it has not come back for" in texts
+    assert check(read(tmp_path / "history"), Data(1200, 1)) == []
