@@ -89,6 +89,7 @@ def test_a_standby_is_a_pod_like_its_shard() -> None:
         del pod["spec"]["containers"][0]["env"]
     assert standby["spec"] == server["spec"]
     address = builders.service(job, spec, 0, "standby")
+    assert address["metadata"]["name"] == standby["metadata"]["name"]
     assert address["spec"]["selector"].items() <= standby["metadata"]["labels"].items()
     assert not address["spec"]["selector"].items() <= server["metadata"]["labels"].items()
 
