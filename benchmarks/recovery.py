@@ -21,8 +21,12 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from elastic_ps.job import TrainingJob
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH, BATCH, RECORDS, EPOCHS = 512, 64, 100_000, 100_000
@@ -128,11 +132,9 @@ def wait_for(read: Read, step_number: int) -> None:
         time.sleep(0.05)
 
 
-def measure_parameter_server(workers: int, interval: float, train: float) -> tuple[float, float]:
-    """(seconds to recover, share of time in checkpoint pauses)."""
+def make_job(workers: int, interval: float) -> TrainingJob:
+    """A job of `train_with_parameter_server`, with that many seconds between checkpoints."""
     from elastic_ps.job import parse_job
-    from elastic_ps.local import Launcher, Options
-    from elastic_ps.local.poller import fetch_status
 
     spec = {
         "entrypoint": "benchmarks.recovery:train_with_parameter_server",
@@ -141,8 +143,18 @@ def measure_parameter_server(workers: int, interval: float, train: float) -> tup
         "data": {"shuffle": False},
     }
     document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
-    job = parse_job({**document, "metadata": {"name": "recovery"}, "spec": spec}, source="benchmark")
-    with tempfile.TemporaryDirectory() as root, Launcher(job, Options(root=Path(root))) as launcher:
+    return parse_job({**document, "metadata": {"name": "benchmark"}, "spec": spec}, source="benchmark")
+
+
+def measure_parameter_server(workers: int, interval: float, train: float) -> tuple[float, float]:
+    """(seconds to recover, share of time in checkpoint pauses)."""
+    from elastic_ps.local import Launcher, Options
+    from elastic_ps.local.poller import fetch_status
+
+    with (
+        tempfile.TemporaryDirectory() as root,
+        Launcher(make_job(workers, interval), Options(root=Path(root))) as launcher,
+    ):
         launcher.start()
 
         def version() -> tuple[int, int]:
