@@ -22,9 +22,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from elastic_ps.job import TrainingJob
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH, BATCH, RECORDS, EPOCHS = 512, 64, 100_000, 100_000
@@ -130,18 +133,9 @@ def wait_for(read: Read, step_number: int) -> None:
         time.sleep(0.05)
 
 
-class Measured(NamedTuple):
-    """Seconds to recover, rounds per second before, and the share of time in checkpoint pauses."""
-
-    seconds: float
-    rate: float
-    share: float
-
-
-def measure_parameter_server(workers: int, interval: float, train: float, durability: str) -> Measured:
+def make_job(workers: int, interval: float, durability: str = "checkpoint") -> TrainingJob:
+    """A job of `train_with_parameter_server`, with that many seconds between checkpoints."""
     from elastic_ps.job import parse_job
-    from elastic_ps.local import Launcher, Options
-    from elastic_ps.local.poller import fetch_status
 
     spec = {
         "entrypoint": "benchmarks.recovery:train_with_parameter_server",
@@ -153,8 +147,25 @@ def measure_parameter_server(workers: int, interval: float, train: float, durabi
         "data": {"shuffle": False},
     }
     document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
-    job = parse_job({**document, "metadata": {"name": "recovery"}, "spec": spec}, source="benchmark")
-    with tempfile.TemporaryDirectory() as root, Launcher(job, Options(root=Path(root))) as launcher:
+    return parse_job({**document, "metadata": {"name": "benchmark"}, "spec": spec}, source="benchmark")
+
+
+class Measured(NamedTuple):
+    """Seconds to recover, rounds per second before, and the share of time in checkpoint pauses."""
+
+    seconds: float
+    rate: float
+    share: float
+
+
+def measure_parameter_server(workers: int, interval: float, train: float, durability: str) -> Measured:
+    from elastic_ps.local import Launcher, Options
+    from elastic_ps.local.poller import fetch_status
+
+    with (
+        tempfile.TemporaryDirectory() as root,
+        Launcher(make_job(workers, interval, durability), Options(root=Path(root))) as launcher,
+    ):
         launcher.start()
 
         def version() -> tuple[int, int]:
