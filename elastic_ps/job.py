@@ -246,6 +246,7 @@ class Progress(_Model):
     records_applied: int = Field(default=0, description="Records whose gradients are in the model.")
     records_expected: int | None = Field(default=None, description="Records of all epochs together.")
     durable_version: int | None = Field(default=None, description="Version of the newest whole checkpoint.")
+    durable_time: str | None = Field(default=None, description="When that was written.")
     metrics: dict[str, float] = Field(
         default_factory=dict, description="What scripts reported, e.g. test_accuracy."
     )
@@ -270,6 +271,11 @@ class Member(_Model):
     left_version: int | None = None
     steps: int = Field(default=0, description="Steps of this member that are in the model.")
     records: int = Field(default=0, description="Records of this member that are in the model.")
+    step_seconds: float | None = Field(
+        default=None,
+        description="From a round's opening until its step is complete, without waiting for others; a mean.",
+    )
+    slowness: float | None = Field(default=None, description="stepSeconds over the median of the workers.")
 
     def to_be_killed(self, progress_timeout: timedelta) -> str:
         """Why its process, should it be alive, has to be ended from outside; "" if it has not.
@@ -294,6 +300,7 @@ class ServerStatus(_Model):
     epoch: int = Field(description="How often this parameter server has been started.")
     ready: bool = Field(description="Whether the model is initialised.")
     progress: Progress = Field(default_factory=Progress)
+    durable_age_seconds: float | None = Field(default=None, description="Age of the newest whole checkpoint.")
     problem: str = Field(default="", description="What is wrong though training goes on, e.g. a full disk.")
     checkpoint_pause_seconds: float = Field(
         default=0.0,

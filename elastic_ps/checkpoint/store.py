@@ -220,6 +220,13 @@ class Store:
         detail = f" ({'; '.join(problems)})" if problems else ""
         raise NoCheckpoint(f"no whole checkpoint in {self.directory}{detail}")
 
+    def written(self, version: int) -> float:
+        """When the checkpoint of a version was made whole (Unix time). Raises CheckpointError."""
+        try:
+            return self.path(version).stat().st_mtime
+        except OSError as error:
+            raise CheckpointError(f"cannot look at {self.path(version)}: {error}") from error
+
     def _set_aside(self, version: int) -> None:
         names = (self.directory / f"corrupt-{version:010d}-{number}" for number in itertools.count(1))
         try:

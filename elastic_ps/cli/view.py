@@ -31,7 +31,7 @@ EVENT_STYLES = {
     "warning": "yellow",
     "scale": "bold",
 }
-COLUMNS = {"process": 9, "pid": 7, "state": 9, "step": 8, "samples": 10, "joined at": 9}
+COLUMNS = {"process": 9, "pid": 7, "state": 9, "step": 8, "samples": 10, "step time": 9, "joined at": 9}
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -119,7 +119,10 @@ def _table(status: LocalStatus, *, rows: int) -> Table:
     shown = [process for process in status.processes if process.role != "worker" or _present(process)]
     for process in shown[:rows]:
         member = member_of(process.index, process.pid, status.server) if process.role == "worker" else None
-        numbers = [f"{member.steps:,}", f"{member.records:,}", str(member.joined_version)] if member else []
+        numbers: list[str] = []
+        if member is not None:
+            counts = [f"{member.steps:,}", f"{member.records:,}"]
+            numbers = [*counts, words.step_time(member), str(member.joined_version)]
         style = STATE_STYLES.get(process.state, "red")
         state = Text(process.state, style=style)
         if process.restarts:
@@ -156,6 +159,9 @@ def _numbers(status: LocalStatus, record: Record | None) -> Text:
         line.append("loss ").append(f"{progress.loss:.4f}", style="bold").append("  ")
         if record is not None:
             line.append(sparkline([loss for _, loss in record.loss_curve()], 24), style="magenta")
+    on_disk = words.on_disk(status)
+    if on_disk is not None:
+        line.append(f"   {on_disk}", style="dim")
     for name, value in sorted(progress.metrics.items())[:1]:
         line.append(f"   {name.replace('_', ' ')} ").append(words.metric(name, value), style="bold")
     return line

@@ -38,6 +38,28 @@ def metric(name: str, value: float) -> str:
     return f"{100 * value:.2f} %" if "accuracy" in name and 0 <= value <= 1 else f"{value:.4g}"
 
 
+SLOW = 1.5
+"""From here on a worker's step time over the median is worth telling."""
+
+
+def step_time(member: Member) -> str:
+    """`0.120 s`, of a slow worker `0.480 s 4.0x` (times the median); empty while it is not known."""
+    if member.step_seconds is None:
+        return ""
+    slow = member.slowness is not None and member.slowness >= SLOW
+    return f"{member.step_seconds:.3f} s" + (f" {member.slowness:.1f}x" if slow else "")
+
+
+def on_disk(status: LocalStatus) -> str | None:
+    """`version 120 on disk, 4 s old`; without the age if the job is over; None without a checkpoint."""
+    server = status.server
+    if server is None or server.progress.durable_version is None:
+        return None
+    text = f"version {server.progress.durable_version:,} on disk"
+    running = status.phase == "Running" and server.durable_age_seconds is not None
+    return f"{text}, {server.durable_age_seconds:.0f} s old" if running else text
+
+
 def workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"
 

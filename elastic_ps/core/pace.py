@@ -5,6 +5,7 @@ Times are seconds of the caller's clock; workers are named by their incarnation.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -37,3 +38,42 @@ class Waiting:
         if not limit:
             return {}
         return {who: now - since for who, since in self._since.items() if now - since > limit.total_seconds()}
+
+
+SMOOTHING = 0.2
+"""Weight of the newest step in a worker's mean."""
+
+
+@dataclass
+class Pace:
+    """How long each worker takes from a round's opening until its step is complete on all shards.
+
+    That is its own computing and sending, without the time that it then waits for the others. Left out are a
+    worker's first step, which warms up and may have begun within a round, and rounds that started again.
+
+    Attributes:
+        seconds: an exponentially weighted mean, once there is one.
+    """
+
+    seconds: dict[int, float] = field(default_factory=dict)
+    _warm: set[int] = field(default_factory=set)
+    _opened: float | None = None
+
+    def opened(self, members: Iterable[int], now: float) -> None:
+        """A round opens; whoever is not among `members` is forgotten."""
+        here = set(members)
+        self._opened, self._warm = now, self._warm & here
+        self.seconds = {who: mean for who, mean in self.seconds.items() if who in here}
+
+    def finished(self, who: int, attempt: int, now: float) -> None:
+        """A worker has finished its step in the open round."""
+        if who in self._warm and not attempt and self._opened is not None:
+            took = now - self._opened
+            mean = self.seconds.get(who, took)
+            self.seconds[who] = mean + SMOOTHING * (took - mean)
+        self._warm.add(who)
+
+    def slowness(self, who: int) -> float | None:
+        """A worker's mean over the median of all; None before there is one."""
+        median = statistics.median(self.seconds.values()) if self.seconds else 0.0
+        return self.seconds[who] / median if who in self.seconds and median > 0 else None

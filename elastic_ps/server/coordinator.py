@@ -7,6 +7,7 @@ calls meet them.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -248,6 +249,8 @@ class Coordinator(Driver):
             except (LedgerError, InvalidModel) as error:
                 raise Refused(RefusalCode.INVALID, str(error)) from error
             new = state.rounds.finish(contribution, version=version, attempt=attempt)
+            if new:
+                state.pace.finished(contribution.incarnation, attempt, self._clock())
         self._drive()
         return new
 
@@ -263,13 +266,15 @@ class Coordinator(Driver):
         """Progress and members, at this moment."""
         with self._changed:
             state, keeper = self._state, self._keeper
+            durable = keeper.durable if keeper else None
             return ServerStatus(
                 job=self._job,
                 shard=0,
                 shards=len(self._shards),
                 epoch=state.epoch,
                 ready=state.initialised,
-                progress=state.progress(self._clock(), keeper.durable_version if keeper else None),
+                progress=state.progress(self._clock(), durable),
+                durable_age_seconds=None if durable is None else max(0.0, time.time() - durable[1]),
                 problem=keeper.problem if keeper else "",
                 checkpoint_pause_seconds=keeper.paused.total_seconds() if keeper else 0.0,
                 standbys=[standing is Standing.FOLLOWING for standing in self._standings],

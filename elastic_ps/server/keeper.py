@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -51,7 +52,7 @@ class Keeper:
         self._job, self._epoch, self._shards = job, epoch, shards
         self._interval, self._every, self._keep = interval, every, keep
         self._lock = threading.Lock()
-        self._durable: int | None = None
+        self._durable: tuple[int, float] | None = None
         self._last = now
         self._last_version = 0
         self._pending: Manifest | None = None
@@ -63,6 +64,12 @@ class Keeper:
     @property
     def durable_version(self) -> int | None:
         """Version of the newest whole checkpoint."""
+        durable = self.durable
+        return None if durable is None else durable[0]
+
+    @property
+    def durable(self) -> tuple[int, float] | None:
+        """Version of the newest whole checkpoint, and when it was written (Unix time)."""
         with self._lock:
             return self._durable
 
@@ -111,8 +118,9 @@ class Keeper:
         manifest, problems = self._store.newest()
         for problem in problems:
             logger.warning("set aside a broken checkpoint: %s", problem)
+        written = self._store.written(manifest.version)
         with self._lock:
-            self._durable = manifest.version
+            self._durable = (manifest.version, written)
             self.problem = "; ".join(problems)
         return manifest
 
@@ -166,7 +174,7 @@ class Keeper:
                     continue  # of before a roll-back
                 self._pending, self.problem, self.fenced = None, problem, self.fenced or fenced
                 if not problem:
-                    self._durable = manifest.version
+                    self._durable = (manifest.version, time.time())
 
     def close(self) -> None:
         """Finish the checkpoint whose parts are all there, and end the thread. Blocks."""

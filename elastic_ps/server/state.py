@@ -8,14 +8,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from elastic_ps.core.consistency import Contribution, SyncRounds
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.core.membership import Membership, Stay
-from elastic_ps.core.pace import Waiting
+from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout, Rule, TensorSpec
 from elastic_ps.core.progress import Curve, Rate
 from elastic_ps.core.settings import Settings
@@ -62,6 +62,7 @@ class JobState:
     rate: Rate = field(default_factory=Rate)
     last_round: dict[str, Any] = field(default_factory=dict)
     waiting: Waiting = field(default_factory=Waiting)
+    pace: Pace = field(default_factory=Pace)
 
     def __post_init__(self) -> None:
         first = self.epoch * INCARNATIONS_PER_EPOCH
@@ -171,6 +172,7 @@ class JobState:
             stay.records += sum(r.records for r in c.records)
             self.metrics.update({k: v for k, v in c.metrics.items() if k != "loss"})
         self.rounds.end_commit()
+        self.pace.opened((stay.incarnation for stay in self.members.live.values()), now)
         steps = [
             {"worker": c.worker, "incarnation": c.incarnation, "step": c.step, "samples": c.samples}
             | {"records": [list(r) for r in c.records]}
@@ -198,7 +200,7 @@ class JobState:
         after.ledger = copy.deepcopy(self.ledger)
         after.metrics = dict(self.metrics)
         after.loss = replace(self.loss, points=list(self.loss.points))
-        after.rate = Rate()
+        after.rate, after.pace = Rate(), Pace()
         after.book(contributions, decided, decided=decided)
         return after.to_checkpoint()
 
@@ -251,13 +253,15 @@ class JobState:
 
     # --- reports
 
-    def progress(self, now: float, durable_version: int | None) -> Progress:
-        """How far the job is."""
+    def progress(self, now: float, durable: tuple[int, float] | None) -> Progress:
+        """How far the job is. `durable`: the newest checkpoint's version and Unix time."""
+        version, written = durable if durable is not None else (None, None)
         progress = Progress(
             version=self.version,
             loss=self.loss.points[-1][1] if self.loss.points else None,
             metrics=dict(self.metrics),
-            durable_version=durable_version,
+            durable_version=version,
+            durable_time=None if written is None else _utc(written),
         )
         if self.ledger is None:
             return progress
@@ -294,5 +298,12 @@ class JobState:
                 "reason",
             )
         }
+        fields["step_seconds"] = self.pace.seconds.get(stay.incarnation)
+        fields["slowness"] = self.pace.slowness(stay.incarnation)
         fields["gone_seconds"] = None if stay.ended is None else now - stay.ended
         return Member.model_validate({**fields, "state": stay.outcome or here})
+
+
+def _utc(seconds: float) -> str:
+    """A Unix time as metav1.Time writes it."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

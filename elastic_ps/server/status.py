@@ -90,6 +90,7 @@ def metrics(status: ServerStatus) -> str:
         "samples_per_second": ("gauge", "Records per second, lately.", progress.samples_per_second),
         "loss": ("gauge", "Last reported training loss.", progress.loss),
         "durable_version": ("gauge", "Version of the newest checkpoint.", progress.durable_version),
+        "durable_age_seconds": ("gauge", "Age of the newest checkpoint.", status.durable_age_seconds),
         "epoch": ("counter", "Starts of this parameter server.", status.epoch),
         "checkpoint_pause_seconds": (
             "counter",

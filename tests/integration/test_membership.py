@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,33 @@ def test_a_newcomer_gets_what_is_not_trained_as_well(tmp_path: Path) -> None:
         assert any(len(commit["contributions"]) == 2 for commit in job.commits())
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_slow_worker_is_seen_and_so_is_the_age_of_what_is_on_disk(tmp_path: Path) -> None:
+    """The others' time does not hold what they wait for the slow one."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for x, y in session.loader(Numbers(120), 4):
+            mse(model, x, y).backward()
+            if session.worker == 1:
+                time.sleep(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", worker={"replicas": 3}) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        job.until(lambda: job.version >= 8, "the workers have a mean")
+        status = job.status()
+        seconds = {member.worker: member.step_seconds for member in status.members}
+        job.join()
+        ended = job.status()
+    assert seconds[1] > 0.1
+    assert max(status.members, key=lambda member: member.slowness or 0).worker == 1
+    assert min(seconds[0], seconds[2]) < seconds[1]
+    assert status.progress.durable_version == 0
+    assert status.durable_age_seconds <= ended.durable_age_seconds
+    written = datetime.fromisoformat(status.progress.durable_time).timestamp()
+    assert abs(time.time() - ended.durable_age_seconds - written) < 60

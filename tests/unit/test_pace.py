@@ -1,10 +1,12 @@
-"""For whom the others have waited for too long."""
+"""Who is slow, and for whom the others have waited for too long."""
 
 from __future__ import annotations
 
 from datetime import timedelta
 
-from elastic_ps.core.pace import Waiting
+import pytest
+
+from elastic_ps.core.pace import Pace, Waiting
 
 LIMIT = timedelta(seconds=10)
 
@@ -31,3 +33,36 @@ def test_without_a_limit_nobody_is_overdue() -> None:
     waiting.overdue((0, 0), [7], 0, timedelta(0))
     assert waiting.overdue((0, 0), [7], 10**6, timedelta(0)) == {}
     assert waiting.overdue((0, 0), [7], 10**6, LIMIT) == {7: 10**6}
+
+
+def rounds(pace: Pace, times: dict[int, list[float]]) -> None:
+    """Rounds that open every 100 s; each worker's step is finished so many seconds later."""
+    for number in range(max(map(len, times.values()))):
+        pace.opened(times, number * 100)
+        for who, took in times.items():
+            if number < len(took):
+                pace.finished(who, 0, number * 100 + took[number])
+
+
+def test_the_mean_follows_without_the_first_step() -> None:
+    pace = Pace()
+    rounds(pace, {1: [90, 2, 2, 2], 2: [90, 10, 20]})
+    assert pace.seconds == {1: 2, 2: pytest.approx(12)}
+    assert pace.slowness(2) == pytest.approx(12 / 7)
+
+
+def test_rounds_that_start_again_say_nothing() -> None:
+    pace = Pace()
+    rounds(pace, {1: [1, 1]})
+    pace.finished(1, 1, 190)
+    assert pace.seconds == {1: 1}
+
+
+def test_who_has_gone_is_forgotten_and_warms_up_again() -> None:
+    pace = Pace()
+    rounds(pace, {1: [1, 1], 2: [3, 3]})
+    pace.opened([1], 300)
+    assert (pace.seconds, pace.slowness(2), pace.slowness(1)) == ({1: 1}, None, 1)
+    pace.opened([1, 2], 400)
+    pace.finished(2, 0, 450)
+    assert pace.slowness(2) is None

@@ -1,0 +1,39 @@
+"""Figures in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from elastic_ps.cli import words
+from elastic_ps.job import Member, Phase, Progress, ServerStatus
+from elastic_ps.local import LocalStatus
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slowness", "text"),
+    [(None, None, ""), (0.12, 1.0, "0.120 s"), (0.12, None, "0.120 s"), (0.48, 4.0, "0.480 s 4.0x")],
+)
+def test_a_slow_worker_stands_out(seconds: float | None, slowness: float | None, text: str) -> None:
+    fields: dict[str, Any] = {"worker": 0, "incarnation": 1, "pid": 1, "host": "h", "joined_version": 0}
+    member = Member(**fields, state="training", step_seconds=seconds, slowness=slowness)
+    assert words.step_time(member) == text
+
+
+@pytest.mark.parametrize(
+    ("version", "phase", "text"),
+    [
+        (None, "Running", None),
+        (1100, "Running", "version 1,100 on disk, 4 s old"),
+        (1100, "Succeeded", "version 1,100 on disk"),
+    ],
+)
+def test_what_is_on_disk_and_since_when(version: int | None, phase: Phase, text: str | None) -> None:
+    progress = Progress(durable_version=version)
+    age = None if version is None else 4.2
+    server = ServerStatus(
+        job="j", shard=0, shards=1, epoch=1, ready=True, progress=progress, durable_age_seconds=age
+    )
+    status = LocalStatus.model_construct(phase=phase, server=server)
+    assert words.on_disk(status) == text
