@@ -12,7 +12,7 @@ others push the same gradients once more (they keep them until the round is comm
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import RefusalCode, Refused
@@ -60,6 +60,16 @@ class SyncRounds:
     waiting: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
     committing: bool = False
+
+    def copy(self) -> SyncRounds:
+        """The same rounds; what is done to the one is not done to the other."""
+        return replace(
+            self,
+            expected=set(self.expected),
+            done=dict(self.done),
+            waiting=set(self.waiting),
+            gone=set(self.gone),
+        )
 
     def admit(self, worker: int, *, at_once: bool = False) -> None:
         """`worker` has records to compute on and takes part from the next round; at once if none is open.

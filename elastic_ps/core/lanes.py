@@ -89,6 +89,13 @@ class Lanes:
         start = self._bounds[lane]
         return [r._replace(start=r.start - start, stop=r.stop - start) for r in ranges]
 
+    def copy(self) -> Lanes:
+        """See `Ledger.copy`."""
+        made = Lanes(self.records, self.epochs, 1, len(self._lanes))
+        made._lanes = [lane.copy() for lane in self._lanes]
+        made._lane_of = dict(self._lane_of)
+        return made
+
     def state(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
         lanes = [lane.state() for lane in self._lanes]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 
@@ -138,6 +138,11 @@ class Ledger:
         for r in wanted:
             held = _subtract(held, r, holder)
         return held
+
+    def copy(self) -> Ledger:
+        """The same records; what is done to the one is not done to the other."""
+        held = {holder: list(ranges) for holder, ranges in self._held.items()}
+        return replace(self, _returned=list(self._returned), _held=held)
 
     def state(self) -> dict[str, Any]:
         """Plain data for a checkpoint; what workers hold counts as given back, they will be other workers."""

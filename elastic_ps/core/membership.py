@@ -7,9 +7,10 @@ alive it may feel; it is refused.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from elastic_ps.errors import RefusalCode, Refused
@@ -109,6 +110,11 @@ class Membership:
     def stays(self) -> list[Stay]:
         """Everybody who is or was here, in order of joining."""
         return sorted([*self.departed, *self.live.values()], key=lambda stay: stay.incarnation)
+
+    def copy(self) -> Membership:
+        """The same members; what is done to the one is not done to the other."""
+        live = {worker: copy.copy(stay) for worker, stay in self.live.items()}
+        return replace(self, live=live, departed=[copy.copy(stay) for stay in self.departed])
 
     def stay(self, incarnation: int) -> Stay:
         """The stay with this number, also if it has ended. Raises KeyError if it is not remembered."""

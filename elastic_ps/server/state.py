@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from typing import Any
 
 from elastic_ps.core.consistency import Contribution, SyncRounds
@@ -31,6 +32,11 @@ class Model:
 
     layout: Layout
     optimizer: str
+
+    @cached_property
+    def tensors(self) -> list[dict[str, Any]]:
+        """The tensors as plain data."""
+        return [asdict(t) for t in self.layout.tensors]
 
 
 @dataclass
@@ -195,9 +201,9 @@ class JobState:
     def foreseen(self, contributions: Sequence[Contribution], *, decided: float) -> dict[str, Any]:
         """`to_checkpoint` as it will be once the round has been booked; nothing changes."""
         after = copy.copy(self)
-        after.members = copy.deepcopy(self.members)
-        after.rounds = copy.deepcopy(self.rounds)
-        after.ledger = copy.deepcopy(self.ledger)
+        after.members = self.members.copy()
+        after.rounds = self.rounds.copy()
+        after.ledger = self.ledger.copy() if self.ledger else None
         after.metrics = dict(self.metrics)
         after.loss = replace(self.loss, points=list(self.loss.points))
         after.rate, after.pace = Rate(), Pace()
@@ -208,7 +214,7 @@ class JobState:
         """Everything of a version that is not a tensor, as plain data."""
         assert self.model is not None
         return {
-            "tensors": [asdict(t) for t in self.model.layout.tensors],
+            "tensors": self.model.tensors,
             "optimizer": self.model.optimizer,
             "settings": self.settings.to_json(),
             "ledger": self.ledger.state() if self.ledger else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 
 import pytest
@@ -10,7 +11,8 @@ from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
-from elastic_ps.server.state import JobState
+from elastic_ps.core.partition import Rule, TensorSpec, partition
+from elastic_ps.server.state import JobState, Model
 
 
 @pytest.fixture
@@ -170,3 +172,26 @@ def test_with_a_fixed_schedule_a_worker_that_takes_no_records_is_hung(state: Job
     finish(state, first)
     limit = timedelta(seconds=10)
     assert [state.hung(now, limit) for now in (0, 11)] == [{}, {1: 11}], "worker 2 is not here to be hung"
+
+
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_what_is_foreseen_is_what_comes_and_nothing_changes_before(state: JobState, lanes: int) -> None:
+    """A standby is told of a round before it is applied, and goes by that if nobody else is left."""
+    tensors = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
+    state.model = Model(partition(tensors, bucket_bytes=1024, shards=1), "SGD")
+    if lanes:
+        state.ledger = Lanes(1000, 1, 10, lanes)
+    stays = [join(state, worker) for worker in range(2)]
+    for stay in stays:
+        state.rounds.admit(stay.worker, at_once=True)
+    for stay in stays:
+        finish(state, stay)
+    state.drop(1, "lost")
+    contributions = state.rounds.begin_commit()
+    before = copy.deepcopy(state.to_checkpoint())
+    foreseen = state.foreseen(contributions, decided=7.0)
+    assert state.to_checkpoint() == before
+    state.book(contributions, 7.0, decided=7.0)
+    assert state.to_checkpoint() == foreseen
+    assert foreseen["round"]["version"] == 1
+    assert len(foreseen["round"]["contributions"]) == 2
