@@ -11,6 +11,7 @@ import os
 import random
 import socket
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -42,20 +43,22 @@ EARLY = 0.1
 a busy machine takes to start processes, the records do not run out before."""
 
 
-def job(name: str, directory: Path, **arguments: Any) -> TrainingJob:
-    """A job that is slow until `hurry` in the directory exists."""
+def job(
+    name: str, directory: Path, *, server: Mapping[str, Any] | None = None, **arguments: Any
+) -> TrainingJob:
+    """A job that is slow until `hurry` in the directory exists; `server`: fields of its parameter server."""
     pace = {"seconds": 0.4, "hurry": str(directory / "hurry")}
     spec = {
         "entrypoint": "tests.integration.scripts.steady:main",
         "arguments": {"records": RECORDS, "widths": [6, 64, 64, 1], **pace, **arguments},
-        "parameterServer": {"bucketBytes": 4096, "checkpoint": {"interval": "300ms"}},
+        "parameterServer": {"bucketBytes": 4096, "checkpoint": {"interval": "300ms"}, **(server or {})},
         "worker": {"replicas": 2, "leaseDuration": "2s"},
     }
     document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
     return parse_job({**document, "metadata": {"name": name}, "spec": spec}, source="test")
 
 
-def drill(directory: Path, kinds: list[Kind], *, seed: int) -> Drill:
+def drill(directory: Path, kinds: list[Kind], *, seed: int, server: Mapping[str, Any] | None = None) -> Drill:
     """Train with these faults; fails with the command that repeats it."""
     faults = [replace(fault, at=EARLY * fault.at) for fault in schedule(seed, kinds, workers=2)]
     history, told = directory / "history", list[str]()
@@ -65,8 +68,8 @@ def drill(directory: Path, kinds: list[Kind], *, seed: int) -> Drill:
         if len(told) == len(faults):
             (directory / "hurry").touch()
 
-    options = Options(root=directory)
-    result = run(job("faults", directory), faults, options=options, history=history, tell=tell, limit=LIMIT)
+    wanted, options = job("faults", directory, server=server), Options(root=directory)
+    result = run(wanted, faults, options=options, history=history, tell=tell, limit=LIMIT)
     test = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
     lines = [f"again: python -m pytest '{test}'", *map(str, result.injections), *map(str, result.violations)]
     assert result.passed, "\n".join([str(result.result), *lines])
@@ -114,6 +117,16 @@ def test_the_parameter_server_is_killed_frozen_and_taken_over_from(tmp_path: Pat
     )
     assert {commit.epoch for commit in histories.committed} == {*epochs} - {rival}
     assert len(list((tmp_path / "history").glob("worker-*"))) == 2, "no worker restarted"
+    assert result.result.failures == 0
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(tmp_path: Path, seed: int) -> None:
+    server = {"replicas": 2, "durability": "standby", "checkpoint": {"interval": "1h"}}
+    result = drill(tmp_path, ["kill-ps", "kill-standby"], seed=seed, server=server)
+    assert [each.state for each in result.injections] == ["recovered"] * 2
+    assert [each.redone for each in result.injections] == [0] * 2
+    assert len(read(tmp_path / "history").restored) == 1
     assert result.result.failures == 0
 
 
