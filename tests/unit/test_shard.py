@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ from elastic_ps.errors import ConnectionLost, InvalidModel, RefusalCode, Refused
 from elastic_ps.server import shard as shard_module
 from elastic_ps.server.orders import Application
 from elastic_ps.server.shard import Pulled, RestartedAs, Shard
+from elastic_ps.server.values import BucketValues
 from elastic_ps.telemetry import Trace
 
 EPOCH = 3
@@ -514,6 +516,53 @@ def test_a_process_whose_place_another_has_taken_cannot_push_into_its_round() ->
     application = Application(1, [(0, 20, 0), (1, 11, 0)], 2, LR)
     rig.shard.advance(1, 0, rig.workers, application)
     assert torch.equal(rig.values(), ones(4, -1.0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_finite_gradients_whose_weighted_sum_overflows_are_refused_by_name(dtype: str) -> None:
+    rig = Rig(one_bucket(tensor("w", 4, dtype=dtype)))
+    huge = 2.0 ** (math.frexp(torch.finfo(dtype_of(dtype)).max)[1] - 2)
+
+    def gradient(value: float) -> torch.Tensor:
+        return torch.tensor([1.0, value, 1.0, 1.0], dtype=dtype_of(dtype))
+
+    with pytest.raises(
+        Refused, match="worker 0, step 0, bucket 0: 1 of 4 values, weighed with 4 samples"
+    ) as no:
+        rig.push(0, gradient(huge), samples=4)
+    assert no.value.code is RefusalCode.NOT_FINITE
+    assert rig.push(0, gradient(huge), samples=3)
+    with pytest.raises(Refused, match="worker 1, step 0, bucket 0: 1 of 4 values"):
+        rig.push(1, gradient(huge), samples=2)
+    assert rig.push(1, gradient(-huge), samples=3), "the sum is as before"
+    rig.commit(0, 1, samples=6)
+    assert torch.equal(rig.values().float(), torch.tensor([-1.0, 0.0, -1.0, -1.0]))
+
+
+def test_a_shard_that_fails_in_the_middle_of_a_step_has_lost_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some buckets are stepped and others are not; going on would train a model that no version ever was."""
+    layout = partition((tensor("a", 300), tensor("b", 300)), bucket_bytes=1200, shards=1)
+    rig = Rig(layout, workers=[0])
+    for bucket in rig.buckets:
+        rig.push(0, ones(300), bucket=bucket.index)
+    original, calls = BucketValues.apply, []
+
+    def apply(self: BucketValues, *arguments: Any) -> None:
+        calls.append(self)
+        if len(calls) == 2:
+            raise MemoryError("no memory for a step")
+        original(self, *arguments)
+
+    monkeypatch.setattr(BucketValues, "apply", apply)
+    with pytest.raises(MemoryError):
+        rig.commit(0, samples=1)
+    for order in (None, rig.application(0, samples=1)):
+        with pytest.raises(Refused, match="failed in the middle of a step") as refused:
+            rig.shard.advance(rig.version + (order is not None), 0, rig.workers, order)
+        assert refused.value.code is RefusalCode.NOT_READY
+    assert len(calls) == 2
 
 
 def test_a_shard_without_the_version_does_not_go_on_with_what_it_has() -> None:
