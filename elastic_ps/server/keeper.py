@@ -148,7 +148,7 @@ class Keeper:
         """What a shard has written since it was last asked."""
         with self._lock:
             for part in written:
-                if self._pending is None or part.version != self._pending.version:
+                if self._pending is None or part.version != self._pending.version or shard in self._files:
                     continue
                 self.paused += part.pause / self._shards
                 if part.file is None:

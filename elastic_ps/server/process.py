@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from elastic_ps.checkpoint.store import Manifest, Store
 from elastic_ps.env import ProcessEnvironment
-from elastic_ps.errors import NoCheckpoint
+from elastic_ps.errors import InvalidJob, NoCheckpoint
 from elastic_ps.job import ServerStatus
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.follower import Follower
@@ -135,6 +135,12 @@ class ParameterServer:
             now=time.monotonic(),
         )
         found = None
+        if environment.resume == "no" and (versions := store.versions()):
+            keeper.close()
+            raise InvalidJob(
+                f"{store.directory} holds checkpoints of an earlier run, up to version {versions[-1]}. "
+                "Go on from them with --resume, or name an empty directory"
+            )
         if environment.resume != "no":
             try:
                 found = keeper.newest()

@@ -86,6 +86,7 @@ class Shard:
         self._log = PushLog(epoch=epoch)
         self._deterministic = deterministic
         self._retired: RefusalCode | None = None
+        self._torn = False  # some buckets were stepped, others not: the values are of no version
         self._trace = trace
         self._receiving: set[tuple[int, int]] = set()
         self._buckets: dict[int, BucketValues] = {}
@@ -179,12 +180,13 @@ class Shard:
             contribution = _typed(buffer, bucket)
             usual = self._buckets[key.bucket].values if bucket.rule is Rule.MEAN else None
             who = f"worker {key.worker}, step {key.step}, bucket {key.bucket}"
-            require_finite(contribution, who, usual=usual)
+            largest = require_finite(contribution, who, usual=usual)
             with self._changed:
                 if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
                     return False
                 first = not self._log.added.get(key.bucket)
-                self._buckets[key.bucket].add(contribution, samples, present, first=first)
+                values = self._buckets[key.bucket]
+                values.add(contribution, samples, present, first=first, largest=largest, who=who)
                 self._log.add(key)
         finally:
             with self._changed:
@@ -275,8 +277,11 @@ class Shard:
         Raises:
             Refused: INVALID; the sums are not made of exactly these contributions. NOT_READY; the shard has
                 not got the version to go on from. Nothing was applied.
+            Exception: the optimizer failed. The shard has lost the model: NOT_READY from then on.
         """
         with self._advancing:
+            if self._torn:
+                raise Refused(RefusalCode.NOT_READY, f"shard {self.index} has failed in the middle of a step")
             base = version if apply is None else version - 1
             if self.version < base:
                 raise Refused(
@@ -297,6 +302,7 @@ class Shard:
                 if values.bucket.rule is Rule.CONSTANT:
                     values.version = version
         started = time.monotonic_ns()
+        self._torn = True
         for bucket in self._stepped:
             values = self._buckets[bucket.index]
             with self._changed:
@@ -305,6 +311,7 @@ class Shard:
                     # Whoever has pulled the last bucket may push for the next round at once.
                     self._log.open(version=version, attempt=attempt, expected=expected)
                 self._changed.notify_all()
+        self._torn = False
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
 
     def require_complete(self, version: int, apply: Application) -> None:

@@ -42,6 +42,7 @@ class BucketValues:
         self.values = torch.zeros(bucket.elements, dtype=dtype_of(bucket.dtype))
         self.version = 0
         self._sum: torch.Tensor | None = None
+        self._sum_bound = 0.0
         self._present: list[bool] = []
         self._bounds = [0]
         for piece in bucket.pieces:
@@ -92,11 +93,32 @@ class BucketValues:
     def present(self, present: Sequence[bool]) -> None:
         self._present = list(present)
 
-    def add(self, contribution: torch.Tensor, samples: int, present: Sequence[bool], *, first: bool) -> None:
-        """Add a worker's values to the round's sum; `first` begins a new sum."""
+    def add(
+        self,
+        contribution: torch.Tensor,
+        samples: int,
+        present: Sequence[bool],
+        *,
+        first: bool,
+        largest: float = math.inf,
+        who: str = "",
+    ) -> None:
+        """Add a worker's values to the round's sum; `first` begins a new sum.
+
+        Args:
+            largest: no value's magnitude is above it, as far as is known.
+
+        Raises:
+            Refused: NOT_FINITE; `who` would make the sum overflow. It is as before.
+        """
         if not present:
             present = [True] * len(self.bucket.pieces)
         total = self.sum
+        if self.bucket.rule is not Rule.MAXIMUM and total.is_floating_point():
+            bound = samples * largest + (0.0 if first else self._sum_bound)
+            if bound > torch.finfo(total.dtype).max / 2:
+                _require_no_overflow(contribution, samples, None if first else total, who)
+            self._sum_bound = bound
         if self.bucket.rule is Rule.MAXIMUM:
             if first:
                 total.copy_(contribution)
@@ -155,15 +177,41 @@ class BucketValues:
         self.version = version
 
 
-def require_finite(contribution: torch.Tensor, who: str, *, usual: torch.Tensor | None = None) -> None:
-    """Raise Refused (NOT_FINITE) if a floating-point tensor holds NaN or Inf, besides the Infs of `usual`."""
+def require_finite(contribution: torch.Tensor, who: str, *, usual: torch.Tensor | None = None) -> float:
+    """Raise Refused (NOT_FINITE) if a floating-point tensor holds NaN or Inf, besides the Infs of `usual`.
+
+    Returns a bound on the values' magnitudes; Inf if there is none at hand.
+    """
     if not contribution.is_floating_point() or contribution.numel() == 0:
-        return
-    if math.isfinite(float(contribution.sum())):  # one pass; a sum that overflows is looked at closely
-        return
+        return 0.0
+    half = contribution.dtype is torch.float16  # the squares of ordinary values would overflow
+    # One pass; what overflows is looked at closely.
+    total = float(contribution.sum() if half else torch.dot(contribution, contribution))
+    if math.isfinite(total):
+        return torch.finfo(torch.float16).max if half else math.sqrt(total) * 1.01
     wrong = ~torch.isfinite(contribution)
     if usual is not None:
         wrong &= contribution != usual
     bad = int(wrong.sum())
     if bad:
         raise Refused(RefusalCode.NOT_FINITE, f"{who}: {bad} of {contribution.numel()} values are NaN or Inf")
+    return math.inf
+
+
+def _require_no_overflow(
+    contribution: torch.Tensor, samples: int, total: torch.Tensor | None, who: str
+) -> None:
+    """Raise Refused (NOT_FINITE) if finite values, weighed and added to a finite sum, are not finite."""
+    dtype = SUM_DTYPE.get(str(contribution.dtype).removeprefix("torch."), contribution.dtype)
+    sum_after = contribution.to(dtype) * samples
+    finite = torch.isfinite(contribution)
+    if total is not None:
+        sum_after += total
+        finite &= torch.isfinite(total)
+    bad = int((finite & ~torch.isfinite(sum_after)).sum())
+    if bad:
+        raise Refused(
+            RefusalCode.NOT_FINITE,
+            f"{who}: {bad} of {contribution.numel()} values, weighed with {samples} samples and added to "
+            f"those of the others, are too large for {sum_after.dtype}",
+        )

@@ -33,6 +33,7 @@ from elastic_ps.errors import (  # noqa: E402
 )
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server  # noqa: E402
 from elastic_ps.transport.refusal import Refusal, answers  # noqa: E402
+from elastic_ps.transport.stall import Watchdog  # noqa: E402
 from elastic_ps.transport.wire import (  # noqa: E402
     MESSAGE_BYTES,
     ReceivedFrame,
@@ -50,6 +51,10 @@ CALLS = 512
 WINDOW = 1024 * 1024
 """Bytes that a sender may send in one call before the receiver has asked for them. A server of n calls with
 bodies that no handler reads holds about 1.2 n MiB; a larger window is no faster within a machine."""
+
+STALL = timedelta(seconds=5)
+"""A client that sends nothing for this long, in the middle of a frame that a server reads, is cut off: it may
+hold one of the few buffers that all others need."""
 
 JOIN = timedelta(seconds=10)
 """How long `close` waits for threads that nothing should hold up."""
@@ -97,12 +102,15 @@ _CLIENT_OPTIONS = (
 class GrpcServer(Server):
     """Listens on a TCP port. Thread-safe."""
 
-    def __init__(self, bind: str, *, limits: Limits | None = None, calls: int = CALLS) -> None:
+    def __init__(
+        self, bind: str, *, limits: Limits | None = None, calls: int = CALLS, stall: timedelta = STALL
+    ) -> None:
         """Listen on `bind`, `host:port`; port 0 picks one. Clients wait until `serve` is called.
 
         Args:
             limits: what is accepted from clients; `limits` may be replaced later.
             calls: how many calls are answered at the same time, each in a thread; the next ones wait.
+            stall: how long a client may send nothing in the middle of a frame.
 
         Raises:
             CannotListen: the port is taken, or the host is not an address of this machine.
@@ -124,6 +132,7 @@ class GrpcServer(Server):
                 "Stop the other process or choose another port"
             ) from error
         self._address = f"{'127.0.0.1' if host in ('', '0.0.0.0', '[::]') else host}:{port}"
+        self._watchdog = Watchdog(stall)  # not before: the port may be taken
         self._idle = threading.Condition()
         self._running = 0
         self._closed = False
@@ -159,13 +168,14 @@ class GrpcServer(Server):
                 "%d handlers on %s did not end; their threads are left", self._running, self._address
             )
         self._pool.shutdown(wait=idle)
+        self._watchdog.close()
 
     def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer one call, in a thread of the pool. gRPC drops, so closes, this if the client goes."""
         with self._idle:
             self._running += 1
         try:
-            yield from self._messages(_Requests(requests, context))
+            yield from self._messages(_Requests(requests, context, self._watchdog))
         finally:
             with self._idle:
                 self._running -= 1
@@ -193,23 +203,33 @@ class GrpcServer(Server):
 class _Requests:
     """The messages of one call as its server receives them."""
 
-    def __init__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> None:
+    def __init__(self, messages: Iterator[bytes], context: grpc.ServicerContext, watchdog: Watchdog) -> None:
         self._messages = messages
         self._context = context
+        self._watchdog = watchdog
+        self._stalled = False
 
     def alive(self) -> bool:
         return bool(self._context.is_active())
 
     def next(self) -> bytes | None:
         try:
-            message = next(self._messages, None)
+            with self._watchdog.waiting(self._cut_off):
+                message = next(self._messages, None)
         except Exception as error:  # gRPC raises bare RpcError or Exception when a call was cancelled
             raise self._lost() from error
-        if message is None and not self.alive():
+        if message is None and (self._stalled or not self.alive()):
             raise self._lost()
         return message
 
+    def _cut_off(self) -> None:
+        self._stalled = True
+        self._context.cancel()  # type: ignore[no-untyped-call]
+
     def _lost(self) -> TransportError:
+        if self._stalled:
+            seconds = self._watchdog.limit.total_seconds()
+            return ConnectionLost(f"the client has sent nothing for {seconds:g} s in the middle of a frame")
         remaining = self._context.time_remaining()
         if remaining is not None and remaining <= 0:
             return DeadlineExceeded("the client's deadline has passed")

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import random
 import socket
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 
@@ -32,11 +35,13 @@ from elastic_ps.local.poller import fetch_status
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.orders import Written
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import unary
+from elastic_ps.transport.base import Frame, unary
 from elastic_ps.transport.grpc import GrpcConnection
+from elastic_ps.transport.wire import messages
 from tests.polling import eventually
 
 LIMIT = timedelta(seconds=120)
+MIB = 1024 * 1024
 RECORDS = 2000
 EARLY = 0.1
 """Faults come that much earlier than in a drill, and steps are slow until the last one is over: however long
@@ -156,10 +161,17 @@ def test_strangers_and_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
                 send_bytes(address, rng.randbytes(rng.randrange(1, 100_000)))
         half_open = [open_socket(status.addresses[0]) for _ in range(50)]
         flood_of_joins(status.job, status.addresses[0], threads=8, each=25)
+        with stalled_calls(status.job, status.addresses[0], count=100) as calls:
+            assert server.memory_info().rss - before < 64 * MIB, "while they are open"
+            for call in calls:
+                with contextlib.suppress(grpc.RpcError):
+                    list(call)
+            codes = Counter(call.code() for call in calls)
+            assert codes == {grpc.StatusCode.OK: 50, grpc.StatusCode.CANCELLED: 50}, "refused, cut off"
         for each in half_open:
             each.close()
         after = server.memory_info().rss
-        assert after - before < 64 * 1024 * 1024, f"{(after - before) / 1e6:.0f} MB more"
+        assert after - before < 64 * MIB, f"{(after - before) / 1e6:.0f} MB more"
         eventually(lambda: version_of(launcher) > version, "training goes on")
         (tmp_path / "hurry").touch()
         assert launcher.wait(LIMIT), launcher.status()
@@ -173,6 +185,27 @@ def test_strangers_and_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
     histories = read(history)
     assert [started.epoch for started in histories.started] == [1]
     assert check(histories, Data(1200, 1)) == []
+
+
+@contextlib.contextmanager
+def stalled_calls(name: str, address: str, *, count: int) -> Iterator[list[Any]]:
+    """Pushes whose senders stop: half of them within the header, the others within a body of 8 MiB."""
+    leave = threading.Event()
+    request = pb.PushRequest(caller=pb.Caller(job=name, epoch=1, worker=1), bucket=0, samples=1, codec="none")
+    body = memoryview(bytes(8 * MIB))
+
+    def send(number: int) -> Iterator[bytes]:
+        header = bytes(2 * MIB) if number % 2 else request.SerializeToString()
+        yield from itertools.islice(messages(Frame(header, body), "Push"), 1 if number % 2 else 3)
+        leave.wait(60)
+
+    with grpc.insecure_channel(address) as channel:
+        call = channel.stream_stream("/elastic_ps.transport.Transport/Call", None, None)
+        calls = [call(send(number), timeout=120) for number in range(count)]
+        try:
+            yield calls
+        finally:
+            leave.set()
 
 
 def open_socket(address: str) -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import random
@@ -24,6 +25,7 @@ from elastic_ps.errors import CannotListen, ConnectionLost, Malformed, Transport
 from elastic_ps.transport import frame_pb2
 from elastic_ps.transport.base import Frame, Incoming, Limits, unary
 from elastic_ps.transport.grpc import WINDOW, GrpcConnection, GrpcServer
+from elastic_ps.transport.wire import messages
 from tests.polling import eventually
 
 LONG = timedelta(seconds=60)
@@ -321,3 +323,55 @@ def test_a_process_with_open_calls_may_fork() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), json.dumps(done.stderr)
+
+
+def test_who_stops_sending_in_a_body_is_cut_off_and_what_it_held_is_free() -> None:
+    """A server has a few receive buffers only; here it is one."""
+    buffer, errors = threading.Lock(), []
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        with buffer:
+            try:
+                yield from echo(method, incoming)
+            except ConnectionLost as error:
+                errors.append(str(error))
+                raise
+
+    server = GrpcServer("127.0.0.1:0", stall=timedelta(milliseconds=300))
+    server.serve(handler)
+    resume = threading.Event()
+
+    def half() -> Iterator[bytes]:
+        sent = messages(Frame(b"", memoryview(bytes(8 * MIB))), "push")
+        yield from itertools.islice(sent, 4)
+        resume.wait(30)
+
+    with grpc.insecure_channel(server.address) as channel:
+        stuck = channel.stream_stream("/elastic_ps.transport.Transport/Call", None, None)(half(), timeout=60)
+        eventually(buffer.locked, "the stuck call has the receive buffer")
+        connection = GrpcConnection(server.address)
+        body = memoryview(bytes(range(256)) * 16 * 1024)
+        for answer in connection.call("push", Frame(b"", body), timeout=timedelta(seconds=30)):
+            received = memoryview(bytearray(answer.size))
+            answer.read_into(received)
+            assert received == body
+        assert errors == ["the client has sent nothing for 0.3 s in the middle of a frame"]
+        assert stuck.code() is grpc.StatusCode.CANCELLED
+        resume.set()
+        connection.close()
+    server.close()
+
+
+def test_a_slow_sender_that_goes_on_is_not_cut_off() -> None:
+    server = GrpcServer("127.0.0.1:0", stall=timedelta(milliseconds=400))
+    server.serve(echo)
+
+    def slowly() -> Iterator[bytes]:
+        for message in messages(Frame(b"", memoryview(bytes(8 * MIB))), "push"):
+            yield message
+            time.sleep(0.1)  # not for something to happen: this is what a slow sender does
+
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream("/elastic_ps.transport.Transport/Call", None, None)
+        assert sum(len(message) for message in call(slowly(), timeout=30)) > 8 * MIB
+    server.close()

@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_ps.checkpoint.store import Manifest, Store
-from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, NoCheckpoint
+from elastic_ps.errors import CheckpointCorrupt, InvalidJob, ModelMismatch, NoCheckpoint
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
 from tests.integration.oracle import (
@@ -201,3 +201,19 @@ def test_another_model_cannot_go_on(tmp_path: Path) -> None:
         job.start(0, trainer(CLASSES["Adam"]))
         with pytest.raises(ModelMismatch, match=r"Adam.*SGD"):
             job.join()
+
+
+def test_a_new_run_does_not_begin_among_the_checkpoints_of_another(tmp_path: Path) -> None:
+    """Its own would be the oldest and be removed, and after a crash it would go on from the other's."""
+    checkpoints = tmp_path / "checkpoints"
+    store = Store(checkpoints)
+    epoch = store.next_epoch()
+    file = store.write_shard(epoch, 7, 0, 1, iter(()))
+    manifest = Manifest(job="j", version=7, epoch=epoch, tensors=[], optimizer="SGD", state={}, files=[file])
+    store.commit(manifest, keep=3)
+    with (
+        pytest.raises(InvalidJob, match="checkpoints of an earlier run, up to version 7"),
+        running_job(tmp_path, checkpoints=checkpoints),
+    ):
+        pass
+    assert store.versions() == [7]

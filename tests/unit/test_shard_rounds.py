@@ -14,6 +14,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.orders import Application
 from elastic_ps.server.shard import Pulled, RestartedAs
+from elastic_ps.server.values import BucketValues
 from tests.unit.shard_rig import LR, Rig, one_bucket, ones, tensor
 
 
@@ -149,3 +150,29 @@ def test_who_joins_later_gets_frozen_parameters_too(short_wait: None) -> None:
 def test_a_pull_of_another_shards_bucket_is_refused() -> None:
     with pytest.raises(Refused, match="bucket 3 is not on shard 0"):
         list(Rig(one_bucket(tensor("w", 4))).shard.pull([3], 0, attempt=None, contributor=False))
+
+
+def test_a_shard_that_fails_in_the_middle_of_a_step_has_lost_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some buckets are stepped and others are not; going on would train a model that no version ever was."""
+    layout = partition((tensor("a", 300), tensor("b", 300)), bucket_bytes=1200, shards=1)
+    rig = Rig(layout, workers=[0])
+    for bucket in rig.buckets:
+        rig.push(0, ones(300), bucket=bucket.index)
+    original, calls = BucketValues.apply, []
+
+    def apply(self: BucketValues, *arguments: Any) -> None:
+        calls.append(self)
+        if len(calls) == 2:
+            raise MemoryError("no memory for a step")
+        original(self, *arguments)
+
+    monkeypatch.setattr(BucketValues, "apply", apply)
+    with pytest.raises(MemoryError):
+        rig.commit(0, samples=1)
+    for order in (None, rig.application(0, samples=1)):
+        with pytest.raises(Refused, match="failed in the middle of a step") as refused:
+            rig.shard.advance(rig.version + (order is not None), 0, rig.workers, order)
+        assert refused.value.code is RefusalCode.NOT_READY
+    assert len(calls) == 2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
@@ -114,3 +116,24 @@ def test_in_deterministic_mode_nobody_waits_for_who_has_vanished(threads: Thread
     rig.restart(1)
     assert refusal(waiting) is RefusalCode.STALE_ATTEMPT
     assert rig.push(1, ones(4))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_finite_gradients_whose_weighted_sum_overflows_are_refused_by_name(dtype: str) -> None:
+    rig = Rig(one_bucket(tensor("w", 4, dtype=dtype)))
+    huge = 2.0 ** (math.frexp(torch.finfo(dtype_of(dtype)).max)[1] - 2)
+
+    def gradient(value: float) -> torch.Tensor:
+        return torch.tensor([1.0, value, 1.0, 1.0], dtype=dtype_of(dtype))
+
+    with pytest.raises(
+        Refused, match="worker 0, step 0, bucket 0: 1 of 4 values, weighed with 4 samples"
+    ) as no:
+        rig.push(0, gradient(huge), samples=4)
+    assert no.value.code is RefusalCode.NOT_FINITE
+    assert rig.push(0, gradient(huge), samples=3)
+    with pytest.raises(Refused, match="worker 1, step 0, bucket 0: 1 of 4 values"):
+        rig.push(1, gradient(huge), samples=2)
+    assert rig.push(1, gradient(-huge), samples=3), "the sum is as before"
+    rig.commit(0, 1, samples=6)
+    assert torch.equal(rig.values().float(), torch.tensor([-1.0, 0.0, -1.0, -1.0]))
