@@ -106,7 +106,8 @@ def _freeze_ps(target: Target, _fault: Fault) -> str:
 def _rival_ps(target: Target, _fault: Fault) -> str:
     epoch = target.settled().epoch
     pid = target.pid("ps", 0)
-    with _frozen(target, pid), _rival(target) as address:
+    # Frozen while it finishes a checkpoint it would keep the directory locked, and the second one waiting.
+    with _frozen(target, pid, unless=lambda: disk.locked(target.checkpoints)), _rival(target) as address:
         rival = target.until(lambda: fetch_status(address), "the second parameter server answers")
         if rival.epoch <= epoch:
             raise NotRecovered(f"the second parameter server began epoch {rival.epoch}, not above {epoch}")
@@ -179,8 +180,15 @@ _INFLICT: Mapping[Kind, Callable[[Target, Fault], str]] = {
 
 
 @contextmanager
-def _frozen(target: Target, pid: int) -> Iterator[None]:
-    target.strike(lambda: os.kill(pid, signal.SIGSTOP))
+def _frozen(target: Target, pid: int, *, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    def freeze() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        while unless():
+            os.kill(pid, signal.SIGCONT)
+            target.pause(timedelta(milliseconds=20))
+            os.kill(pid, signal.SIGSTOP)
+
+    target.strike(freeze)
     try:
         yield
     finally:
