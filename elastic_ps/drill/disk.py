@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 from collections.abc import Iterator
@@ -53,6 +54,16 @@ def fill(directory: Path) -> Path:
                     raise
                 size //= 2
     return filler
+
+
+def locked(checkpoints: Path) -> bool:
+    """Whether a parameter server is about to finish a checkpoint, or to begin an epoch, in this directory."""
+    with (checkpoints / "lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def flip(file: Path, place: float) -> int:

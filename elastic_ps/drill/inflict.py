@@ -128,7 +128,8 @@ def _rival_ps(anywhere: Target, _fault: Fault) -> str:
     target = _here(anywhere)
     epoch = target.settled().epoch
     pid = target.process("ps", 0)
-    with _frozen(target, pid), _rival(target) as address:
+    # Frozen while it finishes a checkpoint it would keep the directory locked, and the second one waiting.
+    with _frozen(target, pid, unless=lambda: disk.locked(target.checkpoints)), _rival(target) as address:
         rival = target.until(lambda: fetch_status(address), "the second parameter server answers")
         if rival.epoch <= epoch:
             raise NotRecovered(f"the second parameter server began epoch {rival.epoch}, not above {epoch}")
@@ -211,8 +212,15 @@ _INFLICT: Mapping[Kind, Callable[[Target, Fault], str]] = {
 
 
 @contextmanager
-def _frozen(target: LocalTarget, pid: int) -> Iterator[None]:
-    target.strike(lambda: os.kill(pid, signal.SIGSTOP))
+def _frozen(target: LocalTarget, pid: int, *, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    def freeze() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        while unless():
+            os.kill(pid, signal.SIGCONT)
+            target.over(timedelta(milliseconds=20))
+            os.kill(pid, signal.SIGSTOP)
+
+    target.strike(freeze)
     try:
         yield
     finally:

@@ -31,13 +31,13 @@ from elastic_ps.drill.runner import Drill, Injection, run
 from elastic_ps.errors import CheckpointError, ElasticPSError, Fenced, Refused
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
-from elastic_ps.local.poller import fetch_status
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.orders import Written
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, unary
 from elastic_ps.transport.grpc import GrpcConnection
 from elastic_ps.transport.wire import messages
+from tests.integration.launching import version_of
 from tests.polling import eventually
 
 LIMIT = timedelta(seconds=120)
@@ -111,7 +111,7 @@ def test_the_disk_is_full(unharmed: Drill) -> None:
 
 @pytest.mark.parametrize("seed", [1])
 def test_the_parameter_server_is_killed_frozen_and_taken_over_from(tmp_path: Path, seed: int) -> None:
-    """Also with a broken checkpoint. Four starts, of which that of the rival commits nothing."""
+    """Also with a broken checkpoint. Of the five starts, that of the rival commits nothing."""
     result = drill(tmp_path, ["kill-ps", "corrupt-checkpoint", "freeze-ps", "rival-ps"], seed=seed)
     assert [each.state for each in result.injections] == ["recovered"] * 4
     histories = read(tmp_path / "history")
@@ -133,12 +133,6 @@ def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(tmp_path: 
     assert [each.redone for each in result.injections] == [0] * 2
     assert len(read(tmp_path / "history").restored) == 1
     assert result.result.failures == 0
-
-
-def version_of(launcher: Launcher) -> int:
-    http = launcher.status().http
-    status = fetch_status(http[0]) if http else None
-    return status.progress.version if status else 0
 
 
 def test_strangers_and_a_gradient_that_is_not_finite(tmp_path: Path) -> None:

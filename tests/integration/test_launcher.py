@@ -16,9 +16,9 @@ import pytest
 
 from elastic_ps.errors import UserError
 from elastic_ps.job import Member, TrainingJob
-from elastic_ps.local import Launcher, LocalStatus, Options, Outcome, ScaleAt
+from elastic_ps.local import Launcher, Options, Outcome, ScaleAt
 from elastic_ps.local.report import build_report
-from tests.integration.launching import PROGRAMS, gone, make_job
+from tests.integration.launching import PROGRAMS, gone, make_job, wait_for_workers, workers_of
 from tests.polling import LIMIT, eventually
 
 FOREVER = 10_000_000
@@ -40,22 +40,8 @@ def end_of(launcher: Launcher) -> Outcome:
     return launcher.outcome()
 
 
-def workers_of(status: LocalStatus) -> dict[int, int]:
-    """index -> pid of the workers that train."""
-    return {
-        process.index: process.pid
-        for process in status.processes
-        if process.role == "worker" and process.state == "training"
-    }
-
-
 def training(launcher: Launcher, count: int) -> dict[int, int]:
-    def look() -> dict[int, int] | None:
-        assert not launcher.wait(timedelta(0)), launcher.outcome().verdict
-        workers = workers_of(launcher.status())
-        return workers if len(workers) == count else None
-
-    return eventually(look, f"{count} workers train")
+    return wait_for_workers(launcher, lambda workers: len(workers) == count, f"{count} workers train")
 
 
 def test_a_job_runs_to_its_end(tmp_path: Path) -> None:
