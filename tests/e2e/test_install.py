@@ -7,31 +7,16 @@ import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from helm_python import Config, HelmError
 
-from tests.e2e.cluster import Cluster, GivenCluster, build_image, wait_for
-from tests.e2e.operator_process import ROOT, Jobs, requests
+from tests.e2e.cluster import GivenCluster, wait_for
+from tests.e2e.operator_process import ROOT, TRAINING_IMAGE, Jobs, digits, requests
 
 CHART = ROOT / "charts" / "elastic-ps"
 SYSTEM = "elastic-ps-system"
-OPERATOR_IMAGE = "localhost/elastic-ps-operator:0.1.0"
-TRAINING_IMAGE = "localhost/elastic-ps:0.1.0"
 TRAINED = timedelta(minutes=10)
-
-
-@pytest.fixture(scope="module")
-def images(cluster: GivenCluster) -> None:
-    """Both images, built from the Dockerfiles and known to the node."""
-    if not isinstance(cluster, Cluster):
-        return  # whoever gave the cluster has loaded them
-    build_image(ROOT / "operator" / "Dockerfile", ROOT, OPERATOR_IMAGE)
-    build_image(ROOT / "Dockerfile", ROOT, TRAINING_IMAGE)
-    for tag in (OPERATOR_IMAGE, TRAINING_IMAGE):
-        cluster.load_image(tag)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +26,7 @@ def helm(cluster: GivenCluster) -> Iterator[Config]:
 
 
 @pytest.fixture(scope="module")
-def installed(cluster: GivenCluster, helm: Config, images: None) -> Iterator[None]:
+def installed(cluster: GivenCluster, helm: Config, training_images: None) -> Iterator[None]:
     # Another test may have made the definition without Helm; Helm takes over nothing that is not its own.
     helm.uninstall("elastic-ps", ignore_not_found=True)
     cluster.kubectl("delete", "crd", "trainingjobs.elastic-ps.dev", "--ignore-not-found")
@@ -65,36 +50,16 @@ def jobs(cluster: GivenCluster, namespace: str) -> Jobs:
     return Jobs(cluster, namespace, TRAINING_IMAGE)
 
 
-def digits(**arguments: Any) -> dict[str, Any]:
-    sample: dict[str, Any] = yaml.safe_load((ROOT / "manifests/samples/digits.yaml").read_text())
-    sample["spec"]["arguments"].update(arguments)
-    return sample
-
-
-def progress(jobs: Jobs, name: str = "digits") -> dict[str, Any]:
-    found: dict[str, Any] = (jobs.job(name).get("status") or {}).get("progress") or {}
-    return found
-
-
-def wait_version(jobs: Jobs, beyond: int) -> None:
-    wait_for(
-        lambda: progress(jobs).get("version", 0) > beyond,
-        what=f"the version rises above {beyond}",
-        timeout=timedelta(minutes=2),
-        explain=lambda: str(jobs.job("digits").get("status")),
-    )
-
-
 def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
     jobs.cluster.apply(digits(epochs=40), namespace=jobs.namespace)
     jobs.wait_status("digits", phase="Running", workers="2/2", timeout=timedelta(minutes=3))
-    wait_version(jobs, 0)
+    jobs.wait_version("digits", 0)
     before = jobs.identities("digits")
     jobs.kubectl("scale", "tj/digits", "--replicas=4")
     jobs.wait_status("digits", workers="4/4", timeout=timedelta(minutes=2))
     assert before.items() <= jobs.identities("digits").items()
-    version = progress(jobs)["version"]
-    wait_version(jobs, version + 50)
+    version = jobs.progress("digits")["version"]
+    jobs.wait_version("digits", version + 50)
     print(jobs.kubectl("get", "tj").stdout)
     jobs.kubectl("scale", "tj/digits", "--replicas=1")
     wait_for(
@@ -104,7 +69,9 @@ def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
     )
     stayed = jobs.identities("digits")
     assert stayed == {name: before[name] for name in stayed}
-    assert progress(jobs)["finished"] is False, "the job ended before it was scaled down; give it more epochs"
+    assert jobs.progress("digits")["finished"] is False, (
+        "the job ended before it was scaled down; give it more epochs"
+    )
     jobs.wait_status("digits", phase="Succeeded", timeout=TRAINED)
     status = jobs.job("digits")["status"]
     print(jobs.kubectl("get", "tj").stdout, json.dumps(status["progress"]))
@@ -120,13 +87,13 @@ def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
 def test_suspended_training_goes_on_from_its_checkpoint(installed: None, jobs: Jobs) -> None:
     jobs.cluster.apply(digits(epochs=200), namespace=jobs.namespace)
     jobs.wait_status("digits", phase="Running", timeout=timedelta(minutes=3))
-    wait_version(jobs, 100)
+    jobs.wait_version("digits", 100)
     jobs.patch("digits", {"runPolicy": {"suspend": True}})
     jobs.wait_status("digits", phase="Suspended", timeout=timedelta(minutes=3))
-    version = progress(jobs)["version"]
+    version = jobs.progress("digits")["version"]
     jobs.patch("digits", {"runPolicy": {"suspend": False}})
     jobs.wait_status("digits", phase="Running", timeout=timedelta(minutes=3))
-    wait_version(jobs, version)
+    jobs.wait_version("digits", version)
     assert jobs.job("digits")["status"]["parameterServer"]["epoch"] == 2
 
 
