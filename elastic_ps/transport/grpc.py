@@ -368,12 +368,11 @@ class _Responses:
         message = f"{self._what}: {details} ({code.name})"
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             return ConnectionLost(message)
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            # No server of ours says so: while a Service has no pod behind it, a proxy on the way may answer.
+            return ConnectionLost(f"something else than a server of this job answers: {message}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(message)
-        if code in (
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            grpc.StatusCode.INTERNAL,
-            grpc.StatusCode.UNIMPLEMENTED,
-        ):
+        if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL):
             return Malformed(message)
         return TransportError(message)

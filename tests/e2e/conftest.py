@@ -9,18 +9,23 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from elastic_operator.crd import crd
 from tests.e2e.cluster import (
     Cluster,
     ClusterUnavailable,
     GivenCluster,
     apt,
     base_image,
+    build_image,
     given_cluster,
     host,
 )
+from tests.e2e.operator_process import OperatorProcess
+from tools.load_images import IMAGES, ROOT
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -78,6 +83,41 @@ def python_image(cluster: GivenCluster) -> str:
     image = base_image()
     cluster.load_image(image.tag)
     return image.tag
+
+
+@pytest.fixture(scope="module")
+def training_images(cluster: GivenCluster) -> None:
+    """The operator's and the training image, built from the Dockerfiles and known to the node."""
+    if not isinstance(cluster, Cluster):
+        return  # whoever gave the cluster has loaded them
+    for dockerfile, tag in IMAGES.items():
+        build_image(ROOT / dockerfile, ROOT, tag)
+        cluster.load_image(tag)
+
+
+@pytest.fixture(scope="module")
+def definition(cluster: GivenCluster) -> None:
+    """The TrainingJob's definition, as made without Helm."""
+    minor = int(
+        cluster.kubectl("version", "-o", "json").stdout.split('"minor": "')[-1].split('"')[0].rstrip("+")
+    )
+    cluster.apply(crd(rules=minor >= 29))
+    cluster.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.elastic-ps.dev", "--timeout=30s")
+
+
+@pytest.fixture
+def idle(cluster: GivenCluster, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
+    """An operator for the namespace that has not been started."""
+    process = OperatorProcess(cluster.kubeconfig, namespace, tmp_path / "operator.log")
+    yield process
+    process.close()
+    print(process.log.read_text()[-6000:] if process.log.exists() else "")
+
+
+@pytest.fixture
+def operator(idle: OperatorProcess) -> OperatorProcess:
+    idle.start()
+    return idle
 
 
 @pytest.fixture

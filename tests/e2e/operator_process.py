@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_operator.builders import merge
@@ -25,6 +26,7 @@ from tests.e2e.cluster import GivenCluster, wait_for
 ROOT = Path(__file__).parents[2]
 SLEEP = ["python3", "-c", "import signal, time; signal.signal(15, lambda *_: exit(0)); time.sleep(9999)"]
 NO_PROBES: dict[str, Any] = {"startupProbe": {}, "livenessProbe": {}, "readinessProbe": {}}
+TRAINING_IMAGE = "localhost/elastic-ps:0.1.0"
 LIMIT = timedelta(seconds=90)
 
 
@@ -116,14 +118,24 @@ def sleeper(name: str, image: str, *, command: list[str] | None = None, **spec: 
     }
 
 
+def digits(name: str = "digits", **arguments: Any) -> dict[str, Any]:
+    """The sample job, which trains for real."""
+    sample: dict[str, Any] = yaml.safe_load((ROOT / "manifests/samples/digits.yaml").read_text())
+    sample["metadata"]["name"] = name
+    sample["spec"]["arguments"].update(arguments)
+    return sample
+
+
 class Jobs:
     """What a test asks of the jobs in its namespace."""
 
     def __init__(self, cluster: GivenCluster, namespace: str, image: str) -> None:
         self.cluster, self.namespace, self.image = cluster, namespace, image
 
-    def kubectl(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        return self.cluster.kubectl("-n", self.namespace, *arguments, check=check)
+    def kubectl(
+        self, *arguments: str, check: bool = True, stdin: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return self.cluster.kubectl("-n", self.namespace, *arguments, check=check, stdin=stdin)
 
     def apply(self, name: str, *, command: list[str] | None = None, **spec: Any) -> None:
         self.cluster.apply(sleeper(name, self.image, command=command, **spec), namespace=self.namespace)
@@ -133,6 +145,10 @@ class Jobs:
 
     def job(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = self.cluster.get("-n", self.namespace, "tj", name)
+        return found
+
+    def progress(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = (self.job(name).get("status") or {}).get("progress") or {}
         return found
 
     def pods(self, name: str) -> dict[str, dict[str, Any]]:
@@ -185,6 +201,15 @@ class Jobs:
             return str(self.job(name).get("status"))
 
         wait_for(reached, what=f"{name} gets {wanted}", timeout=timeout, explain=explain)
+
+    def wait_version(self, name: str, beyond: int) -> None:
+        """Wait until the model's version is above `beyond`."""
+        wait_for(
+            lambda: self.progress(name).get("version", 0) > beyond,
+            what=f"the version of {name} rises above {beyond}",
+            timeout=timedelta(minutes=2),
+            explain=lambda: str(self.job(name).get("status")),
+        )
 
     def wait_condition(self, name: str, kind: str, reason: str, *, timeout: timedelta = LIMIT) -> str:
         """Wait until the condition is True for that reason; its message."""

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
-import signal
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from helm_python import Config, HelmError
 
-from tests.e2e.cluster import Cluster, GivenCluster, build_image, wait_for
-from tests.e2e.operator_process import ROOT, Jobs, requests
+from tests.e2e.cluster import GivenCluster, wait_for
+from tests.e2e.operator_process import ROOT, TRAINING_IMAGE, Jobs, digits, requests
 
 CHART = ROOT / "charts" / "elastic-ps"
 SYSTEM = "elastic-ps-system"
-OPERATOR_IMAGE = "localhost/elastic-ps-operator:0.1.0"
-TRAINING_IMAGE = "localhost/elastic-ps:0.1.0"
 TRAINED = timedelta(minutes=10)
-
-
-@pytest.fixture(scope="module")
-def images(cluster: GivenCluster) -> None:
-    """Both images, built from the Dockerfiles and known to the node."""
-    if not isinstance(cluster, Cluster):
-        return  # whoever gave the cluster has loaded them
-    build_image(ROOT / "operator" / "Dockerfile", ROOT, OPERATOR_IMAGE)
-    build_image(ROOT / "Dockerfile", ROOT, TRAINING_IMAGE)
-    for tag in (OPERATOR_IMAGE, TRAINING_IMAGE):
-        cluster.load_image(tag)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +26,7 @@ def helm(cluster: GivenCluster) -> Iterator[Config]:
 
 
 @pytest.fixture(scope="module")
-def installed(cluster: GivenCluster, helm: Config, images: None) -> Iterator[None]:
+def installed(cluster: GivenCluster, helm: Config, training_images: None) -> Iterator[None]:
     # Another test may have made the definition without Helm; Helm takes over nothing that is not its own.
     helm.uninstall("elastic-ps", ignore_not_found=True)
     cluster.kubectl("delete", "crd", "trainingjobs.elastic-ps.dev", "--ignore-not-found")
@@ -68,36 +50,16 @@ def jobs(cluster: GivenCluster, namespace: str) -> Jobs:
     return Jobs(cluster, namespace, TRAINING_IMAGE)
 
 
-def digits(**arguments: Any) -> dict[str, Any]:
-    sample: dict[str, Any] = yaml.safe_load((ROOT / "manifests/samples/digits.yaml").read_text())
-    sample["spec"]["arguments"].update(arguments)
-    return sample
-
-
-def progress(jobs: Jobs, name: str = "digits") -> dict[str, Any]:
-    found: dict[str, Any] = (jobs.job(name).get("status") or {}).get("progress") or {}
-    return found
-
-
-def wait_version(jobs: Jobs, beyond: int) -> None:
-    wait_for(
-        lambda: progress(jobs).get("version", 0) > beyond,
-        what=f"the version rises above {beyond}",
-        timeout=timedelta(minutes=2),
-        explain=lambda: str(jobs.job("digits").get("status")),
-    )
-
-
 def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
     jobs.cluster.apply(digits(epochs=40), namespace=jobs.namespace)
     jobs.wait_status("digits", phase="Running", workers="2/2", timeout=timedelta(minutes=3))
-    wait_version(jobs, 0)
+    jobs.wait_version("digits", 0)
     before = jobs.identities("digits")
     jobs.kubectl("scale", "tj/digits", "--replicas=4")
     jobs.wait_status("digits", workers="4/4", timeout=timedelta(minutes=2))
     assert before.items() <= jobs.identities("digits").items()
-    version = progress(jobs)["version"]
-    wait_version(jobs, version + 50)
+    version = jobs.progress("digits")["version"]
+    jobs.wait_version("digits", version + 50)
     print(jobs.kubectl("get", "tj").stdout)
     jobs.kubectl("scale", "tj/digits", "--replicas=1")
     wait_for(
@@ -107,7 +69,9 @@ def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
     )
     stayed = jobs.identities("digits")
     assert stayed == {name: before[name] for name in stayed}
-    assert progress(jobs)["finished"] is False, "the job ended before it was scaled down; give it more epochs"
+    assert jobs.progress("digits")["finished"] is False, (
+        "the job ended before it was scaled down; give it more epochs"
+    )
     jobs.wait_status("digits", phase="Succeeded", timeout=TRAINED)
     status = jobs.job("digits")["status"]
     print(jobs.kubectl("get", "tj").stdout, json.dumps(status["progress"]))
@@ -123,77 +87,14 @@ def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
 def test_suspended_training_goes_on_from_its_checkpoint(installed: None, jobs: Jobs) -> None:
     jobs.cluster.apply(digits(epochs=200), namespace=jobs.namespace)
     jobs.wait_status("digits", phase="Running", timeout=timedelta(minutes=3))
-    wait_version(jobs, 100)
+    jobs.wait_version("digits", 100)
     jobs.patch("digits", {"runPolicy": {"suspend": True}})
     jobs.wait_status("digits", phase="Suspended", timeout=timedelta(minutes=3))
-    version = progress(jobs)["version"]
+    version = jobs.progress("digits")["version"]
     jobs.patch("digits", {"runPolicy": {"suspend": False}})
     jobs.wait_status("digits", phase="Running", timeout=timedelta(minutes=3))
-    wait_version(jobs, version)
+    jobs.wait_version("digits", version)
     assert jobs.job("digits")["status"]["parameterServer"]["epoch"] == 2
-
-
-def following(jobs: Jobs) -> int:
-    """How many standbys have every round."""
-    status = jobs.job("digits").get("status") or {}
-    return int(status.get("parameterServer", {}).get("standbys", 0))
-
-
-def wait_unsaved(jobs: Jobs, rounds: int) -> None:
-    """Wait until the shard is followed and so many rounds are on no disk."""
-
-    def reached() -> bool:
-        now = progress(jobs)
-        return following(jobs) == 1 and now["version"] > now["durableVersion"] + rounds
-
-    wait_for(
-        reached,
-        what=f"the standby follows, {rounds} versions beyond the checkpoint",
-        timeout=timedelta(minutes=3),
-        explain=lambda: str(jobs.job("digits").get("status")),
-    )
-
-
-def test_no_round_is_lost_with_the_parameter_server(
-    installed: None, jobs: Jobs, local_cluster: Cluster
-) -> None:
-    job = digits(epochs=40)
-    job["spec"]["parameterServer"]["durability"] = "standby"
-    job["spec"]["parameterServer"]["checkpoint"]["interval"] = "1h"
-    jobs.cluster.apply(job, namespace=jobs.namespace)
-    jobs.wait_status("digits", phase="Running", workers="2/2", timeout=timedelta(minutes=3))
-    wait_unsaved(jobs, 30)
-    before = jobs.identities("digits")
-    assert before.keys() == {"digits-ps-0", "digits-standby-0", "digits-worker-0", "digits-worker-1"}
-    # Frozen first: a parameter server that is asked to end would write a checkpoint.
-    os.kill(local_cluster.pod_pid("digits-ps-0", namespace=jobs.namespace), signal.SIGSTOP)
-    lost = progress(jobs)
-    assert lost["finished"] is False, (
-        "the job ended before its parameter server was lost; give it more epochs"
-    )
-    assert lost["version"] > lost["durableVersion"]
-    jobs.kubectl("delete", "pod", "digits-ps-0", "--force", "--grace-period=0")
-
-    def gone_on() -> re.Match[str] | None:
-        log = jobs.kubectl("logs", "digits-ps-0", check=False).stdout
-        return re.search(r"epoch 2 goes on from version (\d+)", log)
-
-    wait_for(
-        lambda: gone_on() is not None,
-        what="another parameter server goes on",
-        timeout=timedelta(minutes=3),
-        explain=lambda: jobs.kubectl("logs", "digits-ps-0", check=False).stdout,
-    )
-    found = gone_on()
-    assert found is not None
-    assert int(found[1]) >= lost["version"], "rounds were lost"
-    jobs.wait_status("digits", phase="Succeeded", timeout=TRAINED)
-    status, after = jobs.job("digits")["status"], jobs.identities("digits")
-    assert status["parameterServer"]["epoch"] == 2
-    assert status["progress"]["recordsApplied"] == status["progress"]["recordsExpected"]
-    workers = {"digits-worker-0", "digits-worker-1"}
-    assert {name: after[name] for name in workers} == {name: before[name] for name in workers}
-    assert status["worker"]["restarts"] == 0
 
 
 def test_helm_test_upgrade_and_schema(

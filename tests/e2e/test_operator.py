@@ -2,52 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
 import pytest
 
 from elastic_operator.api import EXIT_TEST
-from elastic_operator.crd import crd
 from tests.e2e.cluster import Cluster, ClusterError, GivenCluster, wait_for
 from tests.e2e.operator_process import LIMIT, Jobs, OperatorProcess, requests, writes
 
 CLAIM = {"checkpoint": {"volumeClaim": {"storage": "10Mi"}}}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def definition(cluster: GivenCluster) -> None:
-    minor = int(
-        cluster.kubectl("version", "-o", "json").stdout.split('"minor": "')[-1].split('"')[0].rstrip("+")
-    )
-    cluster.apply(crd(rules=minor >= 29))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.elastic-ps.dev", "--timeout=30s")
+pytestmark = pytest.mark.usefixtures("definition")
 
 
 @pytest.fixture
 def jobs(cluster: GivenCluster, namespace: str, python_image: str) -> Jobs:
     return Jobs(cluster, namespace, python_image)
-
-
-@pytest.fixture
-def idle(cluster: GivenCluster, namespace: str, tmp_path: Path) -> Iterator[OperatorProcess]:
-    """An operator for the namespace that has not been started."""
-    process = OperatorProcess(cluster.kubeconfig, namespace, tmp_path / "operator.log")
-    yield process
-    process.close()
-    print(process.log.read_text()[-6000:] if process.log.exists() else "")
-
-
-@pytest.fixture
-def operator(idle: OperatorProcess) -> OperatorProcess:
-    idle.start()
-    return idle
 
 
 def test_comes_to_rest(jobs: Jobs, operator: OperatorProcess) -> None:
@@ -251,6 +228,51 @@ def test_worker_out_of_memory(jobs: Jobs, operator: OperatorProcess) -> None:
     assert jobs.condition("oom", "Degraded")["reason"] == "OutOfMemory"
 
 
+def test_worker_that_is_evicted(jobs: Jobs, operator: OperatorProcess) -> None:
+    """By the kubelet, because it uses more disk than its limit; and politely, as `kubectl drain` does."""
+    noisy = ["python3", "-u", "-c", "import time; print('x' * (4 << 20)); time.sleep(9999)"]
+    limit = {"limits": {"ephemeral-storage": "1Mi"}}
+    jobs.apply("evict", command=noisy, worker={"replicas": 1, **with_worker(resources=limit)})
+    jobs.apply("drain", worker={"replicas": 1})
+    for name in ("evict", "drain"):
+        jobs.wait_status(name, phase="Running")
+    evicted, drained = jobs.identities("evict"), jobs.identities("drain")
+    api = jobs.kubectl("api-versions").stdout
+    jobs.kubectl(
+        *("create", "--raw", f"/api/v1/namespaces/{jobs.namespace}/pods/drain-worker-0/eviction", "-f", "-"),
+        stdin=json.dumps(
+            {
+                "apiVersion": "policy/v1" if "policy/v1\n" in api else "policy/v1beta1",
+                "kind": "Eviction",
+                "metadata": {"name": "drain-worker-0", "namespace": jobs.namespace},
+            }
+        ),
+    )
+    jobs.wait_replaced("drain", "drain-worker-0", drained)
+    wait_for(lambda: "Evicted" in jobs.events("evict"), what="the eviction is told", timeout=LIMIT)
+    assert jobs.events("evict")["Evicted"].startswith("evict-worker-0 was evicted: ")
+    assert "evict-worker-0 was evicted: " in jobs.wait_condition("evict", "Degraded", "Evicted")
+    jobs.wait_replaced("evict", "evict-worker-0", evicted)
+    assert jobs.job("evict")["status"]["worker"]["failures"] == 0
+    assert jobs.job("drain")["status"]["worker"].get("restarts") == 0
+
+
+def test_deadline_and_what_is_left_after_it(jobs: Jobs, operator: OperatorProcess) -> None:
+    late = {"activeDeadlineSeconds": 8}
+    jobs.apply("kept", worker={"replicas": 1}, runPolicy={**late, "cleanPodPolicy": "None"})
+    jobs.apply("swept", worker={"replicas": 1}, runPolicy={**late, "cleanPodPolicy": "All"})
+    ttl = {"ttlSecondsAfterFinished": 3}
+    jobs.apply("gone", worker={"replicas": 1}, runPolicy={**late, **ttl})
+    for name in ("kept", "swept"):
+        message = jobs.wait_condition(name, "Failed", "DeadlineExceeded")
+        assert "activeDeadlineSeconds: 8" in message
+        assert jobs.job(name)["status"]["phase"] == "Failed"
+    wait_for(lambda: not jobs.pods("swept"), what="all pods of the one are deleted", timeout=LIMIT)
+    jobs.wait_gone("gone")
+    assert jobs.kubectl("get", "tj", "gone", check=False).returncode != 0
+    assert jobs.identities("kept").keys() == {"kept-ps-0", "kept-worker-0"}
+
+
 def test_image_that_is_missing(jobs: Jobs, operator: OperatorProcess) -> None:
     jobs.apply("image", worker=with_worker(image="localhost/no-such-image:1"))
     assert "no-such-image" in jobs.wait_condition("image", "Degraded", "ImagePullFailed")
@@ -271,6 +293,17 @@ def big(jobs: Jobs, name: str) -> dict[str, Any]:
     template: dict[str, Any] = jobs.job(name)["spec"]["worker"]["template"]
     template["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "500"}}
     return template
+
+
+def test_deterministic_job_is_not_scaled(jobs: Jobs, operator: OperatorProcess) -> None:
+    jobs.apply("fixed", consistency={"deterministic": True})
+    jobs.wait_status("fixed", phase="Running", workers="2/2")
+    refused = jobs.kubectl("scale", "tj/fixed", "--replicas=3", check=False)
+    if refused.returncode != 0:
+        assert "consistency.deterministic" in refused.stderr, "a server that knows CEL"
+        return
+    assert "3 has no effect" in jobs.wait_condition("fixed", "Degraded", "SpecNotFollowed")
+    assert jobs.identities("fixed").keys() == {"fixed-ps-0", "fixed-worker-0", "fixed-worker-1"}
 
 
 def test_quota(jobs: Jobs, operator: OperatorProcess) -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import grpc
@@ -219,6 +220,29 @@ def test_calls_that_do_not_follow_the_schema_are_malformed_for_their_sender(
 def test_a_method_name_that_does_not_fit_is_malformed(connection: GrpcConnection) -> None:
     with pytest.raises(Malformed):
         unary(connection, "x" * (2 * MIB), b"", timeout=LONG)
+
+
+def test_a_stranger_that_speaks_grpc_is_as_if_nobody_was_there() -> None:
+    """A proxy answers in the place of a server that is being replaced; so the call may be tried again."""
+    stranger = grpc.server(ThreadPoolExecutor(1))
+    port = stranger.add_insecure_port("127.0.0.1:0")
+    stranger.start()
+    connection = GrpcConnection(f"127.0.0.1:{port}")
+    with pytest.raises(ConnectionLost, match="something else"):
+        unary(connection, "echo", b"", timeout=LONG)
+    stranger.stop(0).wait()
+    server = GrpcServer(f"127.0.0.1:{port}")
+    server.serve(echo)
+    deadline = time.monotonic() + LONG.total_seconds()
+    while True:
+        try:
+            assert unary(connection, "echo", b"again", timeout=LONG) == b"again"
+            break
+        except ConnectionLost:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    connection.close()
+    server.close()
 
 
 def test_a_stranger_at_the_address_is_a_transport_error() -> None:

@@ -96,6 +96,14 @@ def test_role_has_no_wildcard() -> None:
             assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
 
 
+def test_the_kubelet_restarts_an_operator_that_is_not_healthy() -> None:
+    (deployment,) = (d for d in documents() if d["kind"] == "Deployment")
+    assert deployment["spec"]["template"]["spec"].get("restartPolicy", "Always") == "Always"
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
+    assert [port["containerPort"] for port in container["ports"] if port["name"] == "http"] == [8080]
+
+
 def test_generated_files_are_up_to_date() -> None:
     for path, content in crd.files(ROOT).items():
         assert path.read_text() == content, f"{path}: run `python -m elastic_operator.crd --write`"
