@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 SCALE ?= --scale 100:4 --scale 1700:2
 
-.PHONY: run test test-here test-cluster check bench proto manifests format cluster cluster-down clean
+.PHONY: run test test-here test-cluster check bench proto manifests format cluster cluster-down install uninstall clean
 
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
@@ -44,12 +44,19 @@ format: $(VENV)/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-cluster: $(VENV)/ready  ## A real Kubernetes on this machine (Debian, root)
-	$(BIN)/python -m tests.e2e.cluster up
-	PYTHONPATH=. $(BIN)/python tools/load_images.py
+cluster: $(VENV)/ready  ## A real Kubernetes on this machine (Debian, root), with our images in it
+	@$(BIN)/python -m tests.e2e.cluster up >/dev/null
+	@PYTHONPATH=. $(BIN)/python tools/load_images.py
+	@$(BIN)/python -m tests.e2e.cluster up
 
 cluster-down: $(VENV)/ready
 	$(BIN)/python -m tests.e2e.cluster down
+
+install: $(VENV)/ready  ## The operator's chart on the cluster of $$KUBECONFIG, without the helm command
+	@PYTHONPATH=. $(BIN)/python tools/install_chart.py install
+
+uninstall: $(VENV)/ready
+	@PYTHONPATH=. $(BIN)/python tools/install_chart.py uninstall
 
 # The constraints pin torch, so that pip takes the CPU build where that is the one on offer.
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -94,7 +94,7 @@ class ProcessEnvironment:
         """The environment variables that `read` turns back into this object."""
         values = {
             "JOB": self.job,
-            "SPEC": json.dumps(self.spec.model_dump(mode="json", by_alias=True, exclude_none=True)),
+            "SPEC": json.dumps(self.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)),
             "ROLE": self.role,
             "INDEX": str(self.index),
             "ADDRESSES": ",".join(self.addresses),

@@ -27,7 +27,8 @@ from elastic_ps.local.processes import free_addresses
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.worker.session import Session
-from tests.integration.harness import DEADLINE, Numbers, make_mlp, make_spec
+from tests.integration.harness import Numbers, make_mlp, make_spec
+from tests.polling import LIMIT
 
 Fate: TypeAlias = tuple[str, int]
 
@@ -212,7 +213,7 @@ class Mortals:
         return all(living["worker", worker][0].exitcode == 0 for worker in range(WORKERS))
 
     def _until(self, over: Callable[[], bool], meanwhile: Callable[[], None]) -> None:
-        end = time.monotonic() + 2 * DEADLINE
+        end = time.monotonic() + LIMIT
         while not over():
             assert time.monotonic() < end, f"the job does not end; it has died {self.deaths}"
             meanwhile()

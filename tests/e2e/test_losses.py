@@ -1,0 +1,170 @@
+"""Real training on a real cluster, and what a node's loss looks like: nothing is lost or counted twice.
+
+A process that is killed on one machine leaves closed connections and nobody behind. A lost node leaves a
+process that may live on, unheard, and a pod that was only struck off the list.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ps.drill import recorded
+from elastic_ps.drill.history import Data, Histories, check
+from elastic_ps.job import API_VERSION, KIND
+from tests.e2e.cluster import Cluster, wait_for
+from tests.e2e.operator_process import TRAINING_IMAGE, Jobs, OperatorProcess
+
+pytestmark = pytest.mark.usefixtures("definition", "training_images")
+
+MINUTE = timedelta(minutes=1)
+RECORDS, EPOCHS = 600, 16
+SCRIPT = """
+import time, torch, elastic_ps
+
+def main(records, epochs):
+    torch.manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(records, 4), torch.randn(records, 1))
+    model = torch.nn.Linear(4, 1)
+    session = elastic_ps.connect()
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    for x, y in session.loader(data, batch_size=4, epochs=epochs):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        time.sleep(0.04)  # so that the job outlives the faults on a fast machine, too
+        optimizer.step()
+"""
+CONFIG = {
+    "apiVersion": "v1",
+    "kind": "ConfigMap",
+    "metadata": {"name": "script"},
+    "data": {"slow.py": SCRIPT},
+}
+CLAIM = {
+    "apiVersion": "v1",
+    "kind": "PersistentVolumeClaim",
+    "metadata": {"name": "histories"},
+    "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}},
+}
+
+
+def template(container: str) -> dict[str, Any]:
+    """The script is there, and every process writes its history to a folder of its pod's own on the claim."""
+    uid = {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
+    main = {
+        "name": container,
+        "env": [
+            uid,
+            {"name": "ELASTIC_PS_HISTORY", "value": "/histories/$(POD_UID)"},
+            {"name": "PYTHONPATH", "value": "/app:/script"},
+        ],
+        "volumeMounts": [
+            {"name": "histories", "mountPath": "/histories"},
+            {"name": "script", "mountPath": "/script"},
+        ],
+    }
+    volumes = [
+        {"name": "histories", "persistentVolumeClaim": {"claimName": "histories"}},
+        {"name": "script", "configMap": {"name": "script"}},
+    ]
+    return {"spec": {"containers": [main], "volumes": volumes}}
+
+
+@pytest.fixture
+def jobs(local_cluster: Cluster, namespace: str) -> Jobs:
+    return Jobs(local_cluster, namespace, TRAINING_IMAGE)
+
+
+def histories(jobs: Jobs, into: Path) -> Histories:
+    """What all processes of all pods have recorded, gathered from the machine's side of the claim."""
+    volume = jobs.cluster.get("-n", jobs.namespace, "pvc", "histories")["spec"]["volumeName"]
+    folder = Path(jobs.cluster.get("pv", volume)["spec"]["hostPath"]["path"])
+    for path in folder.glob("*/*.jsonl"):
+        shutil.copy(path, into / f"{path.stem}-{path.parent.name}.jsonl")
+    return recorded.read(into)
+
+
+def stays(jobs: Jobs, worker: int) -> list[str]:
+    """The states of a worker's stays in the job, in joining order, as the parameter server sees them."""
+    path = f"/api/v1/namespaces/{jobs.namespace}/services/lost-ps-0:http/proxy/status"
+    answer = jobs.kubectl("get", "--raw", path, check=False).stdout
+    members = json.loads(answer)["members"] if answer else []
+    return [member["state"] for member in members if member["worker"] == worker]
+
+
+def wait_training(jobs: Jobs, worker: int) -> None:
+    """Wait until a worker that has been lost is back."""
+
+    def explain() -> str:
+        log = jobs.kubectl("logs", f"lost-worker-{worker}", check=False).stdout[-1000:]
+        return f"{stays(jobs, worker)}; {jobs.job('lost')['status']}; it wrote: {log}"
+
+    wait_for(
+        lambda: len(seen := stays(jobs, worker)) > 1 and seen[-1] == "training",
+        what=f"worker {worker} is back",
+        timeout=timedelta(minutes=2),
+        explain=explain,
+    )
+
+
+def test_lost_parameter_server_and_lost_workers(
+    jobs: Jobs, operator: OperatorProcess, local_cluster: Cluster, tmp_path: Path
+) -> None:
+    """One after the other: a parameter server struck off, a worker out of reach for a while, one for good."""
+    job = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": "lost"},
+        "spec": {
+            "entrypoint": "slow:main",
+            "arguments": {"records": RECORDS, "epochs": EPOCHS},
+            "image": TRAINING_IMAGE,
+            "parameterServer": {
+                "checkpoint": {"interval": "3s", "volumeClaim": {"storage": "1Gi"}},
+                "template": template("parameter-server"),
+            },
+            "worker": {"replicas": 3, "leaseDuration": "4s", "template": template("worker")},
+            "data": {"shardRecords": 40},
+        },
+    }
+    jobs.cluster.apply(CLAIM, CONFIG, job, namespace=jobs.namespace)
+    jobs.wait_status("lost", phase="Running", workers="3/3", timeout=timedelta(minutes=3))
+    jobs.wait_version("lost", 50)
+    before = jobs.identities("lost")
+
+    jobs.kubectl("delete", "pod", "lost-ps-0", "--force", "--grace-period=0")
+    wait_for(
+        lambda: jobs.job("lost")["status"]["parameterServer"].get("epoch") == 2,
+        what="another parameter server has begun a new epoch",
+        timeout=MINUTE,
+    )
+    jobs.wait_version("lost", jobs.progress("lost")["version"])
+
+    local_cluster.cut("lost-worker-1", namespace=jobs.namespace)
+    wait_for(lambda: "lost" in stays(jobs, 1), what="the worker out of reach is given up", timeout=MINUTE)
+    local_cluster.heal("lost-worker-1", namespace=jobs.namespace)
+    wait_training(jobs, 1)
+
+    local_cluster.cut("lost-worker-2", namespace=jobs.namespace)
+    jobs.kubectl("delete", "pod", "lost-worker-2", "--force", "--grace-period=0")
+    jobs.wait_replaced("lost", "lost-worker-2", before)
+    jobs.wait_status("lost", workers="3/3")
+    wait_training(jobs, 2)
+    assert not jobs.progress("lost")["finished"], (
+        "the job ended before it had lost enough; give it more epochs"
+    )
+
+    jobs.wait_status("lost", phase="Succeeded", timeout=timedelta(minutes=4))
+    after = jobs.identities("lost")
+    for worker in ("lost-worker-0", "lost-worker-1"):
+        assert after[worker] == before[worker], "who trains is not restarted"
+    status = jobs.job("lost")["status"]
+    assert status["parameterServer"]["epoch"] == 2
+    assert status["worker"]["failures"] == 0
+    assert status["progress"]["recordsApplied"] == RECORDS * EPOCHS
+    assert check(histories(jobs, tmp_path), Data(RECORDS, EPOCHS)) == []
