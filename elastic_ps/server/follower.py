@@ -189,9 +189,12 @@ class Follower:
             )
 
     def _run(self) -> None:
+        def busy() -> bool:
+            return self._closing or self._standing is Standing.CATCHING_UP
+
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._busy(), timeout=PROBE.total_seconds())
+                self._changed.wait_for(busy, timeout=PROBE.total_seconds())
                 if self._closing:
                     return
                 standing, base = self._standing, self._base
@@ -203,9 +206,6 @@ class Follower:
             except (TransportError, Refused) as error:
                 with self._changed:
                     self._leave_behind(error)
-
-    def _busy(self) -> bool:
-        return self._standing is Standing.CATCHING_UP
 
     def _look(self) -> None:
         """See whether a standby has come, or has gone again."""
