@@ -26,10 +26,9 @@ class _Lines:
         self._pid = os.getpid()
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            cut_off = _cut_off(path)
             self._file = path.open("a", buffering=1)
-            if (
-                self._file.tell()
-            ):  # of another process with this id, as in containers; its last line may be cut
+            if cut_off:
                 self._file.write("\n")
 
     @property
@@ -46,6 +45,15 @@ class _Lines:
             if self._file is not None:
                 self._file.close()
                 self._file = None
+
+
+def _cut_off(path: Path) -> bool:
+    """Whether an earlier process with the same id, as in containers, was killed within its last line."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 class History:

@@ -30,6 +30,7 @@ from elastic_ps.drill.history import (
     fate,
 )
 from elastic_ps.drill.recorded import read
+from elastic_ps.telemetry import History
 
 DATA = Data(records=40, epochs=2)
 BUCKETS = 3
@@ -267,3 +268,15 @@ def test_files_are_read_even_if_their_last_line_is_cut_off(tmp_path: Path) -> No
     assert check(histories, Data(records=4, epochs=1)) == []
     assert (len(histories.committed), len(histories.sent), len(histories.acknowledged)) == (1, 1, 1)
     assert "records 4 to 4" in str(check(histories, Data(records=5, epochs=1))[0])
+
+
+def test_a_process_goes_on_in_the_file_of_one_that_was_killed(tmp_path: Path) -> None:
+    """In containers all have the same id; a line that was cut off does not swallow the next one."""
+    for number in range(2):
+        history = History(tmp_path, "ps-0")
+        history.record("start", epoch=number + 1)
+        history.close()
+        (file,) = tmp_path.iterdir()
+        with file.open("a") as cut:
+            cut.write('{"event": "commi')
+    assert [started.epoch for started in read(tmp_path).started] == [1, 2]
