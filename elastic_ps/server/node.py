@@ -123,6 +123,7 @@ class Node:
             with self._lock:
                 done = [order for order in self._orders if order.version == advance.version]
                 self._orders = [*done, advance.next]
+            self._obey(advance.epoch)  # as in take_sum
         report = self._report()  # before the next part is begun, which must not be in it
         if advance.checkpoint and self.store is not None:
             self._snapshot(advance)
@@ -153,7 +154,9 @@ class Node:
         self, epoch: int, bucket: int, version: int, attempt: int, present: Sequence[bool], body: Incoming
     ) -> None:
         """As a standby: take a bucket's sum over. Blocks while it is received. Raises Refused."""
+        self._obey(epoch)
         self.shard.take_sum(sum_key(epoch, bucket, version, attempt), present, body)
+        self._obey(epoch)  # else a newer epoch may have asked meanwhile, and been told that it is not here
 
     def held(self, epoch: int) -> list[Advance]:
         """As a standby: the orders that it can carry out, oldest first. Older epochs are refused hence.
