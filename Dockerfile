@@ -4,8 +4,8 @@
 # compiled: a process that has to compile torch first takes seconds longer to come back.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE} AS build
-# Elsewhere than on PyPI's default, torch without CUDA is found with e.g.
-#   --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# For torch without CUDA, name PyTorch's index of CPU builds (its installation page has the address):
+#   --build-arg PIP_EXTRA_INDEX_URL=...
 ARG PIP_EXTRA_INDEX_URL=
 COPY constraints.txt /src/
 RUN python3 -m venv /opt/venv && \
