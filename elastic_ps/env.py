@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 from elastic_ps.errors import UsageError
-from elastic_ps.job import TrainingJobSpec, parse_spec
+from elastic_ps.job import GROUP, TrainingJobSpec, parse_spec
 
 EXIT_INVALID = 78
 """EX_CONFIG of sysexits.h."""
@@ -54,6 +54,12 @@ Whoever starts processes shares the cores out by them, unless a person has set t
 
 Role = Literal["ps", "standby", "worker"]
 Resume = Literal["no", "auto", "require"]
+
+JOB_LABEL, ROLE_LABEL, INDEX_LABEL = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/index"
+"""On a cluster, on every pod of a job: the job's name, the pod's role, and its index."""
+
+CONTAINER: dict[Role, str] = {"ps": "parameter-server", "standby": "parameter-server", "worker": "worker"}
+"""On a cluster, the container in which the process runs; a person's templates add to it by this name."""
 
 
 @dataclass(frozen=True, kw_only=True)

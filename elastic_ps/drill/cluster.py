@@ -28,12 +28,14 @@ from elastic_ps.drill.faults import Fault
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.runner import LIMIT, Drill, judge, train
 from elastic_ps.drill.target import Result, Target, Unavailable
-from elastic_ps.env import DEFAULT_HTTP_PORT, PREFIX, Role
+from elastic_ps.env import CONTAINER, DEFAULT_HTTP_PORT, INDEX_LABEL, JOB_LABEL, PREFIX, ROLE_LABEL, Role
 from elastic_ps.errors import UserError
-from elastic_ps.job import GROUP, ServerStatus, TrainingJob, TrainingJobStatus
+from elastic_ps.job import ServerStatus, TrainingJob, TrainingJobStatus
 
 MOUNT = "/var/lib/elastic-ps-histories"
-CONTAINERS: Mapping[str, str] = {"parameterServer": "parameter-server", "worker": "worker"}
+TEMPLATES: Mapping[str, Role] = {"parameterServer": "ps", "worker": "worker"}
+"""The fields of a spec that hold a template, and whose containers it is for."""
+
 CALL_TIMEOUT = timedelta(seconds=30)
 FETCH_TIMEOUT = timedelta(minutes=2)
 LOOK = timedelta(milliseconds=300)
@@ -77,11 +79,11 @@ class Kubectl:
 def with_histories(document: Mapping[str, Any], *, claim: str, run: str) -> dict[str, Any]:
     """The document with processes that write their histories to directory `run` of the claim; pure."""
     changed: dict[str, Any] = json.loads(json.dumps(document))
-    for role, container in CONTAINERS.items():
-        template = changed["spec"].setdefault(role, {}).setdefault("template", {})
+    for field, role in TEMPLATES.items():
+        template = changed["spec"].setdefault(field, {}).setdefault("template", {})
         pod = template.setdefault("spec", {})
         _named(pod.setdefault("volumes", []), "histories")["persistentVolumeClaim"] = {"claimName": claim}
-        process = _named(pod.setdefault("containers", []), container)
+        process = _named(pod.setdefault("containers", []), CONTAINER[role])
         _named(process.setdefault("env", []), f"{PREFIX}HISTORY")["value"] = f"{MOUNT}/{run}"
         _named(process.setdefault("volumeMounts", []), "histories")["mountPath"] = MOUNT
     return changed
@@ -124,7 +126,7 @@ class ClusterTarget(Target):
         return self.until(lambda: self._running(role, index), f"{role} {index} runs")
 
     def _running(self, role: Role, index: int) -> str | None:
-        selector = f"{GROUP}/job={self._job},{GROUP}/role={role},{GROUP}/index={index}"
+        selector = f"{JOB_LABEL}={self._job},{ROLE_LABEL}={role},{INDEX_LABEL}={index}"
         for pod in self._kubectl.json("pods", "-l", selector)["items"]:
             statuses = pod.get("status", {}).get("containerStatuses") or [{}]
             if "running" in statuses[0].get("state", {}) and "deletionTimestamp" not in pod["metadata"]:

@@ -24,7 +24,7 @@ from elastic_ps.core.partition import Layout, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused, TransportError, UserError
 from elastic_ps.job import TrainingJobSpec
-from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.keeper import PATIENCE, Keeper
 from elastic_ps.server.orders import Advance, Application, Configuration, Report, ShardControl, Standing
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.rescue import held, rescue
@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 TICK = timedelta(milliseconds=250)
 """How often leases and checkpoints are looked after."""
-
-PATIENCE = timedelta(seconds=60)
-"""How long the first worker waits for the model's first checkpoint, and a closing server for its last."""
 
 
 class Driver:
@@ -360,22 +357,12 @@ class Driver:
         with self._changed:
             probe, state = self._current(), self._state
         try:
-            self._finish_writing(probe)
+            self._keeper.await_whole(lambda: self._send(probe))
             if self._keeper.durable_version == probe.version:
                 return
             self._send(replace(probe, checkpoint=True))
             with self._changed:
                 self._keeper.begin(probe.version, self._clock(), state.to_checkpoint())
-            self._finish_writing(probe)
+            self._keeper.await_whole(lambda: self._send(probe))
         except (Refused, TransportError, CheckpointError) as error:
             logger.warning("version %d was not kept: %s", probe.version, error)
-
-    def _finish_writing(self, probe: Advance) -> None:
-        """Collect the parts of the checkpoint under way. Raises CheckpointError if it takes too long."""
-        assert self._keeper is not None
-        deadline = self._clock() + PATIENCE.total_seconds()
-        while self._keeper.writing:
-            if self._clock() > deadline:
-                raise CheckpointError(f"a checkpoint is not written after {PATIENCE.total_seconds():.0f} s")
-            self._send(probe)
-            time.sleep(0.01)

@@ -36,10 +36,21 @@ BACKLOG = 16
 PATIENCE = timedelta(seconds=10)
 
 
+LEADER = (0, 0, 0)
+"""(worker, incarnation, step) of what a standby adds up: its shard's sum, and nothing else."""
+
+
 def sum_key(epoch: int, bucket: int, version: int, attempt: int) -> PushKey:
     """A bucket's sum on a standby, in the place of a worker's push."""
+    worker, incarnation, step = LEADER
     return PushKey(
-        epoch=epoch, worker=0, incarnation=0, step=0, bucket=bucket, version=version, attempt=attempt
+        epoch=epoch,
+        worker=worker,
+        incarnation=incarnation,
+        step=step,
+        bucket=bucket,
+        version=version,
+        attempt=attempt,
     )
 
 
@@ -47,7 +58,7 @@ def for_standby(order: Advance) -> Advance:
     """An order as a standby can carry it out: its sums come from the shard that it follows."""
     if order.apply is None:
         return order
-    return replace(order, apply=replace(order.apply, contributors=[(0, 0, 0)]), expected={})
+    return replace(order, apply=replace(order.apply, contributors=[LEADER]), expected={})
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,9 @@ from elastic_ps.errors import CheckpointError, Fenced
 from elastic_ps.server.orders import Written
 
 logger = logging.getLogger(__name__)
+
+PATIENCE = timedelta(seconds=60)
+"""How long somebody waits for a checkpoint: the first worker for the first, a closing server for its last."""
 
 
 class Keeper:
@@ -143,6 +146,19 @@ class Keeper:
                 optimizer=optimizer,
                 state=state,
             )
+
+    def await_whole(self, ask: Callable[[], None]) -> None:
+        """Wait until the checkpoint under way is whole or given up. `ask` collects the shards' parts.
+
+        Raises:
+            CheckpointError: not within `PATIENCE`.
+        """
+        deadline = time.monotonic() + PATIENCE.total_seconds()
+        while self.writing:
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"a checkpoint is not written after {PATIENCE.total_seconds():.0f} s")
+            ask()
+            time.sleep(0.01)
 
     def parts(self, shard: int, written: Sequence[Written]) -> None:
         """What a shard has written since it was last asked."""

@@ -20,9 +20,6 @@ from elastic_ps.server.remote import RemoteShard
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = timedelta(seconds=60)
-"""How long the parts of the checkpoint may take to be written."""
-
 ANSWER = timedelta(seconds=5)
 """How long a parameter server that starts asks for its standby."""
 
@@ -75,13 +72,12 @@ def _save(
     writers = [_order(*pair, write) for pair in zip(shards, standbys, strict=True)]
     keeper.begin(order.version, time.monotonic(), json.loads(order.state))
     probe = Advance(order.version, 0, {}, epoch=keeper.epoch)
-    deadline = time.monotonic() + PATIENCE.total_seconds()
-    while keeper.writing:
-        if time.monotonic() > deadline:
-            raise CheckpointError(f"it is not written after {PATIENCE.total_seconds():.0f} s")
+
+    def ask() -> None:
         for index, writer in enumerate(writers):
             keeper.parts(index, writer.advance(probe).written)
-        time.sleep(0.01)
+
+    keeper.await_whole(ask)
     if keeper.durable_version != order.version:
         raise CheckpointError(keeper.problem)
 

@@ -5,17 +5,17 @@ Names follow from the job's name and an index alone, so that creating twice cann
 
 from __future__ import annotations
 
+from elastic_ps.env import CONTAINER as CONTAINER
+from elastic_ps.env import INDEX_LABEL as INDEX_LABEL
+from elastic_ps.env import JOB_LABEL as JOB_LABEL
+from elastic_ps.env import ROLE_LABEL as ROLE_LABEL
 from elastic_ps.env import Role
 from elastic_ps.job import GROUP
 
 PLURAL = "trainingjobs"
-JOB_LABEL = f"{GROUP}/job"
-ROLE_LABEL = f"{GROUP}/role"
-INDEX_LABEL = f"{GROUP}/index"
 SPEC_ANNOTATION = f"{GROUP}/spec"
 """On the Service of shard 0: the part of the spec that stays as it was when the job started."""
 
-CONTAINER: dict[Role, str] = {"ps": "parameter-server", "standby": "parameter-server", "worker": "worker"}
 CHECKPOINT_DIRECTORY = "/var/lib/elastic-ps"
 
 

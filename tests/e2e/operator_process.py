@@ -28,6 +28,13 @@ SLEEP = ["python3", "-c", "import signal, time; signal.signal(15, lambda *_: exi
 NO_PROBES: dict[str, Any] = {"startupProbe": {}, "livenessProbe": {}, "readinessProbe": {}}
 TRAINING_IMAGE = "localhost/elastic-ps:0.1.0"
 LIMIT = timedelta(seconds=90)
+HISTORIES: dict[str, Any] = {
+    "apiVersion": "v1",
+    "kind": "PersistentVolumeClaim",
+    "metadata": {"name": "histories"},
+    "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}},
+}
+"""A claim that the processes of a job write their histories to."""
 
 
 class OperatorProcess:

@@ -18,7 +18,7 @@ from elastic_ps.drill import recorded
 from elastic_ps.drill.history import Data, Histories, check
 from elastic_ps.job import API_VERSION, KIND
 from tests.e2e.cluster import Cluster, wait_for
-from tests.e2e.operator_process import TRAINING_IMAGE, Jobs, OperatorProcess
+from tests.e2e.operator_process import HISTORIES, TRAINING_IMAGE, Jobs, OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("definition", "training_images")
 
@@ -44,12 +44,6 @@ CONFIG = {
     "kind": "ConfigMap",
     "metadata": {"name": "script"},
     "data": {"slow.py": SCRIPT},
-}
-CLAIM = {
-    "apiVersion": "v1",
-    "kind": "PersistentVolumeClaim",
-    "metadata": {"name": "histories"},
-    "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}},
 }
 
 
@@ -132,7 +126,7 @@ def test_lost_parameter_server_and_lost_workers(
             "data": {"shardRecords": 40},
         },
     }
-    jobs.cluster.apply(CLAIM, CONFIG, job, namespace=jobs.namespace)
+    jobs.cluster.apply(HISTORIES, CONFIG, job, namespace=jobs.namespace)
     jobs.wait_status("lost", phase="Running", workers="3/3", timeout=timedelta(minutes=3))
     jobs.wait_version("lost", 50)
     before = jobs.identities("lost")

@@ -16,7 +16,7 @@ import yaml
 
 from tests.e2e.cluster import Cluster, GivenCluster, wait_for
 from tests.e2e.cluster.base import find_kubectl
-from tests.e2e.operator_process import ROOT, TRAINING_IMAGE, Jobs, OperatorProcess, digits
+from tests.e2e.operator_process import HISTORIES, ROOT, TRAINING_IMAGE, Jobs, OperatorProcess, digits
 
 pytestmark = pytest.mark.usefixtures("definition", "training_images")
 
@@ -93,13 +93,7 @@ def test_no_round_is_lost_with_the_parameter_server(
 
 def test_a_drill_loses_nothing(operator: OperatorProcess, jobs: Jobs, tmp_path: Path) -> None:
     """As the histories of all pods say, not as the parameter server counts."""
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "histories"},
-        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "100Mi"}}},
-    }
-    jobs.cluster.apply(claim, namespace=jobs.namespace)
+    jobs.cluster.apply(HISTORIES, namespace=jobs.namespace)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(digits("drilled", epochs=60)))
     command = [sys.executable, "-m", "elastic_ps.cli", "drill", str(tmp_path / "job.yaml"), "--seed", "3"]
     command += ["--faults", "kill-worker,kill-ps", "--histories", "histories"]
