@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 EXIT_TEST = 86
 """Exit status of an operator that `fail_after_writes` ended."""
 
+NAMESPACE_TERMINATING = "NamespaceTerminating"
+"""The reason of a 403 that has nothing to do with what the operator may: its namespace is being deleted."""
+
 _METHODS = {"get": "GET", "list": "GET", "create": "POST", "patch": "PATCH", "delete": "DELETE"}
 
 # The package has types, but not for these.
@@ -32,7 +35,7 @@ _load_service_account: Callable[..., None] = config.load_incluster_config
 
 
 class ApiError(ElasticPSError):
-    """The API server said no: `status` is the HTTP status, `reason` Kubernetes' word for it."""
+    """The API server said no: `status` is the HTTP status, `reason` Kubernetes' most exact word for it."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -127,13 +130,9 @@ class Api:
         return answer if isinstance(answer, dict) else {}
 
     def _error(self, verb: str, resource: str, status: int, body: bytes | str | None) -> ApiError:
-        self._metrics.request_errors.labels(verb, resource, str(status)).inc()
-        try:
-            document = json.loads(body or "{}")
-        except ValueError:
-            document = {}
-        text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
-        return ApiError(status, str(document.get("reason", "")), str(document.get("message", text[:500])))
+        error = read_error(status, body)
+        self._metrics.request_errors.labels(verb, resource, str(status), error.reason).inc()
+        return error
 
     def _written(self) -> None:
         with self._lock:
@@ -147,3 +146,19 @@ class Api:
     def _end(self) -> None:
         logger.error("ended by --fail-after-writes")
         os._exit(EXIT_TEST)
+
+
+def read_error(status: int, body: bytes | str | None) -> ApiError:
+    """What a refusal says; anything may come from a proxy in between."""
+    try:
+        document = json.loads(body or "{}")
+    except ValueError:
+        document = {}
+    if not isinstance(document, dict):
+        document = {}
+    text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
+    reason, message = str(document.get("reason", "")), str(document.get("message", text[:500]))
+    causes = (document.get("details") or {}).get("causes") or []
+    if any(cause.get("reason") == NAMESPACE_TERMINATING for cause in causes):
+        reason = NAMESPACE_TERMINATING
+    return ApiError(status, reason, message)

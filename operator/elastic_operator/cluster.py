@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from elastic_operator import builders, names, pods
-from elastic_operator.api import Api, ApiError
+from elastic_operator.api import NAMESPACE_TERMINATING, Api, ApiError
 from elastic_operator.builders import Manifest
 from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, stamp
 from elastic_operator.pods import Pod, Problem
@@ -115,6 +115,8 @@ class Cluster:
         except ApiError as error:
             if error.reason == "AlreadyExists":
                 return self._check_owner(job, resource, action.name)
+            if error.reason == NAMESPACE_TERMINATING:
+                return Problem(error.reason, f"{action.name}: {error.message}")
             if error.status == 403:
                 quota = "exceeded quota" in error.message
                 return Problem("QuotaExceeded" if quota else "Forbidden", f"{action.name}: {error.message}")

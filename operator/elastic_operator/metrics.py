@@ -18,7 +18,12 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = self._counter("api_requests", "Requests to the API server.", "verb", "resource")
         self.request_errors = self._counter(
-            "api_request_errors", "Requests that the API server refused.", "verb", "resource", "status"
+            "api_request_errors",
+            "Requests that the API server refused, by HTTP status and Kubernetes' reason.",
+            "verb",
+            "resource",
+            "status",
+            "reason",
         )
         self.reconciles = self._counter("reconciles", "Passes over a job.", "result")
         self.duration = Histogram(
