@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import addons, apt, archive, build, components, layout, pipsettings, processes
+from tests.e2e.cluster import addons, apt, archive, build, components, images, layout, pipsettings, processes
 from tests.e2e.cluster.errors import ClusterError
 
 
@@ -126,6 +126,38 @@ def test_an_image_archive_is_what_docker_writes(tmp_path: Path) -> None:
         assert set(manifest["Layers"]) <= set(written.getnames())
     assert config["config"]["Cmd"] == ["/program"]
     assert len(config["rootfs"]["diff_ids"]) == 1
+
+
+DOCKERFILE = """\
+ARG BASE_IMAGE=python
+FROM ${BASE_IMAGE} AS build
+COPY constraints.txt /src/
+RUN echo COPY this
+COPY --chown=1:1 code/a.py code/b.py /app/
+FROM ${BASE_IMAGE}
+COPY --from=build /opt /opt
+COPY data/ /data/
+"""
+
+
+def test_what_a_dockerfile_takes_from_its_context() -> None:
+    assert images.stages_of(DOCKERFILE) == ["build"]
+    assert images.copied(DOCKERFILE) == ["constraints.txt", "code/a.py", "code/b.py", "data"]
+
+
+def test_an_image_is_built_anew_when_what_it_copies_changes(tmp_path: Path) -> None:
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text("FROM base\nCOPY code/ /app/\n")
+    (tmp_path / "code").mkdir()
+    with pytest.raises(ClusterError, match="copies code, but there is no such file"):
+        images.digest_of(dockerfile, tmp_path, {})
+    (tmp_path / "code" / "a.py").write_text("1")
+    (tmp_path / "other.md").write_text("1")
+    before = images.digest_of(dockerfile, tmp_path, {})
+    (tmp_path / "other.md").write_text("2")
+    assert images.digest_of(dockerfile, tmp_path, {}) == before
+    (tmp_path / "code" / "a.py").write_text("2")
+    assert images.digest_of(dockerfile, tmp_path, {}) != before
 
 
 def test_flags_follow_the_version(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ The base image is Debian with Python, made by debootstrap from the machine's own
 for `python:3.11-slim-bookworm`, so a Dockerfile says `ARG BASE_IMAGE=python:3.11-slim-bookworm` and builds
 here as it does elsewhere. buildah builds with a storage of its own under the cache directory. What is built
 is kept as an archive next to a digest of all that went in; while that stays the same, nothing is built.
+When it changes, layers whose inputs are as before come from buildah's storage, those of named stages too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -139,7 +141,7 @@ def build_image(
     apt.require_debian()
     base = base_image()
     arguments = {"BASE_IMAGE": BASE_IMAGE, **(build_args or {})}
-    digest = _digest(dockerfile, context, {**arguments, "base digest": base.digest})
+    digest = digest_of(dockerfile, context, {**arguments, "base digest": base.digest})
     archive = _archive_path(tag, digest)
     if archive.is_file():
         return Image(tag, digest, archive)
@@ -175,11 +177,30 @@ def _build(dockerfile: Path, context: Path, tag: str, arguments: Mapping[str, st
     with tempfile.TemporaryDirectory(dir=_directory()) as name:
         for volume in pipsettings.volumes(settings, Path(name)):
             options += ["--volume", volume]
-        run_logged(
-            [*_buildah(), "bud", *options, "-t", tag, "-f", dockerfile, context],
-            log=log,
-            timeout=BUILD_TIMEOUT,
-        )
+        # A stage without a tag is pruned with all of its layers, which are what takes minutes.
+        stages = [["--target", stage, "-t", f"{tag}-{stage}"] for stage in stages_of(dockerfile.read_text())]
+        for what in [*stages, ["-t", tag]]:
+            run_logged(
+                [*_buildah(), "bud", *options, *what, "-f", dockerfile, context],
+                log=log,
+                timeout=BUILD_TIMEOUT,
+            )
+
+
+def stages_of(dockerfile: str) -> list[str]:
+    """The names of a Dockerfile's stages, in order."""
+    return re.findall(r"(?im)^FROM\s+\S+\s+AS\s+(\S+)", dockerfile)
+
+
+def copied(dockerfile: str) -> list[str]:
+    """The sources, files and folders, that a Dockerfile copies from its context, in order."""
+    lines = re.findall(r"(?im)^(?:COPY|ADD)\s+(.*\S)", dockerfile)
+    return [
+        word.rstrip("/")
+        for line in lines
+        if "--from=" not in line
+        for word in [word for word in line.split() if not word.startswith("--")][:-1]
+    ]
 
 
 def _export(tag: str, archive: Path) -> None:
@@ -236,11 +257,19 @@ def _policy() -> list[str]:
     return [f"--signature-policy={policy}"]
 
 
-def _digest(dockerfile: Path, context: Path, arguments: Mapping[str, str]) -> str:
+def digest_of(dockerfile: Path, context: Path, arguments: Mapping[str, str]) -> str:
+    """Changes when a build could have another result. Raises ClusterError for a file that is missing."""
     state = hashlib.sha256()
     for name, value in sorted(arguments.items()):
         state.update(f"{name}={value}\0".encode())
-    for path in [dockerfile, *_context_files(context)]:
+    files = _context_files(context)
+    used = {dockerfile}
+    for source in copied(dockerfile.read_text()):
+        found = [path for path in files if context / source in (path, *path.parents)]
+        if not found:
+            raise ClusterError(f"{dockerfile} copies {source}, but there is no such file in {context}")
+        used.update(found)
+    for path in sorted(used):
         if path.is_file():
             executable = os.access(path, os.X_OK)
             state.update(f"{os.path.relpath(path, context)} {executable}\0".encode())
