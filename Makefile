@@ -32,6 +32,7 @@ bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
 	$(BIN)/python benchmarks/transport.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.straggler
 
 proto: $(VENV)/ready  ## Regenerate the protobuf modules
 	$(BIN)/python tools/generate_protobuf.py

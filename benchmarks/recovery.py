@@ -193,10 +193,11 @@ def measure_parameter_server(workers: int, interval: float, train: float, durabi
 
 
 @contextlib.contextmanager
-def torchrun(directory: Path, workers: int, interval: float) -> Iterator[None]:
+def torchrun(directory: Path, workers: int, script: str, *arguments: str) -> Iterator[None]:
+    """Ranks that run `script --ddp DIRECTORY ARGUMENTS...`, ended on the way out."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
-    command += ["--nproc-per-node", str(workers), "--monitor-interval", "0.1", __file__]
-    command += ["--ddp", str(directory), "--interval", str(interval)]
+    command += ["--nproc-per-node", str(workers), "--monitor-interval", "0.1", script]
+    command += ["--ddp", str(directory), *arguments]
     # With the agent's store shared, the ranks of torch 2.13 hang in init_process_group after a restart.
     variables = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (directory / "log").open("wb") as log:
@@ -222,7 +223,7 @@ def measure_ddp(workers: int, interval: float, train: float) -> float:
                 return int(start), int(reached)
             return 0, 0
 
-        with torchrun(directory, workers, interval):
+        with torchrun(directory, workers, __file__, "--interval", str(interval)):
             wait_for(number, 1)
             time.sleep(train)
             pid = int((directory / f"rank-{workers - 1}.pid").read_text())

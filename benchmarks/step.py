@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+from benchmarks import recovery
 from benchmarks.recovery import BATCH, LIMIT, ROOT, make_job, torchrun
 from elastic_ps.local import Launcher, Options
 from elastic_ps.local.poller import fetch_status
@@ -82,7 +83,7 @@ def measure_ddp(workers: int, seconds: float) -> float:
                 return step * workers * BATCH if step >= WARM else 0
             return 0
 
-        with torchrun(directory, workers, NEVER):
+        with torchrun(directory, workers, recovery.__file__, "--interval", str(NEVER)):
             return rate(samples, seconds)
 
 

@@ -102,6 +102,8 @@ class RefusalCode(enum.IntEnum):
     """Another process has taken this worker's place; this one must end."""
     HUNG = 13
     """The worker kept the others waiting for too long and was declared hung; its process must end."""
+    LATE = 14
+    """Enough others have begun their steps of this round, which is made without this worker's."""
 
 
 class Refused(ElasticPSError):

@@ -182,6 +182,21 @@ class Consistency(_Model):
         "contributions are added in the order of worker index, and a round waits for a lost worker's "
         "replacement. Scaling has no effect.",
     )
+    backup_workers: int = Field(
+        default=0,
+        ge=0,
+        description="How many of the workers a round does without: those that are last to begin sending "
+        "their gradients. Their records go to others.",
+    )
+
+    @model_validator(mode="after")
+    def _check_backup_workers(self) -> Consistency:
+        if self.deterministic and self.backup_workers:
+            raise ValueError(
+                f"backupWorkers {self.backup_workers} with deterministic: true; who is late differs from run "
+                "to run, so leave one of the two out"
+            )
+        return self
 
 
 class Compression(_Model):
@@ -271,6 +286,7 @@ class Member(_Model):
     left_version: int | None = None
     steps: int = Field(default=0, description="Steps of this member that are in the model.")
     records: int = Field(default=0, description="Records of this member that are in the model.")
+    late: int = Field(default=0, description="Steps that came too late, with backupWorkers; see there.")
     step_seconds: float | None = Field(
         default=None,
         description="From a round's opening until its step is complete, without waiting for others; a mean.",

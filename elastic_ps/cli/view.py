@@ -127,6 +127,8 @@ def _table(status: LocalStatus, *, rows: int) -> Table:
         state = Text(process.state, style=style)
         if process.restarts:
             state.append(f" (started {process.restarts + 1} times)", style="dim")
+        if member is not None and member.late:
+            state.append(f" ({member.late:,} steps late)", style="dim")
         kind = "server" if process.role == "ps" else process.role
         table.add_row(f"{kind} {process.index}", str(process.pid), state, *numbers)
     if len(shown) > rows:

@@ -7,6 +7,11 @@ step. Whoever holds no records (it waits for some, evaluates, is about to leave)
 Sums are formed in place on the shards, so a contribution that was begun cannot be taken out again. When a
 contributor vanishes with its step unfinished, the round is started again: a new *attempt*, for which the
 others push the same gradients once more (they keep them until the round is committed).
+
+With backup workers (Chen et al. 2016, "Revisiting Distributed Synchronous SGD") a round does not wait for the
+slowest. There, the first to finish count; here, the first to begin: a worker asks before its first push, and
+as many are let in as the round is to be made of. Who comes too late has put nothing into the sums, so that
+nothing has to be taken out of them.
 """
 
 from __future__ import annotations
@@ -50,6 +55,9 @@ class SyncRounds:
         done: the steps that are complete on all shards.
         waiting: workers that take part from the next round on.
         gone: workers among `done` that have left since; their step counts if the round is committed.
+        spare: backup workers: how many workers a round does without. 0: all are waited for.
+        begun: with backup workers, who has been let in to the open round; nobody else pushes.
+        late: with backup workers, who has been turned away from the open round.
         committing: between `begin_commit` and `end_commit`, when nothing else may be called.
     """
 
@@ -60,6 +68,9 @@ class SyncRounds:
     waiting: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
     committing: bool = False
+    spare: int = 0
+    begun: set[int] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)
 
     def copy(self) -> SyncRounds:
         """The same rounds; what is done to the one is not done to the other."""
@@ -69,14 +80,20 @@ class SyncRounds:
             done=dict(self.done),
             waiting=set(self.waiting),
             gone=set(self.gone),
+            begun=set(self.begun),
+            late=set(self.late),
         )
 
     def admit(self, worker: int, *, at_once: bool = False) -> None:
         """`worker` has records to compute on and takes part from the next round; at once if none is open.
 
+        With backup workers it takes part in the open round, unless it came too late for that: a round whose
+        workers are all slow would keep it waiting.
+
         Args:
             at_once: it takes part in the open round, which waits for it.
         """
+        at_once = at_once or (self.spare > 0 and worker not in self.late)
         if at_once and worker not in self.expected:
             self.expected.add(worker)
         elif worker not in self.expected or worker in self.gone:
@@ -91,11 +108,30 @@ class SyncRounds:
         """Whether the open round waits for `worker`, so that `version` is the one for it to compute on."""
         return worker in self.expected and worker not in self.gone
 
+    @property
+    def wanted(self) -> int:
+        """With backup workers, how many steps the open round is made of, while there are so many workers."""
+        return max(1, len(self.expected | self.late) - self.spare)
+
+    def begin(self, worker: int, *, version: int) -> bool:
+        """With backup workers, `worker` is about to push its step. Returns False if it comes too late.
+
+        It then takes no part until it is admitted again, and its step is void.
+        """
+        if self.takes_part(worker):
+            if version == self.version and (worker in self.begun or len(self.begun) < self.wanted):
+                self.begun.add(worker)
+                return True
+            self.late.add(worker)
+        self.withdraw(worker)
+        return False
+
     def withdraw(self, worker: int) -> None:
         """`worker`, which is between two steps, computes nothing for now."""
         self.waiting.discard(worker)
         if worker not in self.done:
             self.expected.discard(worker)
+            self.begun.discard(worker)
             self._open_if_empty()
 
     def lose(self, worker: int) -> list[Contribution]:
@@ -104,10 +140,14 @@ class SyncRounds:
         Returns the steps that are void by that and whose workers are not there to push them again.
         """
         self.waiting.discard(worker)
+        self.late.discard(worker)
         if worker not in self.expected:
             return []
         if worker in self.done:
             self.gone.add(worker)
+            return []
+        if self.spare and worker not in self.begun:
+            self.withdraw(worker)
             return []
         self.expected.discard(worker)
         return self.restart()
@@ -116,6 +156,7 @@ class SyncRounds:
         """Start the round again, as a new attempt. Returns the void steps of workers that are gone."""
         void = [self.done[worker] for worker in sorted(self.gone)]
         self.expected -= self.gone
+        self.begun &= self.expected
         self.attempt += 1
         self.done.clear()
         self.gone.clear()
@@ -148,13 +189,18 @@ class SyncRounds:
         if not self.takes_part(worker):
             reason = f"worker {worker} holds no records, so no step is expected of it"
             raise Refused(RefusalCode.INVALID, reason)
+        if self.spare and worker not in self.begun:
+            raise Refused(RefusalCode.INVALID, f"worker {worker} has not asked before it pushed its step")
         self.done[worker] = contribution
         return True
 
     @property
     def ready(self) -> bool:
         """Whether the round can be committed."""
-        return bool(self.done) and not self.committing and self.expected <= self.done.keys()
+        if not self.done or self.committing:
+            return False
+        enough = bool(self.spare) and len(self.done) >= self.wanted and self.begun <= self.done.keys()
+        return enough or self.expected <= self.done.keys()
 
     def begin_commit(self) -> list[Contribution]:
         """Decide the round: exactly these contributions, in order of worker."""
@@ -171,4 +217,6 @@ class SyncRounds:
         self.done.clear()
         self.waiting = set()
         self.gone.clear()
+        self.begun.clear()
+        self.late.clear()
         self.committing = False

@@ -29,6 +29,7 @@ class Stay:
         reason: why it was declared gone, in words.
         ended: time at which it was; None for a stay of an earlier epoch.
         steps, records: what it contributed to the model.
+        late: how many steps of it came too late, so that they were made without it; see `SyncRounds.begin`.
         last_step: the worker's own number of the last step of it that is in the model; -1 for none.
         expires: time at which its lease ends.
     """
@@ -46,6 +47,7 @@ class Stay:
     steps: int = 0
     records: int = 0
     last_step: int = -1
+    late: int = 0
 
 
 @dataclass

@@ -228,6 +228,25 @@ class Coordinator(Driver):
             self._told()
         self._drive()
 
+    def begin(self, worker: int, incarnation: int, *, version: int) -> None:
+        """With backup workers, before the first push of a step.
+
+        Raises:
+            Refused: LATE: enough others have begun theirs. The step is void, and its records go to others.
+        """
+        with self._settled() as state:
+            stay = self._check(worker, incarnation)
+            if state.begin(stay, version=version):
+                return
+            self._told()
+            current = state.version
+        self._drive()
+        raise Refused(
+            RefusalCode.LATE,
+            f"worker {worker} began to push a step on version {version} when the round of version {current} "
+            "had enough others",
+        )
+
     def finish(self, contribution: Contribution, *, version: int, attempt: int) -> bool:
         """A worker's step is complete on all shards. Returns False if that was known.
 

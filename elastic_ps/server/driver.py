@@ -70,7 +70,7 @@ class Driver:
         self._history = history
         self._clock = clock
         self._changed = threading.Condition()
-        self._state = JobState(epoch=epoch, lease=spec.worker.lease_duration)
+        self._state = JobState(epoch, self.lease, spec.consistency.backup_workers)
         self._configuring = False
         self._driving = False
         self._stale = False  # the shards do not know yet who takes part in the open round
@@ -275,7 +275,7 @@ class Driver:
         except CheckpointError as error:
             logger.error("a shard has lost the model, and there is nothing to go on from: %s", error)
             with self._changed:
-                self._state = JobState(epoch=self._state.epoch + 1, lease=self.lease)
+                self._state = JobState(self._state.epoch + 1, self.lease, self._state.spare)
         with self._changed:
             self._spoiled = False
             self._told()
@@ -291,6 +291,7 @@ class Driver:
             found.state,
             epoch=epoch,
             lease=self.lease,
+            spare=self._spec.consistency.backup_workers,
             version=found.version,
             model=Model(layout, found.optimizer),
             shard_records=self._spec.data.shard_records,

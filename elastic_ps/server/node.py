@@ -15,6 +15,7 @@ from datetime import timedelta
 
 from elastic_ps.checkpoint.store import Assembled, ShardFile, Store, Stored
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
+from elastic_ps.job import Consistency
 from elastic_ps.server.follower import Follower, for_standby, sum_key
 from elastic_ps.server.orders import Advance, Configuration, Report, Standing, Written
 from elastic_ps.server.shard import Shard
@@ -37,14 +38,14 @@ class Node:
         shards: int,
         *,
         store: Store | None,
-        deterministic: bool,
+        consistency: Consistency,
         trace: Trace,
         follower: Follower | None = None,
     ) -> None:
         self.index = index
         self.shards = shards
         self.store = store
-        self._deterministic = deterministic
+        self._consistency = consistency
         self._trace = trace
         self._lock = threading.Lock()
         self._shard: Shard | None = None
@@ -88,7 +89,7 @@ class Node:
             self.index,
             configuration.epoch,
             (configuration.optimizer, configuration.settings),
-            deterministic=self._deterministic,
+            consistency=self._consistency,
             trace=self._trace,
         )
         if configuration.load_version is not None:

@@ -69,7 +69,7 @@ class ParameterServer:
             index,
             shards,
             store=store,
-            deterministic=spec.consistency.deterministic,
+            consistency=spec.consistency,
             trace=self._trace,
             follower=follower,
         )

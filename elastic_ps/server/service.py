@@ -67,6 +67,7 @@ class Service:
                 "InitDone": self._init_done,
                 "Take": self._take,
                 "Release": self._release,
+                "Begin": self._begin,
                 "Finish": self._finish,
                 "Heartbeat": self._heartbeat,
                 "Leave": self._leave,
@@ -247,6 +248,12 @@ class Service:
     def _release(self, incoming: Incoming) -> Iterator[Frame]:
         caller = self._check(parse(pb.ReleaseRequest, incoming.header).caller)
         self._members.release(caller.worker, caller.incarnation)
+        yield _done()
+
+    def _begin(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.BeginRequest, incoming.header)
+        caller = self._check(request.caller)
+        self._members.begin(caller.worker, caller.incarnation, version=request.version)
         yield _done()
 
     def _finish(self, incoming: Incoming) -> Iterator[Frame]:

@@ -22,6 +22,7 @@ from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.job import Consistency
 from elastic_ps.server.orders import Application
 from elastic_ps.server.values import BucketValues, StateEntry, require_finite
 from elastic_ps.telemetry import Trace
@@ -66,7 +67,7 @@ class Shard:
         index: of this shard.
         epoch: how often this shard has been started.
         optimizer: name of the class, and its first settings.
-        deterministic: add contributions in the order of worker index.
+        consistency: the job's. With `deterministic` contributions are added in the order of worker index.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Shard:
         epoch: int,
         optimizer: tuple[str, Settings],
         *,
-        deterministic: bool,
+        consistency: Consistency,
         trace: Trace,
     ) -> None:
         self.layout = layout
@@ -84,7 +85,7 @@ class Shard:
         self._changed = threading.Condition()
         self._advancing = threading.Lock()
         self._log = PushLog(epoch=epoch)
-        self._deterministic = deterministic
+        self._consistency = consistency
         self._retired: RefusalCode | None = None
         self._torn = False  # some buckets were stepped, others not: the values are of no version
         self._trace = trace
@@ -198,7 +199,7 @@ class Shard:
 
     def _may_add(self, key: PushKey) -> bool:
         self._log.decide(key)
-        return not self._deterministic or self._log.turn(key.worker, key.bucket)
+        return not self._consistency.deterministic or self._log.turn(key.worker, key.bucket)
 
     def _receive(self, bucket: Bucket, incoming: Incoming) -> torch.Tensor:
         if incoming.size != bucket.nbytes:
@@ -240,8 +241,10 @@ class Shard:
 
         Args:
             attempt: of the open round; None not to be told when that is started again.
-            contributor: the values cannot change before the caller's next push, so they are not copied.
+            contributor: the values cannot change before the caller's next push, so they are not copied;
+                unless there are backup workers, so that a round may be made without the caller.
         """
+        stable = contributor and not self._consistency.backup_workers
         for index in buckets:
             self.bucket(index)
             values = self._buckets[index]
@@ -253,7 +256,7 @@ class Shard:
 
                 arrived = self._await(ready)
                 reached = constant or values.version >= version
-                data = values.values if contributor or not reached else values.values.clone()
+                data = values.values if stable or not reached else values.values.clone()
                 reached_version, now = values.version, self._log.attempt
             if not arrived:
                 yield None

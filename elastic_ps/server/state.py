@@ -45,6 +45,8 @@ class JobState:
 
     Attributes:
         epoch: of the parameter server.
+        lease: how long a member may be silent.
+        spare: backup workers, see `SyncRounds`.
         model: None before the first worker has come.
         initialised: the first worker's values have arrived.
         initialiser: the worker that is sending them.
@@ -55,6 +57,7 @@ class JobState:
 
     epoch: int
     lease: timedelta
+    spare: int = 0
     members: Membership = field(init=False)
     rounds: SyncRounds = field(default_factory=SyncRounds)
     ledger: Ledger | Lanes | None = None
@@ -73,6 +76,7 @@ class JobState:
     def __post_init__(self) -> None:
         first = self.epoch * INCARNATIONS_PER_EPOCH
         self.members = Membership(lease=self.lease, last_incarnation=first)
+        self.rounds.spare = self.spare
 
     @property
     def version(self) -> int:
@@ -113,6 +117,14 @@ class JobState:
     def _incarnations(self, workers: Iterable[int]) -> dict[int, int]:
         live = self.members.live
         return {worker: live[worker].incarnation if worker in live else 0 for worker in workers}
+
+    def begin(self, stay: Stay, *, version: int) -> bool:
+        """With backup workers, a worker is about to push a step; False if it comes too late and is void."""
+        if self.rounds.begin(stay.worker, version=version):
+            return True
+        stay.late += 1
+        self.give_back(stay.incarnation)
+        return False
 
     def open_ledger(self, records: int, epochs: int, *, shard_records: int, lanes: int) -> None:
         """The first worker names its data set; with `lanes`, the schedule is fixed for that many workers."""
@@ -236,12 +248,13 @@ class JobState:
         *,
         epoch: int,
         lease: timedelta,
+        spare: int,
         version: int,
         model: Model,
         shard_records: int,
     ) -> JobState:
         """The state of `version` as a new epoch begins with it: members are gone, the rest is as before."""
-        state = cls(epoch=epoch, lease=lease, model=model, initialised=True)
+        state = cls(epoch=epoch, lease=lease, spare=spare, model=model, initialised=True)
         state.settings = Settings.from_json(saved["settings"])
         for stay in (Stay(**stay) for stay in saved["members"]):
             if not stay.outcome:
@@ -301,6 +314,7 @@ class JobState:
                 "left_version",
                 "steps",
                 "records",
+                "late",
                 "reason",
             )
         }

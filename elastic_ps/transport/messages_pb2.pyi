@@ -172,6 +172,14 @@ class ReleaseRequest(_message.Message):
     caller: Caller
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
 
+class BeginRequest(_message.Message):
+    __slots__ = ("caller", "version")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    version: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ...) -> None: ...
+
 class PushRequest(_message.Message):
     __slots__ = ("caller", "step", "bucket", "version", "attempt", "samples", "present", "codec", "finish")
     CALLER_FIELD_NUMBER: _ClassVar[int]

@@ -235,6 +235,10 @@ class Client:
 
     # --- steps
 
+    def begin(self, step: Step) -> None:
+        """With backup workers, before the first push of a step. Raises Refused (LATE)."""
+        self._ask(0, "Begin", pb.BeginRequest(caller=self._caller, version=step.version), pb.Done)
+
     def push(
         self,
         bucket: int,

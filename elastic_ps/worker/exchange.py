@@ -56,16 +56,22 @@ class _Pull(NamedTuple):
 class Exchange:
     """One worker's pushes and pulls. `ready`, `finish` and `fetch` belong to the main thread.
 
+    Args:
+        backup: rounds may be made without this worker, so it asks before the first push of each step.
+
     Attributes:
         version: of the values that the model has.
         settings: the settings in force, as JSON, as of the last pull.
     """
 
-    def __init__(self, client: Client, flat: Flat, *, trace: Trace, history: History) -> None:
+    def __init__(self, client: Client, flat: Flat, *, backup: bool, trace: Trace, history: History) -> None:
         self.version = 0
         self.settings = ""
         self._client = client
         self._flat = flat
+        self._backup = backup
+        self._asking = threading.Lock()
+        self._let_in: Step | None = None
         self._trace = trace
         self._history = history
         self._pushed = flat.layout.pushed
@@ -216,6 +222,8 @@ class Exchange:
 
     def _send(self, push: _Push) -> None:
         bucket, step = push.bucket, push.step
+        if self._backup:
+            self._ask(push)
         with self._changed:
             if not self._current(push):
                 return
@@ -248,6 +256,13 @@ class Exchange:
             if along is None:
                 self._client.finish(step, push.attempt, ending)
             self._arrived(_FINISH, push.generation)
+
+    def _ask(self, push: _Push) -> None:
+        """Before the first push of a step: whether the round is made with it."""
+        with self._asking:
+            if self._let_in is not push.step and self._current(push):
+                self._client.begin(push.step)
+                self._let_in = push.step
 
     def _restart(self, attempt: int, generation: int) -> None:
         """The round starts again: push everything once more, as another attempt."""

@@ -16,7 +16,7 @@ from elastic_ps import env
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import ElasticPSError, Refused, UsageError
+from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
@@ -134,8 +134,10 @@ class Session:
             raise UsageError("session.optimizer was called before; a job trains one model and optimizer")
         described = Described(model, optimizer)
         member = self._client.join(described.specs, described.optimizer, Described.settings(optimizer))
+        self._settings = member.settings
         flat = Flat(member.layout, described.tensors)
-        exchange = Exchange(self._client, flat, trace=self._trace, history=self._history)
+        backup = self.spec.consistency.backup_workers > 0
+        exchange = Exchange(self._client, flat, backup=backup, trace=self._trace, history=self._history)
         self._exchange = exchange
         self._heart = Heart(self._client, member.lease / 3, self._on_hung)
         if member.initialise:
@@ -263,10 +265,16 @@ class Session:
             with self._phases.waiting(step.number):
                 self._exchange.finish(ending)
         except Refused as refusal:
-            if not expelled(refusal):
-                raise
             stepped = self._optimizer.stepped
-            self._join_again(refusal)
+            if refusal.code is RefusalCode.LATE:
+                self._drop_step()
+                self._exchange.reset()
+                if self._exchange.settings:
+                    self._settings = Settings.from_json(self._exchange.settings)
+            elif expelled(refusal):
+                self._join_again(refusal)
+            else:
+                raise
             self._dropped = True
             self._adopt(self._settings, stepped)
         else:
@@ -287,6 +295,12 @@ class Session:
         self._optimizer.adopt(settings, catch_up=stepped)
         self._adopted = (settings, stepped)
 
+    def _drop_step(self) -> None:
+        """The step under way and all records in hand go to others."""
+        self._generation += 1
+        self._steps += 1
+        self._batches.forget()
+
     def _join_again(self, reason: Refused) -> None:
         """The parameter server does not know this worker (any more): go on as a new member.
 
@@ -296,9 +310,7 @@ class Session:
         assert self._exchange is not None
         logger.warning("joining again: %s", reason)
         while True:
-            self._generation += 1
-            self._steps += 1
-            self._batches.forget()
+            self._drop_step()
             member = self._client.join(*self._signature, self._optimizer.settings(), again=True)
             self._exchange.reset()
             try:

@@ -14,6 +14,7 @@ from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
+from elastic_ps.job import Consistency
 from elastic_ps.server.orders import Application
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import Trace
@@ -72,7 +73,12 @@ class Rig:
     ) -> None:
         self.layout = layout
         self.shard = Shard(
-            layout, index, EPOCH, (optimizer, settings), deterministic=deterministic, trace=Trace(None, "")
+            layout,
+            index,
+            EPOCH,
+            (optimizer, settings),
+            consistency=Consistency(deterministic=deterministic),
+            trace=Trace(None, ""),
         )
         self.settings = settings
         self.workers = {worker: 10 + worker for worker in workers}

@@ -13,6 +13,7 @@ import pytest
 from elastic_ps.checkpoint.store import ShardFile, Store, Stored
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
+from elastic_ps.job import Consistency
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, Written
@@ -40,7 +41,7 @@ def eager_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("eager_threads")
 def test_a_part_is_never_answered_by_the_order_to_write_it(tmp_path: Path) -> None:
     """The coordinator takes note of a checkpoint when all shards have been told, and drops earlier parts."""
-    node = Node(0, 1, store=InstantStore(tmp_path), deterministic=False, trace=Trace(None, ""))
+    node = Node(0, 1, store=InstantStore(tmp_path), consistency=Consistency(), trace=Trace(None, ""))
     layout = partition([TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0)], bucket_bytes=1 << 20, shards=1)
     node.configure(Configuration(layout, "SGD", Settings(({"lr": 0.1},)), 1, None))
     try:

@@ -11,6 +11,7 @@ import torch
 
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.job import Consistency
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration
 from elastic_ps.telemetry import Trace
@@ -20,7 +21,7 @@ from tests.unit.shard_rig import LR, Body, one_bucket, ones, tensor
 @pytest.fixture
 def standby() -> Iterator[Node]:
     """It has been told of the round that makes version 1, in epoch 1; the sum is still to come."""
-    node = Node(0, 1, store=None, deterministic=False, trace=Trace(None, ""))
+    node = Node(0, 1, store=None, consistency=Consistency(), trace=Trace(None, ""))
     node.configure(Configuration(one_bucket(tensor("w", 4)), "SGD", Settings(LR.groups), 1, None))
     order = Advance(1, 0, {}, Application(0, [(0, 10, 0)], 1, LR), epoch=1, state="{}")
     node.advance(Advance(0, 0, {}, epoch=1, next=order))

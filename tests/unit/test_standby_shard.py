@@ -9,6 +9,7 @@ from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Rule
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.job import Consistency
 from elastic_ps.server.follower import for_standby, sum_key
 from elastic_ps.server.orders import Advance, Application
 from elastic_ps.server.shard import Shard
@@ -20,7 +21,7 @@ ADAM = Settings(groups=({"lr": 0.01},))
 
 def follow(rig: Rig) -> Shard:
     """A standby of the rig's shard with the same first values."""
-    standby = Shard(rig.layout, 0, EPOCH, ("Adam", ADAM), deterministic=False, trace=Trace(None, ""))
+    standby = Shard(rig.layout, 0, EPOCH, ("Adam", ADAM), consistency=Consistency(), trace=Trace(None, ""))
     standby.advance(0, 0, {0: 1}, None)
     standby.initialise(0, 0, 1, Body(rig.values()))
     return standby

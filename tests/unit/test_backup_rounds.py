@@ -1,0 +1,198 @@
+"""Rounds with backup workers: who may push, when such a round is committed, and with whose steps."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from elastic_ps.core.consistency import Contribution, SyncRounds
+from elastic_ps.errors import RefusalCode, Refused
+
+
+def step(worker: int, number: int = 0) -> Contribution:
+    return Contribution(worker=worker, incarnation=worker, step=number, samples=8)
+
+
+def opened(*workers: int, spare: int = 1) -> SyncRounds:
+    """Rounds whose open one, on version 5, may be made of steps of `workers`."""
+    return SyncRounds(version=5, spare=spare, expected=set(workers))
+
+
+def finish(rounds: SyncRounds, *workers: int) -> None:
+    for worker in workers:
+        assert rounds.finish(step(worker), version=rounds.version, attempt=rounds.attempt)
+
+
+def test_the_last_to_begin_is_turned_away() -> None:
+    rounds = opened(0, 1, 2)
+    assert rounds.begin(2, version=5)
+    assert rounds.begin(0, version=5)
+    assert rounds.begin(0, version=5), "asked twice"
+    assert not rounds.begin(1, version=5)
+    finish(rounds, 0)
+    assert not rounds.ready, "worker 2 has begun, so its values are in the sums"
+    finish(rounds, 2)
+    assert [c.worker for c in rounds.begin_commit()] == [0, 2]
+    rounds.end_commit()
+    assert rounds.expected == {0, 2}
+
+
+def test_a_round_does_not_wait_for_who_has_not_begun() -> None:
+    rounds = opened(0, 1, 2)
+    for worker in (0, 1):
+        assert rounds.begin(worker, version=5)
+    finish(rounds, 0, 1)
+    assert [c.worker for c in rounds.begin_commit()] == [0, 1]
+    rounds.end_commit()
+    assert not rounds.begin(2, version=5), "its step is on a version that is over"
+    assert rounds.wanted == 2, "with as many workers a round is made of as many steps"
+    rounds.admit(2)
+    assert not rounds.begin(2, version=6), "it computes from the next round on"
+
+
+def test_who_was_turned_away_is_back_in_the_next_round() -> None:
+    rounds = opened(0, 1, 2)
+    assert rounds.begin(0, version=5)
+    assert rounds.begin(1, version=5)
+    assert not rounds.begin(2, version=5)
+    rounds.admit(2)
+    finish(rounds, 0, 1)
+    rounds.begin_commit()
+    rounds.end_commit()
+    assert rounds.expected == {0, 1, 2}
+    assert rounds.begin(2, version=6)
+
+
+def test_who_gets_records_need_not_wait_for_the_slowest() -> None:
+    rounds = opened(0, 1, 2)
+    for worker in (0, 1):  # they have run out of records, and 2 is slow
+        rounds.withdraw(worker)
+    for worker in (0, 1):
+        rounds.admit(worker)
+        assert rounds.begin(worker, version=5)
+    finish(rounds, 0, 1)
+    assert rounds.ready
+
+
+def test_only_a_loss_that_is_in_the_sums_starts_the_round_again() -> None:
+    rounds = opened(0, 1, 2)
+    assert rounds.begin(0, version=5)
+    rounds.lose(2)
+    assert (rounds.attempt, rounds.expected) == (0, {0, 1})
+    assert not rounds.begin(1, version=5), "of two workers one is enough"
+    rounds = opened(0, 1, 2)
+    assert rounds.begin(0, version=5)
+    finish(rounds, 0)
+    assert rounds.begin(1, version=5)
+    rounds.lose(1)
+    assert (rounds.attempt, rounds.done) == (1, {})
+    finish(rounds, 0)
+    assert rounds.ready, "of two workers one is enough"
+
+
+def test_a_single_worker_is_enough_and_needed() -> None:
+    rounds = opened(0, spare=3)
+    assert rounds.begin(0, version=5)
+    finish(rounds, 0)
+    assert rounds.ready
+
+
+def test_a_step_that_nobody_has_let_in_is_refused() -> None:
+    rounds = opened(0, 1)
+    with pytest.raises(Refused, match="has not asked before it pushed") as refused:
+        finish(rounds, 0)
+    assert refused.value.code is RefusalCode.INVALID
+
+
+class BackupRounds(RuleBasedStateMachine):
+    """Against a model that knows on which version each live worker computes, if it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds = SyncRounds()
+        self.on: dict[int, int | None] = {}
+        self.pushing: set[int] = set()
+        self.steps = 0
+
+    @initialize(spare=st.integers(1, 3))
+    def choose(self, spare: int) -> None:
+        self.rounds.spare = spare
+
+    @rule(worker=st.integers(0, 5))
+    def come(self, worker: int) -> None:
+        """Also one that was turned away, which gets records at once."""
+        if self.on.get(worker) is None:
+            self.rounds.admit(worker)
+            self.on[worker] = None
+        self._open()
+
+    def _open(self) -> None:
+        """Who takes part and waited gets the version."""
+        for worker, version in self.on.items():
+            if version is None and self.rounds.takes_part(worker):
+                self.on[worker] = self.rounds.version
+
+    @precondition(lambda self: self.ready_to_push())
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(self.ready_to_push()))
+        if self.rounds.begin(worker, version=self.on[worker] or 0):
+            assert self.on[worker] == self.rounds.version
+            self.pushing.add(worker)
+        else:
+            self.on[worker] = None
+            assert not self.rounds.knows(worker)
+        self._open()
+
+    def ready_to_push(self) -> list[int]:
+        return sorted(w for w, version in self.on.items() if version is not None and w not in self.pushing)
+
+    @precondition(lambda self: self.pushing - self.rounds.done.keys())
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.pushing - self.rounds.done.keys())))
+        self.steps += 1
+        contribution = step(worker, self.steps)
+        assert self.rounds.finish(contribution, version=self.rounds.version, attempt=self.rounds.attempt)
+
+    @precondition(lambda self: self.on)
+    @rule(data=st.data())
+    def vanish(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.on)))
+        in_the_sums = worker in self.pushing and worker not in self.rounds.done
+        attempt = self.rounds.attempt
+        self.rounds.lose(worker)
+        assert (self.rounds.attempt > attempt) == in_the_sums
+        del self.on[worker]
+        self.pushing.discard(worker)
+        self._open()
+
+    @precondition(lambda self: self.rounds.ready)
+    @rule()
+    def commit(self) -> None:
+        version = self.rounds.version
+        contributions = self.rounds.begin_commit()
+        assert contributions
+        assert self.pushing <= {c.worker for c in contributions}, "nobody who has begun is left out"
+        self.rounds.end_commit()
+        for c in contributions:
+            if c.worker in self.on:
+                self.on[c.worker] = version + 1
+        self.pushing.clear()
+        self._open()
+
+    @invariant()
+    def there_is_no_deadlock(self) -> None:
+        """Somebody can go on: push, finish, or be let in by the commit of a round that is ready."""
+        rounds = self.rounds
+        assert rounds.begun - rounds.gone <= self.on.keys()
+        assert self.pushing == rounds.begun - rounds.gone
+        waiting = [w for w, version in self.on.items() if version is None and rounds.knows(w)]
+        can_go_on = self.ready_to_push() or self.pushing - rounds.done.keys() or rounds.ready
+        assert can_go_on or not waiting
+
+
+BackupRounds.TestCase.settings = settings(stateful_step_count=50)
+TestBackupRounds = BackupRounds.TestCase
