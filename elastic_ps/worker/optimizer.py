@@ -243,7 +243,13 @@ class ElasticOptimizer(torch.optim.Optimizer):
             return
         for scheduler, state in zip(self._schedulers, settings.schedulers, strict=False):
             scheduler.load_state_dict(dict(state))
-            if catch_up and not isinstance(scheduler, ReduceLROnPlateau):
+        if catch_up:
+            self.step_schedulers()
+
+    def step_schedulers(self) -> None:
+        """As the script does it."""
+        for scheduler in self._schedulers:
+            if not isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step()
 
     def add_scheduler(self, scheduler: LRScheduler) -> None:

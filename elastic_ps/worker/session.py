@@ -82,6 +82,7 @@ class Session:
         self._settings = Settings(groups=())
         self._adopted = (self._settings, False)
         self._dropped = False  # the last step was not made; the script does not know
+        self._behind = False  # the settings are of version 1: are schedulers stepped after every step?
         self._generation = 0
         self._computing = False
         self._chief = False
@@ -185,6 +186,7 @@ class Session:
         if self._exchange.settings:
             settings = Settings.from_json(self._exchange.settings)
             self._optimizer.adopt(settings, catch_up=settings.stepped)
+            self._behind = self._exchange.version == 1 and not settings.stepped
         return scheduler
 
     def report(self, **metrics: Any) -> None:
@@ -240,6 +242,10 @@ class Session:
         if self._dropped and self._optimizer is not None:
             self._dropped = False
             self._adopt(*self._adopted)
+        if self._behind and self._steps and self._optimizer is not None:
+            self._behind = False
+            if self._optimizer.stepped:
+                self._optimizer.step_schedulers()
         self._phases.backward()
         step = Step(number=self._steps, version=self._exchange.version, samples=self._batches.samples)
         self._exchange.begin(step)
@@ -281,6 +287,7 @@ class Session:
             self._steps += 1
             self._batches.forget()
             if self._exchange.settings and self._exchange.settings != settings:
+                self._behind = False
                 self._optimizer.adopt(Settings.from_json(self._exchange.settings))
         if self._stopping:
             self._stop_computing()
@@ -293,7 +300,7 @@ class Session:
         """
         assert self._optimizer is not None
         self._optimizer.adopt(settings, catch_up=stepped)
-        self._adopted = (settings, stepped)
+        self._adopted, self._behind = (settings, stepped), False
 
     def _drop_step(self) -> None:
         """The step under way and all records in hand go to others."""
@@ -364,7 +371,9 @@ class Session:
             if granted.version != self._exchange.version:
                 self._exchange.fetch(granted.version, contributor=True)
                 settings = Settings.from_json(self._exchange.settings)
-                self._adopt(settings, settings.stepped)
+                # Nothing comes before the first step; there, what this worker's own script does must do.
+                first = granted.version == 1 and self._optimizer.stepped
+                self._adopt(settings, settings.stepped or first)
         elif granted.finished and wait:
             self._computing = False
             self._chief = granted.chief
