@@ -112,9 +112,12 @@ def test_failure_is_counted_once(jobs: Jobs, idle: OperatorProcess, count: int) 
     deaths = 0
     for _ in range(12):
         idle.start(f"--fail-after-writes={count}")
-        try:
-            idle.wait(timedelta(seconds=10))
-        except TimeoutExpired:
+        wait_for(
+            lambda: not idle.alive or jobs.condition("dies", "Failed").get("status") == "True",
+            what="the operator dies, or has nothing left to count",
+            timeout=LIMIT,
+        )
+        if idle.alive:
             idle.close(signal.SIGKILL)
             break
         deaths += 1
