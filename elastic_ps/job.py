@@ -71,13 +71,15 @@ PodTemplate: TypeAlias = dict[str, JsonValue]
 _M = TypeVar("_M", bound=BaseModel)
 
 
-class _Model(BaseModel):
+class CamelModel(BaseModel):
+    """Fields in camel case, as in YAML and JSON; unknown ones are refused."""
+
     model_config = ConfigDict(
         extra="forbid", populate_by_name=True, alias_generator=to_camel, validate_default=True
     )
 
 
-class VolumeClaim(_Model):
+class VolumeClaim(CamelModel):
     """The volume that holds the checkpoints on a cluster."""
 
     storage: str = Field(default="1Gi", pattern=r"^[0-9]+(\.[0-9]+)?([EPTGM]i?|Ki|k)?$")
@@ -88,7 +90,7 @@ class VolumeClaim(_Model):
     )
 
 
-class Checkpoint(_Model):
+class Checkpoint(CamelModel):
     """When the parameter server writes its state to disk, and where."""
 
     interval: Duration = Field(default=timedelta(seconds=30), description="Time between two checkpoints.")
@@ -111,7 +113,7 @@ class Checkpoint(_Model):
 Durability: TypeAlias = Literal["checkpoint", "standby"]
 
 
-class ParameterServer(_Model):
+class ParameterServer(CamelModel):
     """The processes that hold the model."""
 
     replicas: int = Field(default=1, ge=1, le=64, description="Shards: the buckets are shared out over them.")
@@ -134,7 +136,7 @@ class ParameterServer(_Model):
     )
 
 
-class Worker(_Model):
+class Worker(CamelModel):
     """The processes that compute gradients."""
 
     replicas: int = Field(default=1, ge=1, description="How many; may change while the job runs.")
@@ -169,7 +171,7 @@ class Worker(_Model):
             raise ValueError(f"replicas {replicas} is above maxReplicas {self.max_replicas}")
 
 
-class Consistency(_Model):
+class Consistency(CamelModel):
     """When gradients become a new version of the model."""
 
     mode: Literal["sync"] = Field(
@@ -199,13 +201,13 @@ class Consistency(_Model):
         return self
 
 
-class Compression(_Model):
+class Compression(CamelModel):
     """What a gradient looks like on the wire."""
 
     codec: Literal["none"] = Field(default="none", description="none: the tensor's own bytes.")
 
 
-class Data(_Model):
+class Data(CamelModel):
     """How records are handed out to the workers."""
 
     shard_records: int = Field(default=256, ge=1, description="Most records handed to a worker at a time.")
@@ -213,7 +215,7 @@ class Data(_Model):
     seed: int = Field(default=0, ge=0, description="Seed of that order.")
 
 
-class RunPolicy(_Model):
+class RunPolicy(CamelModel):
     """When to stop, give up, and clean up."""
 
     suspend: bool = Field(default=False, description="Stop all pods after a checkpoint; false goes on.")
@@ -229,7 +231,7 @@ class RunPolicy(_Model):
     )
 
 
-class TrainingJobSpec(_Model):
+class TrainingJobSpec(CamelModel):
     """What to train, on how many workers, and by which rules."""
 
     entrypoint: str = Field(
@@ -248,148 +250,6 @@ class TrainingJobSpec(_Model):
     run_policy: RunPolicy = Field(default_factory=RunPolicy)
 
 
-class Progress(_Model):
-    """How far training is, as the parameter server sees it."""
-
-    version: int = Field(default=0, description="Optimizer steps taken.")
-    epoch: int = Field(default=0, description="Epochs of the data that are in the model completely.")
-    epochs: int | None = Field(default=None, description="Epochs to train, once a worker has said so.")
-    percent: int = Field(default=0, ge=0, le=100)
-    samples_per_second: float | None = None
-    loss: float | None = Field(default=None, description="Last reported training loss, sample-weighted.")
-    eta_seconds: int | None = None
-    records_applied: int = Field(default=0, description="Records whose gradients are in the model.")
-    records_expected: int | None = Field(default=None, description="Records of all epochs together.")
-    durable_version: int | None = Field(default=None, description="Version of the newest whole checkpoint.")
-    durable_time: str | None = Field(default=None, description="When that was written.")
-    metrics: dict[str, float] = Field(
-        default_factory=dict, description="What scripts reported, e.g. test_accuracy."
-    )
-    finished: bool = Field(default=False, description="Every record of every epoch is in the model.")
-
-
-HUNG_GRACE = timedelta(seconds=15)
-"""For how long a worker that was declared hung may end by itself."""
-
-
-class Member(_Model):
-    """One worker's stay in the job, as the parameter server sees it."""
-
-    worker: int = Field(description="The worker's index.")
-    incarnation: int
-    pid: int
-    host: str
-    state: Literal["joining", "idle", "training", "left", "lost", "hung"]
-    reason: str = Field(default="", description="Why it was declared gone, in words.")
-    gone_seconds: float | None = Field(default=None, description="How long ago its stay ended, if it has.")
-    joined_version: int
-    left_version: int | None = None
-    steps: int = Field(default=0, description="Steps of this member that are in the model.")
-    records: int = Field(default=0, description="Records of this member that are in the model.")
-    late: int = Field(default=0, description="Steps that came too late, with backupWorkers; see there.")
-    step_seconds: float | None = Field(
-        default=None,
-        description="From a round's opening until its step is complete, without waiting for others; a mean.",
-    )
-    slowness: float | None = Field(default=None, description="stepSeconds over the median of the workers.")
-
-    def to_be_killed(self, progress_timeout: timedelta) -> str:
-        """Why its process, should it be alive, has to be ended from outside; "" if it has not.
-
-        One that was declared hung is told to end by its next heartbeat, which fails if all of it is frozen.
-        One that is lost may come back, for as long as a step may take.
-        """
-        gone = self.gone_seconds or 0.0
-        if self.state == "hung" and gone > HUNG_GRACE.total_seconds():
-            return f"declared hung ({self.reason}), it has not ended by itself for {gone:.0f} s"
-        if self.state == "lost" and progress_timeout and gone > progress_timeout.total_seconds():
-            return f"lost ({self.reason}), it has not come back for {gone:.0f} s"
-        return ""
-
-
-class ServerStatus(_Model):
-    """What a parameter server answers on `GET /status`."""
-
-    job: str
-    shard: int
-    shards: int
-    epoch: int = Field(description="How often this parameter server has been started.")
-    ready: bool = Field(description="Whether the model is initialised.")
-    progress: Progress = Field(default_factory=Progress)
-    durable_age_seconds: float | None = Field(default=None, description="Age of the newest whole checkpoint.")
-    problem: str = Field(default="", description="What is wrong though training goes on, e.g. a full disk.")
-    checkpoint_pause_seconds: float = Field(
-        default=0.0,
-        description="Time that training stood still for checkpoints since this parameter server's start.",
-    )
-    standbys: list[bool] = Field(
-        default_factory=list,
-        description="With durability standby: for each shard, whether its standby has every round.",
-    )
-    members: list[Member] = Field(
-        default_factory=list, description="Live members and those gone, in joining order."
-    )
-
-
-class Condition(_Model):
-    """A metav1.Condition."""
-
-    type: Literal["Created", "Running", "Degraded", "Suspended", "Succeeded", "Failed"]
-    status: Literal["True", "False", "Unknown"]
-    reason: str
-    message: str = ""
-    last_transition_time: str
-    observed_generation: int | None = None
-
-
-class WorkerStatus(_Model):
-    replicas: int = 0
-    ready: int = 0
-    completed: int = Field(default=0, description="Workers that ended their script without an error.")
-    failures: int = Field(default=0, description="Failures that count against backoffLimit.")
-    restarts: int = Field(default=0, description="Workers replaced, for whatever reason.")
-    last_failure: str | None = Field(default=None, description="Which worker was replaced last, and why.")
-    counted_pods: list[str] = Field(
-        default_factory=list,
-        description="Uids of ended pods that are in these numbers and still exist; counted only once.",
-    )
-    selector: str = Field(default="", description="Label selector as a string, for the autoscaler.")
-
-
-class ParameterServerStatus(_Model):
-    ready: int = 0
-    epoch: int | None = None
-    standbys: int | None = Field(
-        default=None,
-        description="With durability standby: those that have every round; unset if shard 0 does not tell.",
-    )
-
-
-Phase: TypeAlias = Literal["Pending", "Running", "Suspended", "Succeeded", "Failed"]
-
-
-class Summary(_Model):
-    """What `kubectl get` shows, ready to read."""
-
-    workers: str = Field(default="", description="Ready and wanted, as 2/4.")
-    progress: str = Field(default="", description="Records in the model, as 15%.")
-    loss: str = ""
-
-
-class TrainingJobStatus(_Model):
-    """What the operator reports on the resource."""
-
-    phase: Phase = "Pending"
-    observed_generation: int | None = None
-    conditions: list[Condition] = Field(default_factory=list)
-    worker: WorkerStatus = Field(default_factory=WorkerStatus)
-    parameter_server: ParameterServerStatus = Field(default_factory=ParameterServerStatus)
-    progress: Progress = Field(default_factory=Progress)
-    summary: Summary = Field(default_factory=Summary)
-    start_time: str | None = None
-    completion_time: str | None = None
-
-
 class ObjectMeta(BaseModel):
     """The part of Kubernetes' metadata that a job needs; the rest is kept but not looked at."""
 
@@ -397,7 +257,7 @@ class ObjectMeta(BaseModel):
     name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?$")
 
 
-class TrainingJob(_Model):
+class TrainingJob(CamelModel):
     """A TrainingJob as in its YAML file."""
 
     api_version: Literal["elastic-ps.dev/v1alpha1"]

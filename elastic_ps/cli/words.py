@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastic_ps.job import Member, Progress
 from elastic_ps.local import LocalStatus, Outcome
+from elastic_ps.status import Member, Progress
 
 
 def duration(seconds: float) -> str:

@@ -19,9 +19,9 @@ from elastic_ps.drill import disk
 from elastic_ps.drill.faults import Fault, Kind
 from elastic_ps.drill.target import LocalTarget, NotRecovered, Target, Unavailable
 from elastic_ps.env import ProcessEnvironment, inherited
-from elastic_ps.job import Member
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.local.processes import Child, Lifeline, free_addresses, with_threads
+from elastic_ps.status import Member
 
 BEYOND = timedelta(seconds=1)
 """How much longer than a lease something is kept frozen."""

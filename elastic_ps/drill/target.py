@@ -13,9 +13,9 @@ from typing import NamedTuple, TypeVar
 
 from elastic_ps.env import Role
 from elastic_ps.errors import UserError
-from elastic_ps.job import Member, Phase, Progress, ServerStatus
 from elastic_ps.local import Launcher
 from elastic_ps.local.poller import fetch_status
+from elastic_ps.status import Member, Phase, Progress, ServerStatus
 
 T = TypeVar("T")
 

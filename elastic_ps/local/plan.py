@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Literal, TypeAlias
 
 from elastic_ps.env import EXIT_HUNG, EXIT_INVALID, EXIT_LEFT, Role
-from elastic_ps.job import Phase, Progress
+from elastic_ps.status import Phase, Progress
 
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
 

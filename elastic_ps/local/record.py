@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from elastic_ps.job import Member, ServerStatus
+from elastic_ps.status import Member, ServerStatus
 
 MAX_POINTS = 4000
 

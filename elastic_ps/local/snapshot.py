@@ -8,9 +8,9 @@ from datetime import timedelta
 from typing import get_args
 
 from elastic_ps.env import Role
-from elastic_ps.job import Member, Phase, ServerStatus
 from elastic_ps.local.plan import Observed, Process
 from elastic_ps.local.state import ProcessStatus
+from elastic_ps.status import Member, Phase, ServerStatus
 
 
 def process_statuses(

@@ -30,7 +30,8 @@ from pydantic.alias_generators import to_camel
 
 from elastic_ps.env import Role, state_directory
 from elastic_ps.errors import UserError
-from elastic_ps.job import Phase, ServerStatus, TrainingJob, parse_job
+from elastic_ps.job import TrainingJob, parse_job
+from elastic_ps.status import Phase, ServerStatus
 
 KEEP_RUNS = 3
 """How many runs of a job keep their checkpoints in the job's directory."""

@@ -18,10 +18,10 @@ from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Layout, TensorSpec, difference
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
-from elastic_ps.job import ServerStatus
 from elastic_ps.server.driver import TICK, Driver
 from elastic_ps.server.orders import Standing
 from elastic_ps.server.state import Model
+from elastic_ps.status import ServerStatus
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ from datetime import timedelta
 from elastic_ps.checkpoint.store import Manifest, Store
 from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import InvalidJob, NoCheckpoint
-from elastic_ps.job import ServerStatus
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.follower import Follower
 from elastic_ps.server.keeper import Keeper
@@ -18,6 +17,7 @@ from elastic_ps.server.node import Node
 from elastic_ps.server.orders import ShardControl
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.service import Service
+from elastic_ps.status import ServerStatus
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import Connection, Server
 

@@ -20,7 +20,7 @@ from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout, Rule, TensorSpec
 from elastic_ps.core.progress import Curve, Rate
 from elastic_ps.core.settings import Settings
-from elastic_ps.job import Member, Progress
+from elastic_ps.status import Member, Progress
 
 INCARNATIONS_PER_EPOCH = 1 << 32
 """Incarnations start at a multiple of this in each epoch, so that none is given twice after a roll-back."""

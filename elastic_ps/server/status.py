@@ -11,7 +11,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from elastic_ps.errors import CannotListen
-from elastic_ps.job import ServerStatus
+from elastic_ps.status import ServerStatus
 
 REQUEST_TIMEOUT = 10.0
 """Seconds after which a connection that says nothing is closed."""

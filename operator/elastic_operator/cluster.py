@@ -21,7 +21,8 @@ from elastic_operator.pods import Pod, Problem
 from elastic_operator.status import dump_status, read_server_status
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.errors import ConnectionLost
-from elastic_ps.job import GROUP, VERSION, ServerStatus, TrainingJobStatus
+from elastic_ps.job import GROUP, VERSION
+from elastic_ps.status import ServerStatus, TrainingJobStatus
 
 logger = logging.getLogger(__name__)
 

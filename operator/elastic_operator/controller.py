@@ -19,7 +19,7 @@ from elastic_operator.settings import Settings
 from elastic_operator.status import holds, read_status
 from elastic_operator.watches import WatchMonitor
 from elastic_ps.errors import ConnectionLost
-from elastic_ps.job import TrainingJobStatus
+from elastic_ps.status import TrainingJobStatus
 
 logger = logging.getLogger(__name__)
 

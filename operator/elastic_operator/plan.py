@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from elastic_operator.pods import Pod, Problem
 from elastic_ps.env import Role
-from elastic_ps.job import ServerStatus, TrainingJobStatus
+from elastic_ps.status import ServerStatus, TrainingJobStatus
 
 Kind: TypeAlias = Literal["Pod", "Service", "PersistentVolumeClaim"]
 

@@ -28,7 +28,7 @@ from elastic_operator.status import (
 from elastic_operator.verdict import Verdict, health, verdict
 from elastic_ps.env import Role
 from elastic_ps.errors import InvalidJob
-from elastic_ps.job import TrainingJobStatus
+from elastic_ps.status import TrainingJobStatus
 
 _ZERO = timedelta(0)
 _ADDRESS: dict[Role, str] = {"ps": "the address of the shard", "standby": "the address of the standby"}

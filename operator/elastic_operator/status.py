@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from elastic_operator import names
 from elastic_operator.plan import Note, Observed, stamp
 from elastic_operator.pods import Pod, Problem
-from elastic_ps.job import Condition, Progress, ServerStatus, Summary, TrainingJobStatus, WorkerStatus
+from elastic_ps.status import Condition, Progress, ServerStatus, Summary, TrainingJobStatus, WorkerStatus
 
 ConditionType: TypeAlias = Literal["Created", "Running", "Degraded", "Suspended", "Succeeded", "Failed"]
 

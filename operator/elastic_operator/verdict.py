@@ -11,7 +11,7 @@ from elastic_operator.desired import Desired
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Problem, parse_time
 from elastic_operator.status import condition, describe, holds, with_condition
-from elastic_ps.job import TrainingJobStatus
+from elastic_ps.status import TrainingJobStatus
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ps import env
-from elastic_ps.job import Member, Progress, ServerStatus
+from elastic_ps.status import Member, Progress, ServerStatus
 
 BATCH = 8
 

@@ -15,9 +15,10 @@ import psutil
 import pytest
 
 from elastic_ps.errors import UserError
-from elastic_ps.job import Member, TrainingJob
+from elastic_ps.job import TrainingJob
 from elastic_ps.local import Launcher, Options, Outcome, ScaleAt
 from elastic_ps.local.report import build_report
+from elastic_ps.status import Member
 from tests.integration.launching import PROGRAMS, gone, make_job, wait_for_workers, workers_of
 from tests.polling import LIMIT, eventually
 

@@ -16,7 +16,7 @@ from elastic_operator.cluster import difference
 from elastic_operator.plan import Create, DeleteJob, DeletePod, Observed, Options, Plan, stamp
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status
-from elastic_ps.job import ServerStatus
+from elastic_ps.status import ServerStatus
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

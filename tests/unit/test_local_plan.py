@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from elastic_ps.env import EXIT_HUNG, EXIT_INVALID, EXIT_LEFT
-from elastic_ps.job import Member, Progress, ServerStatus
 from elastic_ps.local.plan import (
     Conclude,
     Desired,
@@ -27,6 +26,7 @@ from elastic_ps.local.plan import (
     restart_delay,
 )
 from elastic_ps.local.snapshot import stuck
+from elastic_ps.status import Member, Progress, ServerStatus
 
 NOW = 1000.0
 DESIRED = Desired(shards=1, workers=2, backoff_limit=1)

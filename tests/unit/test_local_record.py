@@ -10,12 +10,13 @@ import pytest
 from elastic_ps.cli.view import sparkline
 from elastic_ps.cli.words import duration
 from elastic_ps.errors import UserError
-from elastic_ps.job import Member, Progress, ServerStatus, parse_job
+from elastic_ps.job import parse_job
 from elastic_ps.local import JobDirectory, Record
 from elastic_ps.local.processes import with_threads
 from elastic_ps.local.record import MAX_POINTS, member_changes
 from elastic_ps.local.report import change_labels, worker_steps
 from elastic_ps.local.trace import merge_traces
+from elastic_ps.status import Member, Progress, ServerStatus
 
 
 def member(worker: int, *, state: str = "training", joined: int = 0, left: int | None = None) -> Member:

@@ -33,4 +33,5 @@ def test_operator_imports_without_torch() -> None:
         timeout=60,
     )
     assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.split() == ["elastic_ps", "elastic_ps.env", "elastic_ps.errors", "elastic_ps.job"]
+    modules = ["env", "errors", "job", "status"]
+    assert answer.stdout.split() == ["elastic_ps", *(f"elastic_ps.{name}" for name in modules)]

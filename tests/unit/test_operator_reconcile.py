@@ -15,7 +15,7 @@ from elastic_operator.plan import Create, DeleteJob, DeletePod, Options, Plan, s
 from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import read_server_status, read_status
-from elastic_ps.job import Member, Progress, ServerStatus
+from elastic_ps.status import Member, Progress, ServerStatus
 from tests.unit.simulation import Simulation, job_document
 
 

@@ -11,7 +11,8 @@ import pytest
 from elastic_operator import builders, names
 from elastic_operator.plan import Create, Options
 from elastic_ps import env
-from elastic_ps.job import Progress, ServerStatus, TrainingJobSpec
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.status import Progress, ServerStatus
 from tests.unit.simulation import Simulation, job_document
 
 CLAIM: dict[str, Any] = {"volumeClaim": {"storage": "1Gi"}}

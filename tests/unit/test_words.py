@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from elastic_ps.cli import words
-from elastic_ps.job import Member, Phase, Progress, ServerStatus
 from elastic_ps.local import LocalStatus
+from elastic_ps.status import Member, Phase, Progress, ServerStatus
 
 
 @pytest.mark.parametrize(
