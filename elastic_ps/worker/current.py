@@ -21,9 +21,8 @@ def connect() -> Session:
     """
     environment = env.read()
     if environment.role != "worker":
-        raise UsageError(
-            "elastic_ps.connect() is for workers; this process was started as a parameter server"
-        )
+        what = "a standby" if environment.role == "standby" else "a parameter server"
+        raise UsageError(f"elastic_ps.connect() is for workers; this process was started as {what}")
     from elastic_ps.transport.grpc import GrpcConnection
 
     global _current
