@@ -31,8 +31,6 @@ from elastic_ps.drill.runner import Drill, Injection, run
 from elastic_ps.errors import CheckpointError, ElasticPSError, Fenced, Refused
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
-from elastic_ps.server.keeper import Keeper
-from elastic_ps.server.orders import Written
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, unary
 from elastic_ps.transport.grpc import GrpcConnection
@@ -266,33 +264,3 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
     with pytest.raises(CheckpointError, match="No space left"):
         store.write_shard(epoch, 3, 0, 1, iter(()))
     assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_roll_back_is_not_taken_for_a_rival(tmp_path: Path) -> None:
-    """A checkpoint that was being finished in the epoch before is given up; the process is not fenced."""
-    store = Store(tmp_path)
-    keeper = Keeper(
-        store,
-        job="j",
-        epoch=store.next_epoch(),
-        shards=1,
-        interval=timedelta(0),
-        keep=3,
-        now=0.0,
-    )
-    state = {"tensors": [], "optimizer": "SGD"}
-    for version in (1, 2):
-        keeper.begin(version, 0.0, dict(state))
-        file = store.write_shard(keeper.epoch, version, 0, 1, iter(()))
-        written = Written(version, file, "", timedelta(0))
-        if version == 1:
-            keeper.parts(0, [written])
-            eventually(lambda: keeper.durable_version == 1, "version 1 is on disk")
-    with store._locked():  # version 2 waits here to be finished
-        keeper.parts(0, [written])
-        rolled = threading.Thread(target=keeper.roll_back)
-        rolled.start()
-    rolled.join()
-    keeper.close()
-    assert keeper.epoch == 2
-    assert not keeper.check_fence()

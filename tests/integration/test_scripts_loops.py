@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,29 @@ from tests.integration.trained import (
     sgd,
 )
 
+Stopping = Callable[[Session, Callable[[], None] | None], None]
+"""A script. With a function as second argument, its loop is left; the function waits for the other worker."""
+
+
+def check_records(tmp_path: Path, script: Stopping) -> int:
+    """Worker 0 stops and stays, worker 1 trains the rest, each record once. Returns the steps of worker 0."""
+    with running_job(tmp_path) as job:
+
+        def others_go_on() -> None:
+            job.until(lambda: job.status().progress.finished, "the others go on")
+
+        job.start(0, lambda s: script(s, others_go_on))
+        job.start(1, lambda s: script(s, None))
+        job.join()
+        assert_each_record_once(job.commits(), records=120, epochs=1)
+        return sum(m.steps for m in job.status().members if m.worker == 0)
+
 
 def test_breaking_out_early_gives_the_records_back(tmp_path: Path) -> None:
     """Worker 0 stops iterating but stays; worker 1 trains all of the rest."""
     data = Numbers(120)
-    stopped = threading.Event()
 
-    def script(session: Session, *, stop: bool) -> None:
+    def script(session: Session, stop: Callable[[], None] | None) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         for x, y in session.loader(data, 4):
@@ -37,21 +54,16 @@ def test_breaking_out_early_gives_the_records_back(tmp_path: Path) -> None:
             if stop and session.version >= 3:
                 break
         if stop:
-            stopped.set()
-            job.until(lambda: job.status().progress.finished, "the others go on")
+            stop()
 
-    with running_job(tmp_path) as job:
-        job.start(0, lambda s: script(s, stop=True))
-        job.start(1, lambda s: script(s, stop=False))
-        job.join()
-        assert_each_record_once(job.commits(), records=120, epochs=1)
+    check_records(tmp_path, script)
 
 
 def test_breaking_out_before_computing_gives_the_records_back(tmp_path: Path) -> None:
     """The loop is left with a batch that nothing was computed on."""
     data = Numbers(120)
 
-    def script(session: Session, *, stop: bool) -> None:
+    def script(session: Session, stop: Callable[[], None] | None) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         for step, (x, y) in enumerate(session.loader(data, 4)):
@@ -61,20 +73,16 @@ def test_breaking_out_before_computing_gives_the_records_back(tmp_path: Path) ->
             mse(model, x, y).backward()
             optimizer.step()
         if stop:
-            job.until(lambda: job.status().progress.finished, "the others go on")
+            stop()
 
-    with running_job(tmp_path) as job:
-        job.start(0, lambda s: script(s, stop=True))
-        job.start(1, lambda s: script(s, stop=False))
-        job.join()
-        assert_each_record_once(job.commits(), records=120, epochs=1)
+    check_records(tmp_path, script)
 
 
 def test_a_step_after_breaking_out_lets_the_others_go_on(tmp_path: Path) -> None:
     """backward, break, step: the step counts, and nobody waits for this worker afterwards."""
     data = Numbers(120)
 
-    def script(session: Session, *, stop: bool) -> None:
+    def script(session: Session, stop: Callable[[], None] | None) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         for step, (x, y) in enumerate(session.loader(data, 4)):
@@ -85,14 +93,9 @@ def test_a_step_after_breaking_out_lets_the_others_go_on(tmp_path: Path) -> None
             optimizer.step()
         if stop:
             optimizer.step()
-            job.until(lambda: job.status().progress.finished, "the others go on")
+            stop()
 
-    with running_job(tmp_path) as job:
-        job.start(0, lambda s: script(s, stop=True))
-        job.start(1, lambda s: script(s, stop=False))
-        job.join()
-        assert_each_record_once(job.commits(), records=120, epochs=1)
-        assert sum(m.steps for m in job.status().members if m.worker == 0) == 4
+    assert check_records(tmp_path, script) == 4
 
 
 def test_iterating_again_after_breaking_out(tmp_path: Path) -> None:

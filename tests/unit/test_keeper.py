@@ -1,7 +1,8 @@
-"""When a checkpoint is due."""
+"""When a checkpoint is due, and what becomes of it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -10,13 +11,19 @@ import pytest
 
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.orders import Written
+from tests.polling import eventually
 
 STATE = {"tensors": [], "optimizer": "SGD"}
 
 
 @pytest.fixture
-def keeper(tmp_path: Path) -> Iterator[Keeper]:
-    store = Store(tmp_path)
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+@pytest.fixture
+def keeper(store: Store) -> Iterator[Keeper]:
     made = Keeper(
         store,
         job="job",
@@ -56,3 +63,21 @@ def test_a_disk_that_fails_is_not_tried_for_a_standby_again_and_again(keeper: Ke
     keeper.problem = "No space left on device"
     assert not keeper.due(1, 0.1, wanted=True)
     assert keeper.due(1, 30.0, wanted=True)
+
+
+def test_a_roll_back_is_not_taken_for_a_rival(store: Store, keeper: Keeper) -> None:
+    """A checkpoint that was being finished in the epoch before is given up; the process is not fenced."""
+    for version in (1, 2):
+        keeper.begin(version, 0.0, dict(STATE))
+        file = store.write_shard(keeper.epoch, version, 0, 1, iter(()))
+        written = Written(version, file, "", timedelta(0))
+        if version == 1:
+            keeper.parts(0, [written])
+            eventually(lambda: keeper.durable_version == 1, "version 1 is on disk")
+    with store._locked():  # version 2 waits here to be finished
+        keeper.parts(0, [written])
+        rolled = threading.Thread(target=keeper.roll_back)
+        rolled.start()
+    rolled.join()
+    assert keeper.epoch == 2
+    assert not keeper.check_fence()

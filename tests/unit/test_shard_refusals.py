@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,13 +24,16 @@ def test_a_repeated_push_is_added_once() -> None:
     assert torch.equal(rig.values(), ones(4, -1.0))
 
 
+def pushed_twice(threads: ThreadPoolExecutor, rig: Rig, body: Body) -> tuple[Future[bool], Future[bool]]:
+    """A push whose body is being received, and the same push again, with a body of ones."""
+    first = threads.submit(rig.push, 0, body)
+    assert body.started.wait(10)
+    return first, threads.submit(rig.push, 0, ones(4))
+
+
 def test_a_push_repeated_while_the_first_is_being_received_is_added_once(threads: ThreadPoolExecutor) -> None:
-    rig = Rig(one_bucket(tensor("w", 4)))
-    gate = threading.Event()
-    slow = Body(ones(4), gate=gate)
-    first = threads.submit(rig.push, 0, slow)
-    assert slow.started.wait(10)
-    second = threads.submit(rig.push, 0, ones(4))
+    rig, gate = Rig(one_bucket(tensor("w", 4))), threading.Event()
+    first, second = pushed_twice(threads, rig, Body(ones(4), gate=gate))
     gate.set()
     assert (first.result(10), second.result(10)) == (True, False)
     rig.commit(0, samples=1)
@@ -39,12 +42,8 @@ def test_a_push_repeated_while_the_first_is_being_received_is_added_once(threads
 
 @pytest.mark.usefixtures("short_wait")
 def test_a_push_repeated_while_the_first_hangs_for_long_is_added_once(threads: ThreadPoolExecutor) -> None:
-    rig = Rig(one_bucket(tensor("w", 4)))
-    gate = threading.Event()
-    slow = Body(ones(4), gate=gate)
-    first = threads.submit(rig.push, 0, slow)
-    assert slow.started.wait(10)
-    second = threads.submit(rig.push, 0, ones(4))
+    rig, gate = Rig(one_bucket(tensor("w", 4))), threading.Event()
+    first, second = pushed_twice(threads, rig, Body(ones(4), gate=gate))
     assert refusal(second) is RefusalCode.NOT_READY, "to be asked again"
     gate.set()
     assert first.result(10)
@@ -54,12 +53,8 @@ def test_a_push_repeated_while_the_first_hangs_for_long_is_added_once(threads: T
 
 
 def test_a_repeated_push_takes_over_when_the_first_is_cut_off(threads: ThreadPoolExecutor) -> None:
-    rig = Rig(one_bucket(tensor("w", 4)))
-    gate = threading.Event()
-    broken = Body(ones(4, 5.0), gate=gate, cut_off=True)
-    first = threads.submit(rig.push, 0, broken)
-    assert broken.started.wait(10)
-    second = threads.submit(rig.push, 0, ones(4))
+    rig, gate = Rig(one_bucket(tensor("w", 4))), threading.Event()
+    first, second = pushed_twice(threads, rig, Body(ones(4, 5.0), gate=gate, cut_off=True))
     gate.set()
     assert isinstance(first.exception(10), ConnectionLost)
     assert second.result(10)
