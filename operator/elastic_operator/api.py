@@ -158,7 +158,9 @@ def read_error(status: int, body: bytes | str | None) -> ApiError:
         document = {}
     text = body.decode(errors="replace") if isinstance(body, bytes) else str(body)
     reason, message = str(document.get("reason", "")), str(document.get("message", text[:500]))
-    causes = (document.get("details") or {}).get("causes") or []
-    if any(cause.get("reason") == NAMESPACE_TERMINATING for cause in causes):
-        reason = NAMESPACE_TERMINATING
+    details = document.get("details")
+    causes = details.get("causes") if isinstance(details, dict) else None
+    for cause in causes if isinstance(causes, list) else []:
+        if isinstance(cause, dict) and cause.get("reason") == NAMESPACE_TERMINATING:
+            reason = NAMESPACE_TERMINATING
     return ApiError(status, reason, message)

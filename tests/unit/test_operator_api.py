@@ -32,7 +32,12 @@ def test_a_namespace_on_its_way_out_is_no_missing_permission() -> None:
     assert read_error(403, json.dumps(plain)).reason == "Forbidden"
 
 
-@pytest.mark.parametrize("body", [None, "", b"<html>Bad gateway</html>", "[1]", '"text"', "null"])
+FOREIGN = [
+    f'{{"details": {details}}}' for details in ('"text"', "[1]", '{"causes": "text"}', '{"causes": [1]}')
+]
+
+
+@pytest.mark.parametrize("body", [None, "", b"<html>Bad gateway</html>", "[1]", '"text"', "null", *FOREIGN])
 def test_what_is_no_status_still_becomes_an_error(body: bytes | str | None) -> None:
     """As a proxy in between may answer."""
     error = read_error(502, body)
