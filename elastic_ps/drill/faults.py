@@ -32,7 +32,7 @@ DESCRIPTIONS: dict[Kind, str] = {
     "rival-ps": "stop the parameter server, let a second one take over its checkpoints, wake the first",
     "corrupt-checkpoint": "change one byte of the newest checkpoint, then SIGKILL the parameter server",
     "fill-disk": "fill the checkpoints' disk until a checkpoint fails, then make room (root only)",
-    "cut": "cut a worker off from the network (not on one machine)",
+    "cut": "cut a worker off from the parameter servers for longer than its lease, then let it back",
 }
 
 FIRST, LAST = 5.0, 65.0

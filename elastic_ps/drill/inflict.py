@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -65,11 +65,20 @@ def _stop_worker(target: Target, _fault: Fault) -> str:
 
 def _freeze_worker(anywhere: Target, fault: Fault) -> str:
     target = _here(anywhere)
-    index = fault.worker % target.workers
+    return _silence(target, fault.worker % target.workers, lambda _, pid: _frozen(target, pid))
+
+
+def _cut(anywhere: Target, fault: Fault) -> str:
+    target = _here(anywhere)
+    return _silence(target, fault.worker % target.workers, lambda index, _: _disconnected(target, index))
+
+
+def _silence(target: LocalTarget, index: int, how: Callable[[int, int], AbstractContextManager[None]]) -> str:
+    """Nothing is heard of the worker for longer than its lease; `how` is given its index and pid."""
     target.settled()
     pid = target.process("worker", index)
     before = target.until(lambda: target.member(index), f"worker {index} is a member")
-    with _frozen(target, pid):
+    with how(index, pid):
         target.until(
             lambda: (m := target.member(index)) is not None and m.state == "lost",
             f"worker {index} is declared lost",
@@ -186,10 +195,6 @@ def _fill_disk(anywhere: Target, _fault: Fault) -> str:
     return problem.splitlines()[0]
 
 
-def _cut(_target: Target, _fault: Fault) -> str:
-    raise Unavailable("a drill does not touch the network; freeze-worker is as silent to the lease")
-
-
 def _here(target: Target) -> LocalTarget:
     """The job, for a fault that needs its processes and files at hand."""
     if not isinstance(target, LocalTarget):
@@ -226,6 +231,15 @@ def _frozen(target: LocalTarget, pid: int, *, unless: Callable[[], bool] = lambd
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def _disconnected(target: LocalTarget, worker: int) -> Iterator[None]:
+    if target.wires is None:
+        raise Unavailable("the job was started without wires that can be cut")
+    with target.wires.cut(worker):
+        target.strike(lambda: None)
+        yield
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from elastic_ps.drill.history import Data, Histories, Violation, check, fate
 from elastic_ps.drill.inflict import inflict
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.target import JobOver, LocalTarget, NotRecovered, Result, Target, Unavailable
+from elastic_ps.drill.wire import Wires
 from elastic_ps.job import TrainingJob
 from elastic_ps.local import Launcher, Options
 
@@ -103,10 +104,14 @@ def run(
         old.unlink()
     with (
         _disk(job, faults) as (job_here, disk),
-        Launcher(job_here, replace(options or Options(), history=directory)) as launcher,
+        _wires(faults) as wires,
+        Launcher(
+            job_here,
+            replace(options or Options(), history=directory, route=wires.route if wires else None),
+        ) as launcher,
     ):
         launcher.start()
-        target = LocalTarget(launcher, disk=disk, limit=limit)
+        target = LocalTarget(launcher, disk=disk, wires=wires, limit=limit)
         injections = train(target, faults, tell or _silent)
         result = target.result()
     drill = judge(result, injections, read(directory))
@@ -151,6 +156,19 @@ def _disk(job: TrainingJob, faults: Sequence[Fault]) -> Iterator[tuple[TrainingJ
         yield job, str(error)
     finally:
         mount.rmdir()
+
+
+@contextmanager
+def _wires(faults: Sequence[Fault]) -> Iterator[Wires | None]:
+    """What stands between workers and parameter servers, if that is to be cut; it costs throughput."""
+    if not any(fault.kind == "cut" for fault in faults):
+        yield None
+        return
+    wires = Wires()
+    try:
+        yield wires
+    finally:
+        wires.close()
 
 
 def _one(target: Target, fault: Fault, began: float, tell: Callable[[str], None]) -> Injection:

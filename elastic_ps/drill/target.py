@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from elastic_ps.drill.wire import Wires
 from elastic_ps.env import Role
 from elastic_ps.errors import UserError
 from elastic_ps.local import Launcher
@@ -160,12 +161,16 @@ class LocalTarget(Target):
     Args:
         launcher: that runs the job; started.
         disk: the small disk that holds the checkpoints, or why there is none.
+        wires: by which the workers reach the parameter servers; None if none is to be cut.
     """
 
-    def __init__(self, launcher: Launcher, *, disk: Path | str, limit: timedelta) -> None:
+    def __init__(
+        self, launcher: Launcher, *, disk: Path | str, wires: Wires | None, limit: timedelta
+    ) -> None:
         super().__init__(limit=limit)
         self.launcher = launcher
         self.disk = disk
+        self.wires = wires
 
     @property
     def workers(self) -> int:

@@ -16,6 +16,9 @@ from elastic_ps.local.state import LocalStatus
 WorkerGone = Callable[[str, tuple[str, ...], int, int], None]
 """Called with (job, addresses of the shards, worker index, pid) when a worker process has died."""
 
+Route = Callable[[int, tuple[str, ...]], tuple[str, ...]]
+"""Called with (worker index, addresses of the shards); returns where that worker is to reach them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -28,6 +31,7 @@ class Options:
         history: directory for the histories that tests check.
         root: where jobs keep their state; None is `env.state_directory()`.
         programs: the command lines of the processes.
+        route: what stands between workers and parameter servers; None for nothing.
         on_worker_gone: told about worker processes that died; may block, is called on its own thread.
     """
 
@@ -37,6 +41,7 @@ class Options:
     history: Path | None = None
     root: Path | None = None
     programs: Programs = field(default_factory=Programs)
+    route: Route | None = None
     on_worker_gone: WorkerGone = tell_parameter_server
 
 

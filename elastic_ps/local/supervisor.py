@@ -315,13 +315,14 @@ class Launcher:
 
     def _environment(self, action: planning.Start) -> ProcessEnvironment:
         shard = action.index if action.role != "worker" else 0
-        standby = action.role == "standby"
+        standby, route = action.role == "standby", self.options.route
+        routed = action.role == "worker" and route is not None
         return ProcessEnvironment(
             job=self.job.name,
             spec=self.job.spec,
             role=action.role,
             index=action.index,
-            addresses=self._addresses,
+            addresses=route(action.index, self._addresses) if routed and route else self._addresses,
             standbys=self._standbys,
             bind=(self._standbys if standby else self._addresses)[shard],
             http=(self._standbys_http if standby else self._http)[shard],

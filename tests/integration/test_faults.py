@@ -90,11 +90,13 @@ def injected(result: Drill, kind: Kind) -> Injection:
 def unharmed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drill:
     """A job whose parameter server lives on, whatever happens to workers and disk."""
     directory = tmp_path_factory.mktemp("workers")
-    return drill(directory, ["kill-worker", "freeze-worker", "stop-worker", "fill-disk"], seed=request.param)
+    return drill(
+        directory, ["kill-worker", "freeze-worker", "cut", "stop-worker", "fill-disk"], seed=request.param
+    )
 
 
-@pytest.mark.parametrize("kind", ["kill-worker", "freeze-worker", "stop-worker"])
-def test_workers_are_killed_frozen_and_taken_away(unharmed: Drill, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", ["kill-worker", "freeze-worker", "cut", "stop-worker"])
+def test_workers_are_killed_frozen_cut_off_and_taken_away(unharmed: Drill, kind: Kind) -> None:
     assert injected(unharmed, kind).state == "recovered"
     assert injected(unharmed, kind).redone == 0
     assert unharmed.result.failures == 0
