@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -22,6 +22,9 @@ from elastic_ps.worker.model import Described, Flat
 
 if TYPE_CHECKING:
     from elastic_ps.worker.session import Session
+
+Interval: TypeAlias = Literal["step", "epoch"]
+"""When a script steps a scheduler: after every optimizer step, or after every epoch."""
 
 _CHANGED_LATE = (
     "the gradient of {name} was changed between backward() and optimizer.step(), when it had been sent "
@@ -65,6 +68,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._taken: dict[int, int] = {}
         self._waiting: dict[int, int] = {}
         self._schedulers: list[LRScheduler] = []
+        self._intervals: list[Interval | None] = []
         self._initial: list[dict[str, Any]] = []
         self._scheduler_steps: tuple[int, ...] = ()
         self._reset()
@@ -156,7 +160,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         settings = self.settings()
         self._reset()
         self._session._finish_step(settings.to_json())
-        self._scheduler_steps = tuple(s.last_epoch for s in self._schedulers)
+        self._scheduler_steps = self._positions()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -217,7 +221,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
     @property
     def stepped(self) -> bool:
         """Whether the script has stepped a scheduler since its last optimizer step."""
-        return tuple(s.last_epoch for s in self._schedulers) != self._scheduler_steps
+        return self._positions() != self._scheduler_steps
 
     def settings(self) -> Settings:
         """Hyperparameters and scheduler states as they are now."""
@@ -227,13 +231,14 @@ class ElasticOptimizer(torch.optim.Optimizer):
             stepped=self.stepped,
         )
 
-    def adopt(self, settings: Settings, *, catch_up: bool = False) -> None:
-        """Take over the settings of the longest-serving worker.
+    def adopt(self, settings: Settings, *, catch_up: bool | None = None) -> None:
+        """Take over the settings of the longest-serving worker, those of the last step.
 
         Args:
-            catch_up: the settings are those of the last step, and the script's schedulers are stepped after
-                every step: make up for that. (Not for ReduceLROnPlateau: what it would be stepped with is
-                not known here.)
+            catch_up: None: the step was this worker's too, so the script is about to step its schedulers if
+                it does so after every step. Else that has been done: make up for it, where the script has
+                said how often it steps a scheduler, or else if this is true. (Not for ReduceLROnPlateau:
+                what it would be stepped with is not known here.)
         """
         for group, values in zip(self.param_groups, settings.groups, strict=True):
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
@@ -243,20 +248,37 @@ class ElasticOptimizer(torch.optim.Optimizer):
             return
         for scheduler, state in zip(self._schedulers, settings.schedulers, strict=False):
             scheduler.load_state_dict(dict(state))
-        if catch_up:
-            self.step_schedulers()
+        self._scheduler_steps = self._positions()
+        if catch_up is not None:
+            self.step_schedulers(otherwise=catch_up)
 
-    def step_schedulers(self) -> None:
-        """As the script does it."""
-        for scheduler in self._schedulers:
-            if not isinstance(scheduler, ReduceLROnPlateau):
+    def step_schedulers(self, *, otherwise: bool) -> None:
+        """Step those that the script steps after every step, or has not told of if `otherwise`."""
+        self._opt_called = True  # for torch's warning: the optimizer has made a step, on the parameter server
+        for scheduler, interval in zip(self._schedulers, self._intervals, strict=True):
+            every_step = interval == "step" or (interval is None and otherwise)
+            if every_step and not isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step()
 
-    def add_scheduler(self, scheduler: LRScheduler) -> None:
+    @property
+    def per_epoch(self) -> bool:
+        """Whether there are schedulers, and the script steps all of them after epochs."""
+        return bool(self._intervals) and set(self._intervals) == {"epoch"}
+
+    @property
+    def guesses(self) -> bool:
+        """Whether the script has not told of all schedulers how often it steps them."""
+        return None in self._intervals
+
+    def _positions(self) -> tuple[int, ...]:
+        return tuple(scheduler.last_epoch for scheduler in self._schedulers)
+
+    def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
         """Keep a scheduler's state on the parameter server."""
         self._schedulers.append(scheduler)
+        self._intervals.append(interval)
         self._initial.append(_plain_state(scheduler))
-        self._scheduler_steps = tuple(s.last_epoch for s in self._schedulers)
+        self._scheduler_steps = self._positions()
 
 
 def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 
@@ -27,7 +27,7 @@ from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.heart import Heart
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.model import Described, Flat
-from elastic_ps.worker.optimizer import ElasticOptimizer
+from elastic_ps.worker.optimizer import ElasticOptimizer, Interval
 from elastic_ps.worker.phases import Phases
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,8 @@ class Session:
         self._settings = Settings(groups=())
         self._adopted = (self._settings, False)
         self._dropped = False  # the last step was not made; the script does not know
-        self._behind = False  # the settings are of version 1: are schedulers stepped after every step?
+        self._keeps_schedule = False  # a late step does not end an epoch: the script's own schedule is right
+        self._behind: int | None = None  # since that step: are schedulers stepped after every step?
         self._generation = 0
         self._computing = False
         self._chief = False
@@ -173,21 +174,34 @@ class Session:
         """
         return ElasticLoader(self, source, batch_size=batch_size, epochs=epochs, options=options)
 
-    def scheduler(self, scheduler: S) -> S:
+    def scheduler(self, scheduler: S, *, interval: Interval | None = None) -> S:
         """Keep a learning-rate scheduler's state on the parameter server; returns it.
 
         A worker that joins later, or after a resume, then goes on where the schedule stands. Without this
         call a scheduler works too, but a newcomer's starts from the beginning, which matters once it is the
         longest-serving worker, whose learning rate is the one that counts.
+
+        Args:
+            interval: how often the script steps it: after every `step` or every `epoch`. Who joins, or is
+                late (`consistency.backupWorkers`), then knows where the schedule stands. Without it that is
+                found out from what is seen of the script, which may be a step off near an epoch's first step.
         """
         if self._optimizer is None or self._exchange is None:
             raise UsageError("call session.optimizer(...) before session.scheduler(...)")
-        self._optimizer.add_scheduler(scheduler)
+        if interval not in (None, *get_args(Interval)):
+            raise UsageError(f"interval is {interval!r}; expected 'step' or 'epoch'")
+        self._optimizer.add_scheduler(scheduler, interval)
         if self._exchange.settings:
             settings = Settings.from_json(self._exchange.settings)
             self._optimizer.adopt(settings, catch_up=settings.stepped)
-            self._behind = self._exchange.version == 1 and not settings.stepped
+            self._watch_script(self._exchange.version, known=settings.stepped)
         return scheduler
+
+    def _watch_script(self, version: int, *, known: bool) -> None:
+        """Settings of the first step do not tell whether schedulers are stepped after every step."""
+        assert self._optimizer is not None
+        unknown = version == 1 and not known and self._optimizer.guesses
+        self._behind = self._steps if unknown else None
 
     def report(self, **metrics: Any) -> None:
         """Tell the job about values, as in `loss=loss` or `test_accuracy=0.97`: one number each.
@@ -242,10 +256,10 @@ class Session:
         if self._dropped and self._optimizer is not None:
             self._dropped = False
             self._adopt(*self._adopted)
-        if self._behind and self._steps and self._optimizer is not None:
-            self._behind = False
+        if self._behind is not None and self._steps > self._behind and self._optimizer is not None:
+            self._behind = None
             if self._optimizer.stepped:
-                self._optimizer.step_schedulers()
+                self._optimizer.step_schedulers(otherwise=True)
         self._phases.backward()
         step = Step(number=self._steps, version=self._exchange.version, samples=self._batches.samples)
         self._exchange.begin(step)
@@ -277,17 +291,19 @@ class Session:
                 self._exchange.reset()
                 if self._exchange.settings:
                     self._settings = Settings.from_json(self._exchange.settings)
+                self._keeps_schedule = self._optimizer.per_epoch
             elif expelled(refusal):
                 self._join_again(refusal)
             else:
                 raise
-            self._dropped = True
-            self._adopt(self._settings, stepped)
+            if not self._keeps_schedule:
+                self._dropped = True
+                self._adopt(self._settings, stepped)
         else:
             self._steps += 1
             self._batches.forget()
             if self._exchange.settings and self._exchange.settings != settings:
-                self._behind = False
+                self._behind = None
                 self._optimizer.adopt(Settings.from_json(self._exchange.settings))
         if self._stopping:
             self._stop_computing()
@@ -300,7 +316,7 @@ class Session:
         """
         assert self._optimizer is not None
         self._optimizer.adopt(settings, catch_up=stepped)
-        self._adopted, self._behind = (settings, stepped), False
+        self._adopted, self._behind = (settings, stepped), None
 
     def _drop_step(self) -> None:
         """The step under way and all records in hand go to others."""
@@ -370,10 +386,14 @@ class Session:
             self._computing, self._stopping = True, False
             if granted.version != self._exchange.version:
                 self._exchange.fetch(granted.version, contributor=True)
+                if self._keeps_schedule:
+                    self._keeps_schedule = False
+                    return
                 settings = Settings.from_json(self._exchange.settings)
                 # Nothing comes before the first step; there, what this worker's own script does must do.
-                first = granted.version == 1 and self._optimizer.stepped
-                self._adopt(settings, settings.stepped or first)
+                known = settings.stepped or (granted.version <= 2 and self._optimizer.stepped)
+                self._adopt(settings, known)
+                self._watch_script(granted.version, known=known)
         elif granted.finished and wait:
             self._computing = False
             self._chief = granted.chief

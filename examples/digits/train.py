@@ -21,7 +21,8 @@ def main(epochs: int = 30, batch_size: int = 16, lr: float = 0.05) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-3)
     optimizer = session.optimizer(sgd, model)  # 2: its step happens on the parameter server
     loader = session.loader(training, batch_size=batch_size, epochs=epochs)  # 3: elastic
-    schedule = session.scheduler(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs))
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    schedule = session.scheduler(cosine, interval="epoch")
     for _ in loader.epochs():
         for images, labels in loader:
             optimizer.zero_grad()

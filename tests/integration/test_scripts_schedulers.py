@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from elastic_ps.worker.optimizer import Interval
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import (
@@ -56,8 +57,11 @@ def test_learning_rate_schedulers(tmp_path: Path, name: str, make: MakeOptimizer
     check_against_replay(tmp_path, make_mlp, make, scheduler=SCHEDULERS[name], step_scheduler=step)
 
 
+@pytest.mark.parametrize(("after", "interval"), [(10, None), (1, "step")])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_late_joiner_goes_on_where_the_schedule_stands(tmp_path: Path, name: str) -> None:
+def test_a_late_joiner_goes_on_where_the_schedule_stands(
+    tmp_path: Path, name: str, after: int, interval: Interval | None
+) -> None:
     """Worker 0 leaves after some steps together with worker 1, whose schedule is then the one that counts."""
     data, models = Numbers(160), Models()
     rates: dict[int, list[float]] = {}
@@ -66,11 +70,11 @@ def test_a_late_joiner_goes_on_where_the_schedule_stands(tmp_path: Path, name: s
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
-        schedule = session.scheduler(SCHEDULERS[name](optimizer))
+        schedule = session.scheduler(SCHEDULERS[name](optimizer), interval=interval)
         for step, (x, y) in enumerate(session.loader(data, 4)):
             optimizer.zero_grad()
             mse(model, x, y).backward()
-            if session.worker == 0 and session.version == 10:
+            if session.worker == 0 and session.version == after:
                 job.start(1, script)
                 job.until(lambda: training(job, 1), "worker 1 waits for the next round")
                 joined.set()
@@ -99,10 +103,10 @@ def test_a_late_joiner_goes_on_where_the_schedule_stands(tmp_path: Path, name: s
         optimizer = sgd(model)
         schedule = SCHEDULERS[name](optimizer)
 
-        def after(version: int, _: torch.optim.Optimizer) -> None:
+        def step(version: int, _: torch.optim.Optimizer) -> None:
             schedule.step(1.0) if name == "ReduceLROnPlateau" else schedule.step()
 
-        replay(commits, data, model, lambda m: optimizer, spec, after=after)
+        replay(commits, data, model, lambda m: optimizer, spec, after=step)
 
     assert_equal_up_to_round_off(models[1], make_mlp(), replayed)
 

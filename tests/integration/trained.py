@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.worker.optimizer import Interval
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, running_job
 from tests.integration.oracle import (
@@ -59,6 +60,7 @@ def check_against_replay(
     scheduler: Scheduler | None = None,
     before: Callable[[int, torch.nn.Module, torch.optim.Optimizer], None] | None = None,
     set_to_none: bool = True,
+    interval: Interval | None = None,
     step_scheduler: Callable[[Any, torch.optim.Optimizer], None] = lambda s, o: s.step(),
     **fields: Any,
 ) -> None:
@@ -72,7 +74,7 @@ def check_against_replay(
     def script(session: Session) -> None:
         model = make_model()
         optimizer = session.optimizer(make(model), model)
-        schedule = session.scheduler(scheduler(optimizer)) if scheduler else None
+        schedule = session.scheduler(scheduler(optimizer), interval=interval) if scheduler else None
         for x, y in session.loader(data, 4):
             if before is not None:
                 before(session.version, model, optimizer)
