@@ -59,6 +59,8 @@ class SyncRounds:
         begun: with backup workers, who has been let in to the open round; nobody else pushes.
         late: with backup workers, who has been turned away from the open round.
         committing: between `begin_commit` and `end_commit`, when nothing else may be called.
+        decided: the round has been decided. A commit that failed on the way is made again with the same
+            steps: some shards may have applied them.
     """
 
     version: int = 0
@@ -68,6 +70,7 @@ class SyncRounds:
     waiting: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
     committing: bool = False
+    decided: bool = False
     spare: int = 0
     begun: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
@@ -93,7 +96,7 @@ class SyncRounds:
         Args:
             at_once: it takes part in the open round, which waits for it.
         """
-        at_once = at_once or (self.spare > 0 and worker not in self.late)
+        at_once = at_once or (self.spare > 0 and not self.decided and worker not in self.late)
         if at_once and worker not in self.expected:
             self.expected.add(worker)
         elif worker not in self.expected or worker in self.gone:
@@ -119,7 +122,8 @@ class SyncRounds:
         It then takes no part until it is admitted again, and its step is void.
         """
         if self.takes_part(worker):
-            if version == self.version and (worker in self.begun or len(self.begun) < self.wanted):
+            room = len(self.begun) < self.wanted and not self.decided
+            if version == self.version and (worker in self.begun or room):
                 self.begun.add(worker)
                 return True
             self.late.add(worker)
@@ -158,6 +162,7 @@ class SyncRounds:
         self.expected -= self.gone
         self.begun &= self.expected
         self.attempt += 1
+        self.decided = False
         self.done.clear()
         self.gone.clear()
         self._open_if_empty()
@@ -199,6 +204,8 @@ class SyncRounds:
         """Whether the round can be committed."""
         if not self.done or self.committing:
             return False
+        if self.decided:
+            return True
         enough = bool(self.spare) and len(self.done) >= self.wanted and self.begun <= self.done.keys()
         return enough or self.expected <= self.done.keys()
 
@@ -206,7 +213,7 @@ class SyncRounds:
         """Decide the round: exactly these contributions, in order of worker."""
         if not self.ready:
             raise ValueError("the round is not ready")
-        self.committing = True
+        self.committing = self.decided = True
         return [self.done[worker] for worker in sorted(self.done)]
 
     def end_commit(self) -> None:
@@ -219,4 +226,4 @@ class SyncRounds:
         self.gone.clear()
         self.begun.clear()
         self.late.clear()
-        self.committing = False
+        self.committing = self.decided = False

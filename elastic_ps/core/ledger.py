@@ -75,28 +75,36 @@ class Ledger:
         """What `holder` holds."""
         return list(self._held.get(holder, ()))
 
-    def take(self, holder: int, *, batch: int, workers: int) -> list[Range]:
+    def take(self, holder: int, *, batch: int, workers: int, fresh: bool = False) -> list[Range]:
         """Hand records to `holder`; an empty list if there are none to hand out at the moment.
 
         Near the end of the job ranges become smaller (guided self-scheduling, Polychronopoulos and Kuck
         1987), so that the `workers` workers run out of records together.
+
+        Args:
+            fresh: rather some that nobody has had yet; otherwise those come first that were given back.
         """
         held = sum(r.records for ranges in self._held.values() for r in ranges)
         left = self.expected - self.applied - held
         fair = -(-left // (2 * max(1, workers) * batch)) * batch
-        taken = self._take_one(max(batch, min(self.shard_records, fair)))
+        limit = max(batch, min(self.shard_records, fair))
+        first, second = self._take_returned, self._take_new
+        taken = (second(limit) or first(limit)) if fresh else (first(limit) or second(limit))
         if taken is None:
             return []
         self._held.setdefault(holder, []).append(taken)
         return [taken]
 
-    def _take_one(self, limit: int) -> Range | None:
-        if self._returned:
-            first = self._returned.pop(0)
-            if first.records > limit:
-                self._returned.insert(0, first._replace(start=first.start + limit))
-                first = first._replace(stop=first.start + limit)
-            return first
+    def _take_returned(self, limit: int) -> Range | None:
+        if not self._returned:
+            return None
+        first = self._returned.pop(0)
+        if first.records > limit:
+            self._returned.insert(0, first._replace(start=first.start + limit))
+            first = first._replace(stop=first.start + limit)
+        return first
+
+    def _take_new(self, limit: int) -> Range | None:
         if self._next_epoch >= self.epochs:
             return None
         stop = min(self.records, self._next_position + limit)

@@ -197,6 +197,10 @@ class Coordinator(Driver):
         state = self._state
         assert state.ledger is not None
         held = state.ledger.held(incarnation) or state.take(worker, incarnation, batch)
+        if held:
+            state.starved.discard(worker)
+        else:
+            state.starved.add(worker)
         if held and not state.rounds.knows(worker):  # else two that wait would wake each other
             state.admit(worker)
             self._told()
@@ -225,6 +229,7 @@ class Coordinator(Driver):
             self._check(worker, incarnation)
             state.give_back(incarnation)
             state.rounds.withdraw(worker)
+            state.starved.discard(worker)
             self._told()
         self._drive()
 

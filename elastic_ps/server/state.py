@@ -52,6 +52,7 @@ class JobState:
         initialiser: the worker that is sending them.
         ledger: None before a worker has named its data set.
         chief: the worker that was told to evaluate.
+        starved: workers that have asked for records when there were none to hand out.
         last_round: what the histories record of the version's commit; {} if it has not been made here.
     """
 
@@ -70,6 +71,7 @@ class JobState:
     loss: Curve = field(default_factory=Curve)
     rate: Rate = field(default_factory=Rate)
     last_round: dict[str, Any] = field(default_factory=dict)
+    starved: set[int] = field(default_factory=set)
     waiting: Waiting = field(default_factory=Waiting)
     pace: Pace = field(default_factory=Pace)
 
@@ -120,9 +122,10 @@ class JobState:
 
     def begin(self, stay: Stay, *, version: int) -> bool:
         """With backup workers, a worker is about to push a step; False if it comes too late and is void."""
+        took_part = self.rounds.takes_part(stay.worker)
         if self.rounds.begin(stay.worker, version=version):
             return True
-        stay.late += 1
+        stay.late += took_part
         self.give_back(stay.incarnation)
         return False
 
@@ -138,7 +141,9 @@ class JobState:
         if isinstance(self.ledger, Lanes):
             return self.ledger.take(incarnation, worker=worker, batch=batch)
         assert self.ledger is not None
-        return self.ledger.take(incarnation, batch=batch, workers=len(self.members.live))
+        # Who was too late to compute on some records would be handed the same ones again.
+        fresh = worker in self.rounds.late
+        return self.ledger.take(incarnation, batch=batch, workers=len(self.members.live), fresh=fresh)
 
     def admit(self, worker: int) -> None:
         """A worker has records to compute on. With a fixed schedule the open round waits for it."""
@@ -148,10 +153,11 @@ class JobState:
         """The workers that have kept others waiting for longer than `limit`, and for how many seconds.
 
         They take part in the open round, and their steps are not finished; another one's is, or a newcomer
-        waits for the next round.
+        waits for the next round, or somebody for records.
         """
         rounds, live = self.rounds, self.members.live
-        somebody_waits = bool(rounds.done.keys() - rounds.gone or rounds.waiting)
+        waiting = rounds.done.keys() - rounds.gone | rounds.waiting | (self.starved & live.keys())
+        somebody_waits = bool(waiting)
         missing = ((rounds.expected | self.required) - rounds.done.keys()) & live.keys()
         awaited = {live[worker].incarnation: worker for worker in missing} if somebody_waits else {}
         overdue = self.waiting.overdue((rounds.version, rounds.attempt), awaited, now, limit)
@@ -162,6 +168,7 @@ class JobState:
         stay = self.members.remove(worker, outcome=outcome, version=self.version, reason=reason, now=now)
         if stay is None:
             return None
+        self.starved.discard(worker)
         for void in self.rounds.lose(worker):
             self.give_back(void.incarnation)
         self.give_back(stay.incarnation)

@@ -261,7 +261,11 @@ class Exchange:
         """Before the first push of a step: whether the round is made with it."""
         with self._asking:
             if self._let_in is not push.step and self._current(push):
-                self._client.begin(push.step)
+                try:
+                    self._client.begin(push.step)
+                except Refused as refusal:
+                    self._fail(refusal, push.generation)  # before another thread asks as well
+                    raise
                 self._let_in = push.step
 
     def _restart(self, attempt: int, generation: int) -> None:

@@ -95,7 +95,11 @@ class ElasticLoader:
         return -(-self._records // self.batch_size)
 
     def epochs(self) -> Iterator[int]:
-        """Yield the number of each epoch that still has records to train; iterate over the loader inside."""
+        """Yield the number of each epoch that still has records to train; iterate over the loader inside.
+
+        Each is yielded once at most. Records of an earlier one that another worker could not train are among
+        those of the epoch that is under way.
+        """
         try:
             while not self._over:
                 if not self._in_hand() and not self._wait():
@@ -115,12 +119,13 @@ class ElasticLoader:
         """
         try:
             while self._in_hand() or self._wait():
-                if self._only is not None and self._kept[0].epoch != self._only:
+                if self._only is not None and self._kept[0].epoch > self._only:
                     return
                 sampler = _Sampler(self)
                 for batch in DataLoader(self._source, batch_sampler=sampler, **self._options):
                     if self._outdated:
                         break  # what was fetched ahead belongs to others now
+                    self._check_accumulation()
                     ranges = sampler.issued.popleft()
                     self.epoch = ranges[0].epoch
                     self._session._begin_batch(ranges)
@@ -135,6 +140,15 @@ class ElasticLoader:
         finally:
             if self._only is None:
                 self._give_up()
+
+    def _check_accumulation(self) -> None:
+        """Raises UsageError if batches are left over at the end of the loop, and may have to be repeated."""
+        if self._session._batches and self._only is None and self._session.spec.consistency.backup_workers:
+            raise UsageError(
+                "this script accumulates gradients of several batches, and with backupWorkers the step after "
+                "the last of them may come too late, so that there are records to train after the loop. "
+                "Iterate over loader.epochs(), and over the loader inside"
+            )
 
     def _give_up(self) -> None:
         """Nobody iterates any more."""
@@ -191,7 +205,8 @@ class ElasticLoader:
         missing = self.batch_size
         while missing and not self._outdated and (self._kept or self._take(wait=False)):
             first = self._kept[0]
-            if (batch and first.epoch != batch[0].epoch) or (self._only not in (None, first.epoch)):
+            ahead = self._only is not None and first.epoch > self._only
+            if ahead or (batch and first.epoch != batch[0].epoch):
                 break
             taken = first._replace(stop=min(first.stop, first.start + missing))
             batch.append(taken)

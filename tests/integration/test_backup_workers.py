@@ -12,11 +12,11 @@ from torch.optim import lr_scheduler
 
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.errors import InvalidJob
+from elastic_ps.errors import InvalidJob, RefusalCode, Refused, UsageError
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, events, make_mlp, make_spec, running_job
 from tests.integration.oracle import assert_each_record_once, mse
-from tests.integration.trained import check_against_replay, sgd
+from tests.integration.trained import alone, check_against_replay, sgd
 from tests.polling import eventually
 
 BACKUP = {"backupWorkers": 1}
@@ -75,6 +75,7 @@ def test_who_is_late_does_not_change_the_answer(tmp_path: Path, shards: int) -> 
         make_mlp,
         sgd,
         scheduler=halve,
+        interval="step",
         consistency=BACKUP,
         parameterServer={"replicas": shards, "bucketBytes": 1024},
     )
@@ -115,6 +116,55 @@ def test_a_worker_that_has_begun_and_dies_is_not_waited_for(tmp_path: Path) -> N
     assert pushed.is_set()
     assert_each_record_once(commits, records=len(data), epochs=1)
     assert check(read(tmp_path / "history"), Data(len(data), 1)) == []
+
+
+def test_a_worker_that_hangs_before_it_pushes_is_declared_hung(tmp_path: Path) -> None:
+    """Rounds go on without it until there are no records but those that it holds."""
+    data, stuck, release = Numbers(200), threading.Event(), threading.Event()
+    refusals: list[RefusalCode] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        try:
+            for step, (x, y) in enumerate(session.loader(data, 4)):
+                optimizer.zero_grad()
+                if session.worker == 1 and step == 3:
+                    stuck.set()
+                    assert release.wait(60)
+                mse(model, x, y).backward()
+                optimizer.step()
+        except Refused as refusal:
+            refusals.append(refusal.code)
+
+    with running_job(
+        tmp_path,
+        consistency=BACKUP,
+        worker={"replicas": 3, "leaseDuration": "1s", "progressTimeout": "1s"},
+        data={"shardRecords": 8},
+    ) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        job.until(lambda: stuck.is_set() and job.status().progress.finished, "the others train all records")
+        members = job.status().members
+        release.set()
+        job.join()
+        assert_each_record_once(job.commits(), records=len(data), epochs=1)
+    assert [m.worker for m in members if m.state == "hung"] == [1]
+    assert refusals == [RefusalCode.HUNG]
+
+
+def test_an_accumulation_that_may_have_to_be_repeated_is_refused_at_once(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for step, (x, y) in enumerate(session.loader(Numbers(40), 4)):
+            assert step < 2
+            with optimizer.no_sync():
+                mse(model, x, y).backward()
+
+    with pytest.raises(UsageError, match=r"Iterate over loader.epochs\(\)"):
+        alone(tmp_path, script, consistency=BACKUP)
 
 
 def test_not_in_a_deterministic_job() -> None:

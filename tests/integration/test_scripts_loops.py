@@ -21,6 +21,7 @@ from tests.integration.trained import (
     failing,
     sgd,
 )
+from tests.polling import eventually
 
 Stopping = Callable[[Session, Callable[[], None] | None], None]
 """A script. With a function as second argument, its loop is left; the function waits for the other worker."""
@@ -181,6 +182,37 @@ def test_epochs_are_seen_one_after_the_other(tmp_path: Path) -> None:
         ranges = [c["records"] for commit in job.commits() for c in commit["contributions"]]
         assert all(len({r[0] for r in records}) == 1 for records in ranges), "no batch spans two epochs"
     assert all(epochs == sorted(epochs) for epochs in seen.values())
+
+
+def test_records_of_an_earlier_epoch_do_not_begin_it_again(tmp_path: Path) -> None:
+    """What worker 1 gives back of epoch 0 is trained by worker 0 in the epoch that it is in."""
+    data, seen = Numbers(40), list[int]()
+    ahead = threading.Event()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        loader = session.loader(data, 4, epochs=3)
+        if session.worker == 1:
+            for _ in loader:
+                eventually(ahead.is_set, "worker 0 is in a later epoch")
+                return
+        for epoch in loader.epochs():
+            seen.append(epoch)
+            for x, y in loader:
+                if epoch == 1:
+                    ahead.set()
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+
+    with running_job(tmp_path, data={"shardRecords": 4}, consistency={"backupWorkers": 1}) as job:
+        job.start(1, script)
+        job.until(lambda: any(m.state == "training" for m in job.status().members), "worker 1 has records")
+        job.start(0, script)
+        job.join()
+        assert_each_record_once(job.commits(), records=40, epochs=3)
+    assert seen == [0, 1, 2]
 
 
 def test_a_data_loader_with_processes(tmp_path: Path) -> None:

@@ -76,6 +76,19 @@ def test_who_gets_records_need_not_wait_for_the_slowest() -> None:
     assert rounds.ready
 
 
+def test_a_round_that_was_decided_is_made_of_the_same_steps() -> None:
+    rounds = opened(0, 1, 2)
+    for worker in (0, 1):
+        assert rounds.begin(worker, version=5)
+    finish(rounds, 0, 1)
+    decided = rounds.begin_commit()
+    rounds.committing = False  # a shard's answer was lost
+    rounds.admit(3)
+    assert not rounds.takes_part(3)
+    assert not rounds.begin(2, version=5)
+    assert rounds.begin_commit() == decided
+
+
 def test_only_a_loss_that_is_in_the_sums_starts_the_round_again() -> None:
     rounds = opened(0, 1, 2)
     assert rounds.begin(0, version=5)
@@ -115,6 +128,7 @@ class BackupRounds(RuleBasedStateMachine):
         self.on: dict[int, int | None] = {}
         self.pushing: set[int] = set()
         self.steps = 0
+        self.decided: list[Contribution] = []
 
     @initialize(spare=st.integers(1, 3))
     def choose(self, spare: int) -> None:
@@ -164,10 +178,19 @@ class BackupRounds(RuleBasedStateMachine):
         in_the_sums = worker in self.pushing and worker not in self.rounds.done
         attempt = self.rounds.attempt
         self.rounds.lose(worker)
+        assert self.rounds.ready or not self.decided
         assert (self.rounds.attempt > attempt) == in_the_sums
         del self.on[worker]
         self.pushing.discard(worker)
         self._open()
+
+    @precondition(lambda self: self.rounds.ready)
+    @rule(failures=st.integers(0, 2))
+    def decide(self, failures: int) -> None:
+        """A commit that fails on the way has been made by some shards: it can only be made again."""
+        for _ in range(failures):
+            self.decided = self.rounds.begin_commit()
+            self.rounds.committing = False
 
     @precondition(lambda self: self.rounds.ready)
     @rule()
@@ -175,6 +198,8 @@ class BackupRounds(RuleBasedStateMachine):
         version = self.rounds.version
         contributions = self.rounds.begin_commit()
         assert contributions
+        assert self.decided in ([], contributions)
+        self.decided = []
         assert self.pushing <= {c.worker for c in contributions}, "nobody who has begun is left out"
         self.rounds.end_commit()
         for c in contributions:
