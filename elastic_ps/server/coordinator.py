@@ -278,6 +278,11 @@ class Coordinator(Driver):
         self._drive()
         return new
 
+    def is_applied(self, worker: int, incarnation: int, step: int) -> bool:
+        """Whether the worker's step is in the model. Raises Refused: it is not a member (any more)."""
+        with self._settled():
+            return step <= self._check(worker, incarnation).last_step
+
     def report(self, worker: int, incarnation: int, metrics: Mapping[str, float]) -> None:
         """Keep values that a script reports outside a step."""
         with self._changed:

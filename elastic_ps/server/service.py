@@ -119,10 +119,23 @@ class Service:
             version=request.version,
             attempt=request.attempt,
         )
-        added = self._node.shard.push(key, request.samples, request.present, incoming)
+        try:
+            added = self._node.shard.push(key, request.samples, request.present, incoming)
+        except Refused as refusal:
+            if refusal.code is not RefusalCode.STALE_ATTEMPT or not self._is_applied(request):
+                raise
+            yield _done(duplicate=True)
+            return
         if request.HasField("finish") and self._coordinator is not None:
             added = self._finished(request.finish) or added
         yield _done(duplicate=not added)
+
+    def _is_applied(self, request: pb.PushRequest) -> bool:
+        """Whether a push that ends a step is repeated because its answer was lost; the version is there."""
+        if not request.HasField("finish") or self._coordinator is None:
+            return False
+        caller = request.caller
+        return self._coordinator.is_applied(caller.worker, caller.incarnation, request.step)
 
     def _pull(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.PullRequest, incoming.header)

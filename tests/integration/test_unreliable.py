@@ -1,0 +1,115 @@
+"""Messages that get lost, come late, come twice, or come again when nobody expects them any more."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+import pytest
+
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
+from elastic_ps.errors import ConnectionLost, ElasticPSError
+from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.integration.trained import Models, sgd
+
+Fate: TypeAlias = Literal["lost", "answer lost", "late", "twice", "again later"]
+FATES: tuple[Fate, ...] = get_args(Fate)
+
+
+class Network:
+    """Decides what becomes of messages, from a seed; counts it."""
+
+    def __init__(self, seed: int, probability: float) -> None:
+        self.happened: Counter[Fate] = Counter()
+        self.later: list[threading.Timer] = []
+        self._random, self._probability = random.Random(seed), probability
+        self._lock = threading.Lock()
+
+    def draw(self) -> Fate | None:
+        with self._lock:
+            if self._random.random() > self._probability:
+                return None
+            fate = self._random.choice(FATES)
+            self.happened[fate] += 1
+            return fate
+
+    def pause(self) -> float:
+        """Seconds, enough for other messages to overtake."""
+        with self._lock:
+            return self._random.uniform(0.001, 0.03)
+
+
+class Unreliable(Connection):
+    """A connection over such a network."""
+
+    def __init__(self, inner: Connection, network: Network) -> None:
+        self._inner, self._network = inner, network
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        fate = self._network.draw()
+        if fate == "lost":
+            raise ConnectionLost("a test has lost a message")
+        if fate == "late":
+            time.sleep(self._network.pause())
+        copy = Frame(frame.header, memoryview(bytes(frame.body)))
+        if fate == "answer lost":
+            self._send(method, copy, timeout)
+            raise ConnectionLost("a test has lost an answer")
+        if fate == "twice":
+            self._send(method, copy, timeout)
+        if fate == "again later":
+            timer = threading.Timer(self._network.pause(), self._send, (method, copy, timeout))
+            self._network.later.append(timer)
+            timer.start()
+        return self._inner.call(method, frame, timeout=timeout)
+
+    def _send(self, method: str, frame: Frame, timeout: timedelta) -> None:
+        """Whatever the answer is, nobody hears it. Of several the first is waited for."""
+        with contextlib.suppress(ElasticPSError):
+            for _ in self._inner.call(method, frame, timeout=timeout):
+                return
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_everything_is_applied_once(tmp_path: Path, seed: int, shards: int, transport: str) -> None:
+    data, models, network = Numbers(240), Models(), Network(seed, probability=0.1)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        models[session.worker] = model
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    server = {"replicas": shards, "bucketBytes": 1024}
+    with running_job(tmp_path, transport=transport, parameterServer=server) as job:
+        reliable = job.open_connections
+        job.open_connections = lambda: [Unreliable(inner, network) for inner in reliable()]
+        for worker in range(3):
+            job.start(worker, script)
+        job.join()
+        for timer in network.later:
+            timer.join()
+        commits, spec = job.commits(), job.spec
+    assert set(network.happened) == set(FATES), network.happened
+    assert_each_record_once(commits, records=len(data), epochs=1)
+    assert check(read(tmp_path / "history"), Data(len(data), 1)) == []
+    assert_equal_up_to_round_off(models[0], make_mlp(), lambda m: replay(commits, data, m, sgd, spec))
