@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -16,9 +17,10 @@ from elastic_ps.local import Launcher, Options
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.transport.grpc import GrpcConnection
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, make_spec
+from tests.integration.harness import Numbers, make_mlp, make_spec, running_job
 from tests.integration.launching import make_job
-from tests.integration.oracle import mse
+from tests.integration.oracle import mse, ranges_of
+from tests.integration.trained import training
 from tests.polling import LIMIT, eventually
 
 MB = 1e6
@@ -132,3 +134,42 @@ def test_the_servers_memory_does_not_grow_with_the_workers(tmp_path: Path) -> No
     assert not errors, (errors, log.read_text()[-2000:])
     grown = peak[6] - peak[1]
     assert grown < 80 * MB, f"grew by {grown / MB:.1f} MB"
+
+
+def test_fifty_times_three_workers_and_one_again(tmp_path: Path) -> None:
+    """Nobody leaves a thread, a descriptor or memory behind, as worker or on the parameter server."""
+    data, over = Numbers(100_000), threading.Event()
+    process, seen = psutil.Process(), list[tuple[int, int, int]]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        for x, y in session.loader(data, 1):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if session.worker == 0 and over.is_set():
+                break
+
+    with running_job(tmp_path, transport="grpc", data={"shardRecords": 8}) as job:
+        first = job.start(0, script)
+        job.until(lambda: training(job, 0), "worker 0 trains")
+        for _ in range(50):
+            visitors = [job.start(worker, script) for worker in (1, 2)]
+            job.until(lambda: training(job, 1) and training(job, 2), "all train")
+            for session in job.sessions[1:]:
+                session.drain()
+            job.until(lambda: not any(v.is_alive() for v in visitors), "two leave")  # noqa: B023 (at once)
+            del job.sessions[1:], job.threads[1:]
+            gc.collect()
+            seen.append((threading.active_count(), process.num_fds(), process.memory_info().rss))
+        over.set()
+        job.until(lambda: not first.is_alive(), "worker 0 ends")
+        commits = job.commits()
+    positions = [p for c in commits for r in ranges_of(c) for p in range(r.start, r.stop)]
+    assert len(positions) == len(set(positions)), "a record is in the model twice"
+    early, late = [max(column) for column in zip(*seen[5:20], strict=True)], seen[-1]
+    print("threads, descriptors, bytes, early and after 50 times:", early, late)
+    assert late[0] <= early[0] + 8, "one thread for each visit would be 60"
+    assert late[1] <= early[1] + 8
+    assert late[2] - early[2] < 20 * MB
