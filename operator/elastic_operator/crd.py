@@ -199,6 +199,13 @@ def _add_rules(spec: Schema) -> None:
     ]
     for name in ("entrypoint", "consistency", "compression", "data"):
         fields[name]["x-kubernetes-validations"] = [_immutable(name)]
+    fields["consistency"]["x-kubernetes-validations"].append(
+        {
+            "rule": "!self.deterministic || self.backupWorkers == 0",
+            "message": "consistency.backupWorkers and deterministic exclude one another: "
+            "who is late differs from run to run",
+        }
+    )
     server = fields["parameterServer"]["properties"]
     server["checkpoint"]["properties"]["volumeClaim"].pop("nullable")
     fields["parameterServer"]["x-kubernetes-validations"] = [
