@@ -57,7 +57,10 @@ class SyncRounds:
         gone: workers among `done` that have left since; their step counts if the round is committed.
         spare: backup workers: how many workers a round does without. 0: all are waited for.
         begun: with backup workers, who has been let in to the open round; nobody else pushes.
-        late: with backup workers, who has been turned away from the open round.
+        late: with backup workers, who has been turned away and has not been admitted since. It will be, so it
+            counts where the size of a round is determined.
+        shut: with backup workers, somebody has been turned away because the open round was full. It stays as
+            it is then: whoever comes now waits for the next round, and must not make this one wait for more.
         committing: between `begin_commit` and `end_commit`, when nothing else may be called.
         decided: the round has been decided. A commit that failed on the way is made again with the same
             steps: some shards may have applied them.
@@ -74,6 +77,7 @@ class SyncRounds:
     spare: int = 0
     begun: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
+    shut: bool = False
 
     def copy(self) -> SyncRounds:
         """The same rounds; what is done to the one is not done to the other."""
@@ -90,18 +94,19 @@ class SyncRounds:
     def admit(self, worker: int, *, at_once: bool = False) -> None:
         """`worker` has records to compute on and takes part from the next round; at once if none is open.
 
-        With backup workers it takes part in the open round, unless it came too late for that: a round whose
-        workers are all slow would keep it waiting.
+        With backup workers it takes part in the open round, as long as nobody was turned away from that: a
+        round whose workers are all slow would keep it waiting.
 
         Args:
             at_once: it takes part in the open round, which waits for it.
         """
-        at_once = at_once or (self.spare > 0 and not self.decided and worker not in self.late)
+        self.late.discard(worker)
+        at_once = at_once or (self.spare > 0 and not self.decided and not self.shut)
         if at_once and worker not in self.expected:
             self.expected.add(worker)
         elif worker not in self.expected or worker in self.gone:
             self.waiting.add(worker)
-            self._open_if_empty()
+            self._open_again()
 
     def knows(self, worker: int) -> bool:
         """Whether `worker` takes part, in the open round or from the next one on."""
@@ -121,22 +126,25 @@ class SyncRounds:
 
         It then takes no part until it is admitted again, and its step is void.
         """
-        if self.takes_part(worker):
-            room = len(self.begun) < self.wanted and not self.decided
-            if version == self.version and (worker in self.begun or room):
+        took_part = self.takes_part(worker)
+        if took_part and version == self.version:
+            self.shut |= worker not in self.begun and len(self.begun) >= self.wanted
+            if worker in self.begun or not (self.shut or self.decided):
                 self.begun.add(worker)
                 return True
-            self.late.add(worker)
         self.withdraw(worker)
+        if took_part:
+            self.late.add(worker)
         return False
 
     def withdraw(self, worker: int) -> None:
         """`worker`, which is between two steps, computes nothing for now."""
         self.waiting.discard(worker)
+        self.late.discard(worker)
         if worker not in self.done:
             self.expected.discard(worker)
             self.begun.discard(worker)
-            self._open_if_empty()
+            self._open_again()
 
     def lose(self, worker: int) -> list[Contribution]:
         """`worker` is gone. If its step was not finished, the round starts again.
@@ -165,12 +173,14 @@ class SyncRounds:
         self.decided = False
         self.done.clear()
         self.gone.clear()
-        self._open_if_empty()
+        self._open_again()
         return void
 
-    def _open_if_empty(self) -> None:
-        if not self.expected:
-            self.expected, self.waiting = self.waiting, set()
+    def _open_again(self) -> None:
+        """If nobody is left whose step is to come, who waits for the next round takes part in this one."""
+        if not self.expected or (self.shut and not self.begun):
+            self.expected, self.waiting = self.expected | self.waiting, set()
+            self.shut = False
 
     def finish(self, contribution: Contribution, *, version: int, attempt: int) -> bool:
         """A worker's step is complete on all shards. Returns False if that was known already.
@@ -206,8 +216,8 @@ class SyncRounds:
             return False
         if self.decided:
             return True
-        enough = bool(self.spare) and len(self.done) >= self.wanted and self.begun <= self.done.keys()
-        return enough or self.expected <= self.done.keys()
+        enough = bool(self.spare) and (self.shut or len(self.done) >= self.wanted)
+        return (enough and self.begun <= self.done.keys()) or self.expected <= self.done.keys()
 
     def begin_commit(self) -> list[Contribution]:
         """Decide the round: exactly these contributions, in order of worker."""
@@ -226,4 +236,4 @@ class SyncRounds:
         self.gone.clear()
         self.begun.clear()
         self.late.clear()
-        self.committing = self.decided = False
+        self.committing = self.decided = self.shut = False

@@ -175,7 +175,8 @@ class Coordinator(Driver):
                 return Taken(state.take(worker, incarnation, batch), finished=state.finished)
             if worker not in state.rounds.waiting:
                 state.give_back(incarnation)
-                state.rounds.withdraw(worker)
+                if state.rounds.takes_part(worker):
+                    state.rounds.withdraw(worker)
                 self._told()
         deadline = self._clock() + WAIT.total_seconds()
         while True:
@@ -201,6 +202,7 @@ class Coordinator(Driver):
             state.starved.discard(worker)
         else:
             state.starved.add(worker)
+            state.rounds.withdraw(worker)
         if held and not state.rounds.knows(worker):  # else two that wait would wake each other
             state.admit(worker)
             self._told()

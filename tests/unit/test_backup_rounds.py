@@ -49,7 +49,9 @@ def test_a_round_does_not_wait_for_who_has_not_begun() -> None:
     assert not rounds.begin(2, version=5), "its step is on a version that is over"
     assert rounds.wanted == 2, "with as many workers a round is made of as many steps"
     rounds.admit(2)
-    assert not rounds.begin(2, version=6), "it computes from the next round on"
+    assert rounds.takes_part(2)
+    assert rounds.begin(1, version=6)
+    assert rounds.begin(2, version=6), "else the round would wait for 0, which may be the slowest"
 
 
 def test_who_was_turned_away_is_back_in_the_next_round() -> None:
@@ -63,6 +65,29 @@ def test_who_was_turned_away_is_back_in_the_next_round() -> None:
     rounds.end_commit()
     assert rounds.expected == {0, 1, 2}
     assert rounds.begin(2, version=6)
+
+
+def test_who_comes_to_a_round_that_was_full_does_not_make_it_wait() -> None:
+    rounds = opened(0, 1)
+    assert rounds.begin(0, version=5)
+    assert not rounds.begin(1, version=5)
+    rounds.admit(2)
+    assert not rounds.takes_part(2)
+    finish(rounds, 0)
+    assert [c.worker for c in rounds.begin_commit()] == [0]
+    rounds.end_commit()
+    assert rounds.expected == {0, 2}
+
+
+def test_a_full_round_whose_workers_vanish_is_open_again() -> None:
+    rounds = opened(0, 1)
+    assert rounds.begin(0, version=5)
+    assert not rounds.begin(1, version=5)
+    rounds.admit(1)
+    rounds.admit(2)
+    rounds.lose(0)
+    assert rounds.expected == {1, 2}
+    assert rounds.begin(2, version=5)
 
 
 def test_who_gets_records_need_not_wait_for_the_slowest() -> None:
@@ -217,6 +242,29 @@ class BackupRounds(RuleBasedStateMachine):
         waiting = [w for w, version in self.on.items() if version is None and rounds.knows(w)]
         can_go_on = self.ready_to_push() or self.pushing - rounds.done.keys() or rounds.ready
         assert can_go_on or not waiting
+
+    @precondition(lambda self: len(self.on) > 1)
+    @rule(data=st.data())
+    def some_are_slow(self, data: st.DataObject) -> None:
+        """A round is made without as many as there are backup workers, whichever they are."""
+        idle = sorted(self.on.keys() - self.pushing)
+        most = min(self.rounds.spare, len(self.on) - 1)
+        slow = data.draw(st.sets(st.sampled_from(idle), max_size=most)) if idle else set()
+        rounds, on, pushing = self.rounds.copy(), dict(self.on), set(self.pushing)
+        for _ in range(3):
+            for worker in self.on.keys() - slow - pushing:
+                if on[worker] is None and not rounds.knows(worker):
+                    rounds.admit(worker)
+                if on[worker] is None and rounds.takes_part(worker):
+                    on[worker] = rounds.version
+                version = on[worker]
+                if version is not None and rounds.begin(worker, version=version):
+                    pushing.add(worker)
+                else:
+                    on[worker] = None
+            for worker in pushing - rounds.done.keys():
+                rounds.finish(step(worker, self.steps + 1), version=rounds.version, attempt=rounds.attempt)
+        assert rounds.ready
 
 
 BackupRounds.TestCase.settings = settings(stateful_step_count=50)
