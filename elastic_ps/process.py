@@ -23,6 +23,11 @@ def log_to_stderr(process: str) -> None:
     )
 
 
+def show_threads_on_request() -> None:
+    """From now on SIGUSR1 makes this process print where all its threads are, on stderr, and go on."""
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+
+
 def watch_lifeline(descriptor: int | None) -> None:
     """End this process at once when whoever started it has died, that is, when `descriptor` is closed."""
     if descriptor is None:

@@ -9,7 +9,7 @@ import threading
 
 from elastic_ps import env
 from elastic_ps.errors import CheckpointError, UserError
-from elastic_ps.process import log_to_stderr, watch_lifeline
+from elastic_ps.process import log_to_stderr, show_threads_on_request, watch_lifeline
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.server.status import StatusServer
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
@@ -32,6 +32,7 @@ def main() -> int:
     try:
         environment = env.read()
         watch_lifeline(environment.lifeline)
+        show_threads_on_request()
         log_to_stderr(f"{environment.role}-{environment.index}")
         transport = GrpcServer(environment.bind)
         server = ParameterServer(

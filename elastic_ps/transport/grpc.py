@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -239,7 +239,9 @@ class _Requests:
 class GrpcConnection(Connection):
     """Calls to one server over a TCP connection of its own, made when it is needed. Thread-safe.
 
-    After the server went away, calls fail at once with `ConnectionLost` until it is reachable again.
+    After the server went away, calls fail at once with `ConnectionLost` until it is reachable again. If
+    something else answers meanwhile, such as a proxy in the place of a Service without pods, the next call
+    makes another TCP connection: the proxy would keep the old one, and answer it, when the server is back.
     """
 
     def __init__(self, address: str, *, limits: Limits | None = None) -> None:
@@ -251,10 +253,7 @@ class GrpcConnection(Connection):
         """
         self._address = address
         self._limits = limits or Limits()
-        self._channel = grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
-        # On the wire both are the same RPC; a frame of one message needs no thread to send it.
-        self._send_one = self._channel.unary_stream(f"/{_SERVICE}/{_METHOD}", None, None)
-        self._send_many = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)
+        self._line = _Line(address)
         self._calls: weakref.WeakSet[_Answers] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._closed = False
@@ -264,30 +263,48 @@ class GrpcConnection(Connection):
         what, seconds = f"{method} at {self._address}", timeout.total_seconds()
         if seconds <= 0:
             raise DeadlineExceeded(f"{what}: no time is left to call")
-        outgoing, sending = messages(frame, method), None
+        outgoing, sending, line = messages(frame, method), None, self._line
         try:
             if fits(frame):
-                call = self._send_one(next(outgoing), timeout=seconds)
+                call = line.send_one(next(outgoing), timeout=seconds)
             else:
                 sending = _Sending(outgoing)
-                call = self._send_many(sending, timeout=seconds)
+                call = line.send_many(sending, timeout=seconds)
         except ValueError as error:
-            if self._closed:
+            if self._closed or line is not self._line:
                 raise ConnectionLost(f"{what}: the connection was closed") from error
             raise
-        answers = _Answers(what, call, sending, self._limits)
+        answers = _Answers(what, call, sending, self._limits, lambda: self._hang_up(line))
         with self._lock:
             self._calls.add(answers)
         return answers
 
+    def _hang_up(self, line: _Line) -> None:
+        """A stranger has answered on this line: end it with all its calls, and use another one."""
+        with self._lock:
+            if self._closed or line is not self._line:
+                return
+            self._line = _Line(self._address)
+        line.channel.close()
+
     def close(self) -> None:
         """Cancel the calls that are under way, close the TCP connection and join the threads."""
-        self._closed = True
-        self._channel.close()
         with self._lock:
+            self._closed = True
             calls = list(self._calls)
+        self._line.channel.close()
         for call in calls:
             call.close()
+
+
+class _Line:
+    """A TCP connection, made when it is needed, and how to call over it."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+        # On the wire both are the same RPC; a frame of one message needs no thread to send it.
+        self.send_one = self.channel.unary_stream(f"/{_SERVICE}/{_METHOD}", None, None)
+        self.send_many = self.channel.stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)
 
 
 class _Sending(Iterator[bytes]):
@@ -316,13 +333,18 @@ class _Answers(Iterator[Incoming]):
     """The answers to one call. Closing or dropping it cancels the call."""
 
     def __init__(
-        self, what: str, call: grpc.CallIterator[bytes], sending: _Sending | None, limits: Limits
+        self,
+        what: str,
+        call: grpc.CallIterator[bytes],
+        sending: _Sending | None,
+        limits: Limits,
+        on_stranger: Callable[[], None],
     ) -> None:
         self._process = os.getpid()
         self._call = call
         self._sending = sending
         # Nothing below refers to this object, so that it is freed as soon as it is dropped.
-        self._receiver = Receiver(_Responses(what, call).next, limits)
+        self._receiver = Receiver(_Responses(what, call, on_stranger).next, limits)
 
     def __next__(self) -> ReceivedFrame:
         try:
@@ -350,9 +372,10 @@ class _Answers(Iterator[Incoming]):
 class _Responses:
     """The messages of one call as its client receives them."""
 
-    def __init__(self, what: str, call: grpc.CallIterator[bytes]) -> None:
+    def __init__(self, what: str, call: grpc.CallIterator[bytes], on_stranger: Callable[[], None]) -> None:
         self._what = what
         self._call = call
+        self._on_stranger = on_stranger
         self._messages = iter(call)
 
     def next(self) -> bytes | None:
@@ -364,13 +387,14 @@ class _Responses:
         raise self._lost()
 
     def _lost(self) -> TransportError:
-        code, details = self._call.code(), self._call.details()
+        code, details = self._call.code(), self._call.details() or ""
         message = f"{self._what}: {details} ({code.name})"
+        if code is grpc.StatusCode.UNIMPLEMENTED or "http2 header with status" in details:
+            # No server of ours says so: while a Service has no pod behind it, a proxy on the way may answer.
+            self._on_stranger()
+            return ConnectionLost(f"something else than a server of this job answers: {message}")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             return ConnectionLost(message)
-        if code is grpc.StatusCode.UNIMPLEMENTED:
-            # No server of ours says so: while a Service has no pod behind it, a proxy on the way may answer.
-            return ConnectionLost(f"something else than a server of this job answers: {message}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(message)
         if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL):

@@ -16,7 +16,7 @@ from typing import Any
 
 from elastic_ps import env
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused, UserError
-from elastic_ps.process import leave_reason, log_to_stderr, watch_lifeline
+from elastic_ps.process import leave_reason, log_to_stderr, show_threads_on_request, watch_lifeline
 
 
 def load_entrypoint(entrypoint: str) -> Callable[..., Any]:
@@ -70,6 +70,7 @@ def main() -> int:
     try:
         environment = env.read()
         watch_lifeline(environment.lifeline)
+        show_threads_on_request()
         log_to_stderr(f"worker-{environment.index}")
         signal.signal(signal.SIGTERM, lambda *_: current.drain())
         function = load_entrypoint(environment.spec.entrypoint)

@@ -7,7 +7,10 @@ process that may live on, unheard, and a pod that was only struck off the list.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -91,12 +94,15 @@ def stays(jobs: Jobs, worker: int) -> list[str]:
     return [member["state"] for member in members if member["worker"] == worker]
 
 
-def wait_training(jobs: Jobs, worker: int) -> None:
+def wait_training(jobs: Jobs, worker: int, cluster: Cluster) -> None:
     """Wait until a worker that has been lost is back."""
 
     def explain() -> str:
-        log = jobs.kubectl("logs", f"lost-worker-{worker}", check=False).stdout[-1000:]
-        return f"{stays(jobs, worker)}; {jobs.job('lost')['status']}; it wrote: {log}"
+        pod = f"lost-worker-{worker}"
+        os.kill(cluster.pod_pid(pod, namespace=jobs.namespace), signal.SIGUSR1)
+        time.sleep(1)  # it says where its threads are
+        log = jobs.kubectl("logs", "--tail=100", pod, check=False)
+        return f"{stays(jobs, worker)}; {jobs.job('lost')['status']}; it wrote: {log.stdout}{log.stderr}"
 
     wait_for(
         lambda: len(seen := stays(jobs, worker)) > 1 and seen[-1] == "training",
@@ -137,18 +143,18 @@ def test_lost_parameter_server_and_lost_workers(
         what="another parameter server has begun a new epoch",
         timeout=MINUTE,
     )
-    jobs.wait_version("lost", jobs.progress("lost")["version"])
+    wait_training(jobs, 1, local_cluster)
 
     local_cluster.cut("lost-worker-1", namespace=jobs.namespace)
-    wait_for(lambda: "lost" in stays(jobs, 1), what="the worker out of reach is given up", timeout=MINUTE)
+    wait_for(lambda: stays(jobs, 1)[-1:] == ["lost"], what="who is out of reach is given up", timeout=MINUTE)
     local_cluster.heal("lost-worker-1", namespace=jobs.namespace)
-    wait_training(jobs, 1)
+    wait_training(jobs, 1, local_cluster)
 
     local_cluster.cut("lost-worker-2", namespace=jobs.namespace)
     jobs.kubectl("delete", "pod", "lost-worker-2", "--force", "--grace-period=0")
     jobs.wait_replaced("lost", "lost-worker-2", before)
     jobs.wait_status("lost", workers="3/3")
-    wait_training(jobs, 2)
+    wait_training(jobs, 2, local_cluster)
     assert not jobs.progress("lost")["finished"], (
         "the job ended before it had lost enough; give it more epochs"
     )

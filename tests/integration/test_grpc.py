@@ -32,6 +32,12 @@ from tests.polling import eventually
 LONG = timedelta(seconds=60)
 MIB = 1024 * 1024
 
+FRAME = struct.Struct(">BHBBI")
+"""The header of an HTTP/2 frame (RFC 9113, 4.1): length in 1 + 2 bytes, type, flags, stream."""
+HEADERS, SETTINGS, PING = 1, 4, 6
+ACK = END_STREAM = 1
+END_HEADERS = 4
+
 SERVER = """
 import os, sys, threading
 from elastic_ps.transport.base import Frame
@@ -243,6 +249,71 @@ def test_a_stranger_that_speaks_grpc_is_as_if_nobody_was_there() -> None:
             time.sleep(0.05)
     connection.close()
     server.close()
+
+
+@contextlib.contextmanager
+def in_front_of(server: GrpcServer, status: bytes, there: threading.Event) -> Iterator[str]:
+    """The address of a proxy that leads to `server` for connections made once it is `there`.
+
+    Others are answered by the proxy itself, with this HTTP status, for as long as they are open.
+    """
+
+    def refuse(client: socket.socket) -> None:
+        client.sendall(FRAME.pack(0, 0, SETTINGS, 0, 0))
+        stream = client.makefile("rb")
+        assert stream.read(24).startswith(b"PRI * HTTP/2.0")
+        while header := stream.read(FRAME.size):
+            high, low, kind, flags, number = FRAME.unpack(header)
+            body = stream.read((high << 16) + low)
+            if kind in (SETTINGS, PING) and not flags & ACK:
+                answer = b"" if kind == SETTINGS else body
+                client.sendall(FRAME.pack(0, len(answer), kind, ACK, 0) + answer)
+            elif kind == HEADERS:
+                answer = b"\x48\x03" + status  # HPACK: a literal value for :status, of three bytes
+                client.sendall(FRAME.pack(0, len(answer), HEADERS, END_HEADERS | END_STREAM, number) + answer)
+
+    def lead(client: socket.socket) -> None:
+        host, _, port = server.address.rpartition(":")
+        with socket.create_connection((host, int(port))) as upstream:
+            back = threading.Thread(target=pass_on, args=(upstream, client), daemon=True)
+            back.start()
+            pass_on(client, upstream)
+
+    def pass_on(source: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                to.sendall(data)
+
+    def serve(client: socket.socket) -> None:
+        with client, contextlib.suppress(OSError):
+            (lead if there.is_set() else refuse)(client)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=listening.accept()[:1], daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("status", [b"404", b"503"])
+def test_a_proxy_that_has_answered_is_not_asked_again(server: GrpcServer, status: bytes) -> None:
+    """It keeps the connection and would go on answering, although new ones lead to the server again."""
+    there = threading.Event()
+    with in_front_of(server, status, there) as address:
+        connection = GrpcConnection(address)
+        for _ in range(3):
+            with pytest.raises(ConnectionLost, match=f"something else .* status: {status.decode()}"):
+                unary(connection, "echo", b"", timeout=LONG)
+        there.set()
+        for _ in range(2):  # the first may be answered on the connection that was made for it before
+            with contextlib.suppress(ConnectionLost):
+                unary(connection, "echo", b"", timeout=LONG)
+        assert unary(connection, "echo", b"again", timeout=LONG) == b"again"
+        connection.close()
 
 
 def test_a_stranger_at_the_address_is_a_transport_error() -> None:

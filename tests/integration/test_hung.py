@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -11,7 +13,7 @@ import torch
 
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.env import EXIT_HUNG
+from elastic_ps.env import EXIT_HUNG, Role
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
@@ -83,6 +85,20 @@ def hanging_job(tmp_path: Path, how: str) -> TrainingJob:
     }
     document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
     return parse_job({**document, "metadata": {"name": f"hang-{how}"}, "spec": spec}, source="test")
+
+
+def test_a_process_says_on_request_where_its_threads_are(tmp_path: Path) -> None:
+    job = hanging_job(tmp_path, "looping")
+    with Launcher(job, Options(root=tmp_path)) as launcher:
+        launcher.start()
+        eventually((tmp_path / "stuck").exists, "worker 1 is in its loop")
+        pids = {(p.role, p.index): p.pid for p in launcher.status().processes}
+        requests: list[tuple[Role, int, str]] = [("worker", 1, "in go_on_for_ever"), ("ps", 0, "in _tick")]
+        for role, index, where in requests:
+            os.kill(pids[role, index], signal.SIGUSR1)
+            log = launcher.directory.log(role, index)
+            eventually(lambda: where in log.read_text(), f"the {role} says so")  # noqa: B023 (at once)
+        assert {(p.role, p.index): p.pid for p in launcher.status().processes} == pids, "it goes on"
 
 
 @pytest.mark.parametrize("how", ["looping", "frozen"])
