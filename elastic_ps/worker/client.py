@@ -6,6 +6,7 @@ repeated. `Refused` is an answer and is passed on.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import socket
@@ -39,8 +40,13 @@ from elastic_ps.transport.convert import (
     tensors_to_message,
 )
 
+logger = logging.getLogger(__name__)
+
 PATIENCE = timedelta(minutes=15)
 """For how long a call is repeated before the parameter server counts as lost: it may wait for a node."""
+
+NOTICE = timedelta(seconds=10)
+"""How often the log says that the parameter server does not answer."""
 
 GOODBYE = timedelta(seconds=2)
 """For how long a leaving worker tries to say so."""
@@ -115,6 +121,7 @@ class Client:
         self._connections = connections
         self._patience = patience
         self._closed = threading.Event()
+        self._noticed = 0.0
         self._caller = pb.Caller(job=job, worker=worker)
 
     @property
@@ -301,6 +308,15 @@ class Client:
 
     # --- how
 
+    def notice(self, since: float, problem: Exception) -> None:
+        """Now and then, say that a call has failed since `since` (monotonic) and is made again."""
+        now = time.monotonic()
+        if now - max(since, self._noticed) >= NOTICE.total_seconds():
+            self._noticed = now
+            logger.warning(
+                "the parameter server has not answered for %.0f s, trying again: %s", now - since, problem
+            )
+
     def _call(self, shard: int, method: str, frame: Frame) -> Iterator[Incoming]:
         return self._connections[shard].call(method, frame, timeout=TIMEOUT)
 
@@ -310,7 +326,8 @@ class Client:
 
     def _retry(self, attempt: Callable[[], T]) -> T:
         """Repeat what fails on the way, or is answered with "not yet", with growing pauses and jitter."""
-        deadline = time.monotonic() + self._patience.total_seconds()
+        started = time.monotonic()
+        deadline = started + self._patience.total_seconds()
         pause = 0.02
         while True:
             try:
@@ -322,9 +339,11 @@ class Client:
                     seconds = self._patience.total_seconds()
                     text = f"the parameter server has not answered for {seconds:.0f} s: {error}"
                     raise ConnectionLost(text) from error
+                self.notice(started, error)
             except Refused as refusal:
                 if refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline or self.closed:
                     raise
+                self.notice(started, refusal)
             self._closed.wait(pause * (0.5 + random.random()))
             pause = min(1.0, pause * 2)
 

@@ -279,17 +279,22 @@ class Exchange:
 
     def _pull_loop(self, shard: int) -> None:
         while (pull := self._to_pull[shard].get()) is not None:
-            deadline = time.monotonic() + PATIENCE.total_seconds()
+            answered = time.monotonic()
             while pull.generation == self._generation and self._error is None:
                 try:
                     if self._pull_once(shard, pull):
                         break
-                    deadline = time.monotonic() + PATIENCE.total_seconds()
+                    answered = time.monotonic()
                 except (ConnectionLost, DeadlineExceeded) as error:
-                    if time.monotonic() > deadline or self._closing.wait(0.1):
+                    self._client.notice(answered, error)
+                    over = time.monotonic() > answered + PATIENCE.total_seconds()
+                    if over or self._closing.wait(0.1):
                         self._fail(error, pull.generation)
                 except Refused as refusal:
-                    if refusal.code is not RefusalCode.NOT_READY or self._closing.wait(0.1):
+                    again = refusal.code is RefusalCode.NOT_READY
+                    if again:
+                        self._client.notice(answered, refusal)
+                    if not again or self._closing.wait(0.1):
                         self._fail(refusal, pull.generation)
                 except ElasticPSError as error:
                     self._fail(error, pull.generation)

@@ -27,6 +27,7 @@ from elastic_ps.transport import frame_pb2
 from elastic_ps.transport.base import Frame, Incoming, Limits, unary
 from elastic_ps.transport.grpc import WINDOW, GrpcConnection, GrpcServer
 from elastic_ps.transport.wire import messages
+from elastic_ps.worker import client
 from tests.polling import eventually
 
 LONG = timedelta(seconds=60)
@@ -314,6 +315,21 @@ def test_a_proxy_that_has_answered_is_not_asked_again(server: GrpcServer, status
                 unary(connection, "echo", b"", timeout=LONG)
         assert unary(connection, "echo", b"again", timeout=LONG) == b"again"
         connection.close()
+
+
+def test_a_worker_says_that_it_is_not_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "NOTICE", timedelta(seconds=0.2))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    connection = GrpcConnection(address)
+    calls = client.Client("job", 0, [connection], patience=timedelta(seconds=1))
+    with pytest.raises(ConnectionLost, match="the parameter server has not answered for 1 s"):
+        calls.heartbeat()
+    calls.close()
+    assert 1 <= len(caplog.messages) <= 5, "now and then"
+    assert caplog.messages[0].startswith("the parameter server has not answered for 0 s, trying again: Heart")
 
 
 def test_a_stranger_at_the_address_is_a_transport_error() -> None:
