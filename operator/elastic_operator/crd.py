@@ -9,6 +9,7 @@ and the chart decides by the version of the server.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,8 +94,8 @@ def crd(*, rules: bool) -> Schema:
 
 def _schema(*, rules: bool) -> Schema:
     spec = structural(TrainingJobSpec.model_json_schema(by_alias=True))
-    example = TrainingJobSpec(entrypoint="module:function").model_dump(mode="json", by_alias=True)
-    _write_defaults(spec, example)
+    example = TrainingJobSpec(entrypoint="module:function")
+    _write_defaults(spec, example.model_dump(mode="json", by_alias=True, exclude_none=True))
     if rules:
         _add_rules(spec)
     root: Schema = {
@@ -156,7 +157,7 @@ def structural(document: Mapping[str, Any], *, defaults: bool = True) -> Schema:
             return {"additionalProperties": convert(values)} if simple and values else dict(_PRESERVE)
         properties = {name: convert(child) for name, child in node["properties"].items()}
         for name, child in properties.items():
-            # An object that is left out gets the defaults of what is in it.
+            # An object that is left out gets the defaults of what is in it; see `_write_defaults`.
             optional = name not in node.get("required", ())
             if defaults and optional and "properties" in child and not child.get("nullable"):
                 child["default"] = {}
@@ -167,10 +168,17 @@ def structural(document: Mapping[str, Any], *, defaults: bool = True) -> Schema:
 
 
 def _write_defaults(schema: Schema, values: Mapping[str, Any]) -> None:
-    """Defaults as YAML files have them; JSON schema has durations in another notation."""
+    """Defaults as YAML files have them; JSON schema has durations in another notation.
+
+    Those of objects are whole: a server with CEL applies the rules to them before it fills in their fields.
+    """
     for name, child in schema["properties"].items():
-        if child.get("properties") and isinstance(values[name], Mapping):
+        fields = child.get("properties")
+        if fields and name in values:
             _write_defaults(child, values[name])
+        if fields and "default" in child:
+            whole = {field: fields[field]["default"] for field in fields if "default" in fields[field]}
+            child["default"] = copy.deepcopy(whole)  # else YAML has references
         elif "default" in child:
             child["default"] = values[name]
 

@@ -158,6 +158,19 @@ def test_defaults_of_the_definition_are_those_of_the_models() -> None:
     assert TrainingJobSpec.model_validate(given) == TrainingJobSpec(entrypoint="a:b")
 
 
+def test_the_default_of_an_object_is_whole() -> None:
+    """A server with CEL refuses a definition with a rule that fails on a default, as it does on `{}`."""
+
+    def whole(node: dict[str, Any]) -> Any:
+        fields = {name: whole(child) for name, child in node.get("properties", {}).items()}
+        given = {name: value for name, value in fields.items() if value is not None}
+        if node.get("properties") and "default" in node:
+            assert node["default"] == given
+        return node.get("default")
+
+    whole(crd.crd(rules=True)["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+
+
 def test_samples_are_valid() -> None:
     for path in sorted((ROOT / "manifests" / "samples").glob("*.yaml")):
         job = load_job(path)
