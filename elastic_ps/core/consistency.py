@@ -235,5 +235,4 @@ class SyncRounds:
         self.waiting = set()
         self.gone.clear()
         self.begun.clear()
-        self.late.clear()
         self.committing = self.decided = self.shut = False

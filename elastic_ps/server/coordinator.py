@@ -202,7 +202,9 @@ class Coordinator(Driver):
             state.starved.discard(worker)
         else:
             state.starved.add(worker)
-            state.rounds.withdraw(worker)
+            if worker in state.rounds.late:  # it is not coming back to the open round
+                state.rounds.withdraw(worker)
+                self._told()
         if held and not state.rounds.knows(worker):  # else two that wait would wake each other
             state.admit(worker)
             self._told()

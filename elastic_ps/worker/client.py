@@ -343,7 +343,6 @@ class Client:
             except Refused as refusal:
                 if refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline or self.closed:
                     raise
-                self.notice(started, refusal)
             self._closed.wait(pause * (0.5 + random.random()))
             pause = min(1.0, pause * 2)
 

@@ -291,10 +291,7 @@ class Exchange:
                     if over or self._closing.wait(0.1):
                         self._fail(error, pull.generation)
                 except Refused as refusal:
-                    again = refusal.code is RefusalCode.NOT_READY
-                    if again:
-                        self._client.notice(answered, refusal)
-                    if not again or self._closing.wait(0.1):
+                    if refusal.code is not RefusalCode.NOT_READY or self._closing.wait(0.1):
                         self._fail(refusal, pull.generation)
                 except ElasticPSError as error:
                     self._fail(error, pull.generation)

@@ -6,6 +6,7 @@ process that may live on, unheard, and a pod that was only struck off the list.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ import pytest
 from elastic_ps.drill import recorded
 from elastic_ps.drill.history import Data, Histories, check
 from elastic_ps.job import API_VERSION, KIND
-from tests.e2e.cluster import Cluster, wait_for
+from tests.e2e.cluster import Cluster, ClusterError, wait_for
 from tests.e2e.operator_process import HISTORIES, TRAINING_IMAGE, Jobs, OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("definition", "training_images")
@@ -99,8 +100,9 @@ def wait_training(jobs: Jobs, worker: int, cluster: Cluster) -> None:
 
     def explain() -> str:
         pod = f"lost-worker-{worker}"
-        os.kill(cluster.pod_pid(pod, namespace=jobs.namespace), signal.SIGUSR1)
-        time.sleep(1)  # it says where its threads are
+        with contextlib.suppress(ClusterError, OSError):
+            os.kill(cluster.pod_pid(pod, namespace=jobs.namespace), signal.SIGUSR1)
+            time.sleep(1)  # it says where its threads are
         log = jobs.kubectl("logs", "--tail=100", pod, check=False)
         return f"{stays(jobs, worker)}; {jobs.job('lost')['status']}; it wrote: {log.stdout}{log.stderr}"
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import socket
 import struct
 import subprocess
@@ -262,7 +263,7 @@ def in_front_of(server: GrpcServer, status: bytes, there: threading.Event) -> It
     def refuse(client: socket.socket) -> None:
         client.sendall(FRAME.pack(0, 0, SETTINGS, 0, 0))
         stream = client.makefile("rb")
-        assert stream.read(24).startswith(b"PRI * HTTP/2.0")
+        stream.read(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
         while header := stream.read(FRAME.size):
             high, low, kind, flags, number = FRAME.unpack(header)
             body = stream.read((high << 16) + low)
@@ -279,6 +280,8 @@ def in_front_of(server: GrpcServer, status: bytes, there: threading.Event) -> It
             back = threading.Thread(target=pass_on, args=(upstream, client), daemon=True)
             back.start()
             pass_on(client, upstream)
+            upstream.shutdown(socket.SHUT_RDWR)
+            back.join()
 
     def pass_on(source: socket.socket, to: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -296,8 +299,10 @@ def in_front_of(server: GrpcServer, status: bytes, there: threading.Event) -> It
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         threading.Thread(target=accept, daemon=True).start()
-        yield f"127.0.0.1:{listening.getsockname()[1]}"
-        listening.shutdown(socket.SHUT_RDWR)
+        try:
+            yield f"127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize("status", [b"404", b"503"])
@@ -310,9 +315,6 @@ def test_a_proxy_that_has_answered_is_not_asked_again(server: GrpcServer, status
             with pytest.raises(ConnectionLost, match=f"something else .* status: {status.decode()}"):
                 unary(connection, "echo", b"", timeout=LONG)
         there.set()
-        for _ in range(2):  # the first may be answered on the connection that was made for it before
-            with contextlib.suppress(ConnectionLost):
-                unary(connection, "echo", b"", timeout=LONG)
         assert unary(connection, "echo", b"again", timeout=LONG) == b"again"
         connection.close()
 
@@ -321,15 +323,17 @@ def test_a_worker_says_that_it_is_not_answered(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(client, "NOTICE", timedelta(seconds=0.2))
+    monkeypatch.setattr(random, "random", lambda: 0.5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     connection = GrpcConnection(address)
-    calls = client.Client("job", 0, [connection], patience=timedelta(seconds=1))
-    with pytest.raises(ConnectionLost, match="the parameter server has not answered for 1 s"):
+    calls = client.Client("job", 0, [connection], patience=timedelta(seconds=3))
+    with pytest.raises(ConnectionLost, match=r"the parameter server has not answered for \d s"):
         calls.heartbeat()
     calls.close()
-    assert 1 <= len(caplog.messages) <= 5, "now and then"
-    assert caplog.messages[0].startswith("the parameter server has not answered for 0 s, trying again: Heart")
+    assert 1 <= len(caplog.messages) <= 15, "now and then"
+    said = r"the parameter server has not answered for \d s, trying again: Heartbeat at"
+    assert re.match(said, caplog.messages[0])
 
 
 def test_a_stranger_at_the_address_is_a_transport_error() -> None:

@@ -72,7 +72,7 @@ def test_the_others_go_on_and_the_worker_is_told(tmp_path: Path, shards: int) ->
     assert check(read(tmp_path / "history"), Data(400, 1)) == []
 
 
-def hanging_job(tmp_path: Path, how: str) -> TrainingJob:
+def hanging_job(tmp_path: Path, how: str, *, limit: str = "4s") -> TrainingJob:
     spec = {
         "entrypoint": "tests.integration.scripts.steady:main",
         "arguments": {
@@ -81,14 +81,14 @@ def hanging_job(tmp_path: Path, how: str) -> TrainingJob:
             "stuck": str(tmp_path / "stuck"),
             "frozen": how == "frozen",
         },
-        "worker": {"replicas": 2, "leaseDuration": "2s", "progressTimeout": "4s"},
+        "worker": {"replicas": 2, "leaseDuration": "2s", "progressTimeout": limit},
     }
     document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
     return parse_job({**document, "metadata": {"name": f"hang-{how}"}, "spec": spec}, source="test")
 
 
 def test_a_process_says_on_request_where_its_threads_are(tmp_path: Path) -> None:
-    job = hanging_job(tmp_path, "looping")
+    job = hanging_job(tmp_path, "looping", limit="600s")
     with Launcher(job, Options(root=tmp_path)) as launcher:
         launcher.start()
         eventually((tmp_path / "stuck").exists, "worker 1 is in its loop")

@@ -67,6 +67,21 @@ def test_who_was_turned_away_is_back_in_the_next_round() -> None:
     assert rounds.begin(2, version=6)
 
 
+def test_who_was_turned_away_and_has_not_come_back_is_the_one_to_do_without() -> None:
+    rounds = opened(0, 1, 2)
+    assert rounds.begin(0, version=5)
+    assert rounds.begin(1, version=5)
+    assert not rounds.begin(2, version=5)  # its script will notice at the end of its backward
+    finish(rounds, 0, 1)
+    rounds.begin_commit()
+    rounds.end_commit()
+    assert rounds.wanted == 2
+    assert rounds.begin(0, version=6)
+    assert rounds.begin(1, version=6)
+    rounds.lose(2)
+    assert rounds.wanted == 1
+
+
 def test_who_comes_to_a_round_that_was_full_does_not_make_it_wait() -> None:
     rounds = opened(0, 1)
     assert rounds.begin(0, version=5)
