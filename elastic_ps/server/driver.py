@@ -296,11 +296,12 @@ class Driver:
             model=Model(layout, found.optimizer),
             shard_records=self._spec.data.shard_records,
         )
+        self._history.record("restore", epoch=epoch, version=found.version, round=state.last_round)
+        self._prepared = None
         with self._changed:
             self._state = state
+            self._standings = [Standing.NONE for _ in self._standbys]  # of this epoch nothing is known yet
             self._changed.notify_all()
-        self._prepared = None
-        self._history.record("restore", epoch=epoch, version=found.version, round=state.last_round)
         logger.info("epoch %d goes on from version %d", epoch, found.version)
 
     def _send(self, advance: Advance) -> None:
