@@ -10,25 +10,27 @@ import sys
 import threading
 from pathlib import Path
 
-from elastic_ps.env import EXIT_HUNG
+from elastic_ps.env import EXIT_HUNG, ProcessEnvironment
 
 TERMINATION_LOG = Path("/dev/termination-log")
 """Where Kubernetes looks for the reason of an exit."""
 
 
-def log_to_stderr(process: str) -> None:
-    """One line for each thing that happened, on stderr."""
+def begin(environment: ProcessEnvironment) -> None:
+    """What every process does first.
+
+    From then on it ends when its starter dies, prints on SIGUSR1 where its threads are and goes on, and logs
+    to stderr, one line for each thing that happened.
+    """
+    _watch_lifeline(environment.lifeline)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    name = f"{environment.role}-{environment.index}"
     logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {process} %(levelname)s %(message)s"
+        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {name} %(levelname)s %(message)s"
     )
 
 
-def show_threads_on_request() -> None:
-    """From now on SIGUSR1 makes this process print where all its threads are, on stderr, and go on."""
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-
-
-def watch_lifeline(descriptor: int | None) -> None:
+def _watch_lifeline(descriptor: int | None) -> None:
     """End this process at once when whoever started it has died, that is, when `descriptor` is closed."""
     if descriptor is None:
         return

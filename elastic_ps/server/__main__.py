@@ -7,9 +7,8 @@ import signal
 import sys
 import threading
 
-from elastic_ps import env
+from elastic_ps import env, process
 from elastic_ps.errors import CheckpointError, UserError
-from elastic_ps.process import log_to_stderr, show_threads_on_request, watch_lifeline
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.server.status import StatusServer
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
@@ -31,9 +30,7 @@ def main() -> int:
         signal.signal(number, lambda *_: stop.set())
     try:
         environment = env.read()
-        watch_lifeline(environment.lifeline)
-        show_threads_on_request()
-        log_to_stderr(f"{environment.role}-{environment.index}")
+        process.begin(environment)
         transport = GrpcServer(environment.bind)
         server = ParameterServer(
             environment,

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic_ps import env
+from elastic_ps import env, process
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused, UserError
-from elastic_ps.process import leave_reason, log_to_stderr, show_threads_on_request, watch_lifeline
 
 
 def load_entrypoint(entrypoint: str) -> Callable[..., Any]:
@@ -69,21 +68,19 @@ def main() -> int:
 
     try:
         environment = env.read()
-        watch_lifeline(environment.lifeline)
-        show_threads_on_request()
-        log_to_stderr(f"worker-{environment.index}")
+        process.begin(environment)
         signal.signal(signal.SIGTERM, lambda *_: current.drain())
         function = load_entrypoint(environment.spec.entrypoint)
         function(**environment.spec.arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        leave_reason(str(error))
+        process.leave_reason(str(error))
         return env.EXIT_INVALID
     except Drained:
         return env.EXIT_LEFT
     except Exception as error:  # noqa: BLE001 (the script's own failure)
         traceback.print_exc()
-        leave_reason(traceback.format_exc()[-2000:])
+        process.leave_reason(traceback.format_exc()[-2000:])
         hung = isinstance(error, Refused) and error.code is RefusalCode.HUNG
         return env.EXIT_HUNG if hung else 1
     finally:
