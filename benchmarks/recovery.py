@@ -199,11 +199,14 @@ def torchrun(directory: Path, workers: int, script: str, *arguments: str) -> Ite
     command += ["--nproc-per-node", str(workers), "--monitor-interval", "0.1", script]
     command += ["--ddp", str(directory), *arguments]
     # With the agent's store shared, the ranks of torch 2.13 hang in init_process_group after a restart.
-    variables = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    variables = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
     with (directory / "log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=variables)
     try:
         yield
+    except TimeoutError as error:
+        error.add_note((directory / "log").read_text(errors="replace")[-3000:])
+        raise
     finally:
         pids = [int(path.read_text()) for path in directory.glob("rank-*.pid")]
         for pid in [process.pid, *pids]:
