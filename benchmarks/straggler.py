@@ -1,8 +1,8 @@
 """One worker is several times as slow as the others: how much of their speed is left.
 
-`python -m benchmarks.straggler` counts optimizer steps per second with workers of which one sleeps longer in
-its forward pass: with a parameter server in `sync` mode, the same with `backupWorkers: 1`, and with
-DistributedDataParallel (gloo) under `torchrun`. Each is shown beside the same without a slow worker.
+`python -m benchmarks.straggler` counts steps per second of the other workers while one sleeps longer in its
+forward pass: with a parameter server in `sync` mode, the same with `backupWorkers: 1`, in `bounded` mode, and
+with DistributedDataParallel (gloo) under `torchrun`. Each is shown beside the same without a slow worker.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def rate(read: Callable[[], int], seconds: float) -> float:
     return (read() - before) / (time.monotonic() - began)
 
 
-def make_job(workers: int, slowness: float, consistency: Mapping[str, int]) -> TrainingJob:
+def make_job(workers: int, slowness: float, consistency: Mapping[str, int | str]) -> TrainingJob:
     spec = {
         "entrypoint": "benchmarks.straggler:train_with_parameter_server",
         "arguments": {"slowness": slowness},
@@ -91,12 +91,13 @@ def measure_parameter_server(job: TrainingJob, seconds: float) -> float:
     with tempfile.TemporaryDirectory() as root, Launcher(job, Options(root=Path(root))) as launcher:
         launcher.start()
 
-        def version() -> int:
+        def steps() -> int:
+            """What a worker that is not slow has computed, also what came too late to count."""
             http = launcher.status().http
             status = fetch_status(http[0]) if http else None
-            return status.progress.version if status else 0
+            return sum(m.steps + m.late for m in status.members if m.worker == 1) if status else 0
 
-        measured = rate(version, seconds)
+        measured = rate(steps, seconds)
         launcher.stop("measured", at_once=True)
         launcher.wait(timedelta(seconds=30))
     return measured
@@ -133,16 +134,22 @@ def main() -> None:
         "sync, backupWorkers: 1": lambda slow: measure_parameter_server(
             make_job(parsed.workers, slow, {"backupWorkers": 1}), parsed.seconds
         ),
+        "bounded, maxStaleness: 16": lambda slow: measure_parameter_server(
+            make_job(parsed.workers, slow, {"mode": "bounded", "maxStaleness": 16}), parsed.seconds
+        ),
         "torchrun DDP (gloo)": lambda slow: measure_ddp(parsed.workers, slow, parsed.seconds),
     }
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for _ in range(parsed.rounds):
         for kind, measure in kinds.items():
             found[kind].append((measure(1.0), measure(parsed.slowness)))
-    print(f"{parsed.workers} workers, one with {parsed.slowness:g} times the forward pass; steps per second")
+    print(
+        f"{parsed.workers} workers, one with {parsed.slowness:g} times the forward pass; "
+        "steps per second of each of the others"
+    )
     for kind, pairs in found.items():
         equal, slow = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"{kind:24} all equal {equal:6.1f}   one slow {slow:6.1f}   ratio {slow / equal:5.2f}")
+        print(f"{kind:25} all equal {equal:6.1f}   one slow {slow:6.1f}   ratio {slow / equal:5.2f}")
 
 
 if __name__ == "__main__":

@@ -174,9 +174,17 @@ class Worker(CamelModel):
 class Consistency(CamelModel):
     """When gradients become a new version of the model."""
 
-    mode: Literal["sync"] = Field(
+    mode: Literal["sync", "bounded"] = Field(
         default="sync",
-        description="sync: a round closes when every worker that computes has pushed its step.",
+        description="sync: a version is made when every worker that computes has pushed its step, of all of "
+        "them; bounded: as soon as somebody has, and who is slow does so later, with bounded staleness.",
+    )
+    max_staleness: int | None = Field(
+        default=None,
+        ge=1,
+        description="With mode bounded: the most versions that may be made between the one that a gradient "
+        "is computed on and the one that it goes into. Who would make one more waits for the slowest. Each "
+        "worker makes versions: for a worker that takes as long as n steps of m others, about n times m.",
     )
     deterministic: bool = Field(
         default=False,
@@ -190,6 +198,28 @@ class Consistency(CamelModel):
         description="How many of the workers a round does without: those that are last to begin sending "
         "their gradients. Their records go to others.",
     )
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether each version is made of the steps of all workers that compute."""
+        return self.mode == "sync" and not self.backup_workers
+
+    @model_validator(mode="after")
+    def _check_staleness(self) -> Consistency:
+        if self.mode == "bounded" and self.max_staleness is None:
+            raise ValueError(
+                "mode bounded needs maxStaleness, a number of versions: about how many steps all the others "
+                "make together while the slowest worker makes one"
+            )
+        if self.mode != "bounded" and self.max_staleness is not None:
+            raise ValueError(
+                f"maxStaleness {self.max_staleness} with mode {self.mode}, in which no gradient is stale; "
+                "leave it out, or set mode: bounded"
+            )
+        other = "backupWorkers" if self.backup_workers else "deterministic" if self.deterministic else ""
+        if self.mode == "bounded" and other:
+            raise ValueError(f"{other} belongs to mode sync; leave it out, or set mode: sync")
+        return self
 
     @model_validator(mode="after")
     def _check_backup_workers(self) -> Consistency:

@@ -49,9 +49,14 @@ class Member(CamelModel):
     steps: int = Field(default=0, description="Steps of this member that are in the model.")
     records: int = Field(default=0, description="Records of this member that are in the model.")
     late: int = Field(default=0, description="Steps that came too late, with backupWorkers; see there.")
+    staleness: int = Field(
+        default=0,
+        description="Versions that were made between the one that its last step was computed on and the one "
+        "that it is in; always 0 with mode sync.",
+    )
     step_seconds: float | None = Field(
         default=None,
-        description="From a round's opening until its step is complete, without waiting for others; a mean.",
+        description="From when it may have a version until its step on it is complete; a mean.",
     )
     slowness: float | None = Field(default=None, description="stepSeconds over the median of the workers.")
 

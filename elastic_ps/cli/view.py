@@ -129,6 +129,8 @@ def _table(status: LocalStatus, *, rows: int) -> Table:
             state.append(f" (started {process.restarts + 1} times)", style="dim")
         if member is not None and member.late:
             state.append(f" ({member.late:,} steps late)", style="dim")
+        if member is not None and member.staleness:
+            state.append(f" (staleness {member.staleness:,})", style="dim")
         kind = "server" if process.role == "ps" else process.role
         table.add_row(f"{kind} {process.index}", str(process.pid), state, *numbers)
     if len(shown) > rows:

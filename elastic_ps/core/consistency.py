@@ -8,16 +8,17 @@ Sums are formed in place on the shards, so a contribution that was begun cannot 
 contributor vanishes with its step unfinished, the round is started again: a new *attempt*, for which the
 others push the same gradients once more (they keep them until the round is committed).
 
-With backup workers (Chen et al. 2016, "Revisiting Distributed Synchronous SGD") a round does not wait for the
-slowest. There, the first to finish count; here, the first to begin: a worker asks before its first push, and
-as many are let in as the round is to be made of. Who comes too late has put nothing into the sums, so that
-nothing has to be taken out of them.
+`AskedRounds` is what the modes have in common in which a round is not made of everybody's step: a worker asks
+before its first push, so that nothing is in the sums that is not to be in the round (`backup`, `bounded`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import copy
+import enum
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, fields, replace
+from typing import Self
 
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import RefusalCode, Refused
@@ -44,23 +45,28 @@ class Contribution:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+class Entry(enum.Enum):
+    """The answer to a worker that is about to push a step."""
+
+    IN = "in"
+    """It pushes for the open round, which waits for it from now on."""
+    LATER = "later"
+    """It asks again for the next round."""
+    LATE = "late"
+    """The step is void, and the worker takes no part until it is admitted again."""
+
+
 @dataclass
 class SyncRounds:
     """The open round, and who takes part in it.
 
     Attributes:
-        version: the version that the open round's gradients are computed on.
+        version: the version that the open round is to go on from.
         attempt: grows when the round is started again, and is 0 at a round's opening.
-        expected: the workers whose step the round waits for.
+        expected: the workers that compute for the open round.
         done: the steps that are complete on all shards.
         waiting: workers that take part from the next round on.
         gone: workers among `done` that have left since; their step counts if the round is committed.
-        spare: backup workers: how many workers a round does without. 0: all are waited for.
-        begun: with backup workers, who has been let in to the open round; nobody else pushes.
-        late: with backup workers, who has been turned away and has not been admitted since. It will be, so it
-            counts where the size of a round is determined.
-        shut: with backup workers, somebody has been turned away because the open round was full. It stays as
-            it is then: whoever comes now waits for the next round, and must not make this one wait for more.
         committing: between `begin_commit` and `end_commit`, when nothing else may be called.
         decided: the round has been decided. A commit that failed on the way is made again with the same
             steps: some shards may have applied them.
@@ -74,34 +80,19 @@ class SyncRounds:
     gone: set[int] = field(default_factory=set)
     committing: bool = False
     decided: bool = False
-    spare: int = 0
-    begun: set[int] = field(default_factory=set)
-    late: set[int] = field(default_factory=set)
-    shut: bool = False
 
-    def copy(self) -> SyncRounds:
+    def copy(self) -> Self:
         """The same rounds; what is done to the one is not done to the other."""
-        return replace(
-            self,
-            expected=set(self.expected),
-            done=dict(self.done),
-            waiting=set(self.waiting),
-            gone=set(self.gone),
-            begun=set(self.begun),
-            late=set(self.late),
-        )
+        return replace(self, **{each.name: copy.copy(getattr(self, each.name)) for each in fields(self)})
+
+    # --- who takes part
 
     def admit(self, worker: int, *, at_once: bool = False) -> None:
         """`worker` has records to compute on and takes part from the next round; at once if none is open.
 
-        With backup workers it takes part in the open round, as long as nobody was turned away from that: a
-        round whose workers are all slow would keep it waiting.
-
         Args:
             at_once: it takes part in the open round, which waits for it.
         """
-        self.late.discard(worker)
-        at_once = at_once or (self.spare > 0 and not self.decided and not self.shut)
         if at_once and worker not in self.expected:
             self.expected.add(worker)
         elif worker not in self.expected or worker in self.gone:
@@ -113,52 +104,33 @@ class SyncRounds:
         return worker in self.waiting or self.takes_part(worker)
 
     def takes_part(self, worker: int) -> bool:
-        """Whether the open round waits for `worker`, so that `version` is the one for it to compute on."""
+        """Whether `worker` computes for the open round, so that it may compute on `version`."""
         return worker in self.expected and worker not in self.gone
 
     @property
-    def wanted(self) -> int:
-        """With backup workers, how many steps the open round is made of, while there are so many workers."""
-        return max(1, len(self.expected | self.late) - self.spare)
-
-    def begin(self, worker: int, *, version: int) -> bool:
-        """With backup workers, `worker` is about to push its step. Returns False if it comes too late.
-
-        It then takes no part until it is admitted again, and its step is void.
-        """
-        took_part = self.takes_part(worker)
-        if took_part and version == self.version:
-            self.shut |= worker not in self.begun and len(self.begun) >= self.wanted
-            if worker in self.begun or not (self.shut or self.decided):
-                self.begun.add(worker)
-                return True
-        self.withdraw(worker)
-        if took_part:
-            self.late.add(worker)
-        return False
+    def turned_away(self) -> Set[int]:
+        """The workers that were too late with their last step and have not been admitted since."""
+        return frozenset()
 
     def withdraw(self, worker: int) -> None:
         """`worker`, which is between two steps, computes nothing for now."""
         self.waiting.discard(worker)
-        self.late.discard(worker)
         if worker not in self.done:
             self.expected.discard(worker)
-            self.begun.discard(worker)
             self._open_again()
 
     def lose(self, worker: int) -> list[Contribution]:
-        """`worker` is gone. If its step was not finished, the round starts again.
+        """`worker` is gone. If its step was begun and not finished, the round starts again.
 
         Returns the steps that are void by that and whose workers are not there to push them again.
         """
         self.waiting.discard(worker)
-        self.late.discard(worker)
         if worker not in self.expected:
             return []
         if worker in self.done:
             self.gone.add(worker)
             return []
-        if self.spare and worker not in self.begun:
+        if not self._begun(worker):
             self.withdraw(worker)
             return []
         self.expected.discard(worker)
@@ -168,7 +140,6 @@ class SyncRounds:
         """Start the round again, as a new attempt. Returns the void steps of workers that are gone."""
         void = [self.done[worker] for worker in sorted(self.gone)]
         self.expected -= self.gone
-        self.begun &= self.expected
         self.attempt += 1
         self.decided = False
         self.done.clear()
@@ -178,9 +149,23 @@ class SyncRounds:
 
     def _open_again(self) -> None:
         """If nobody is left whose step is to come, who waits for the next round takes part in this one."""
-        if not self.expected or (self.shut and not self.begun):
-            self.expected, self.waiting = self.expected | self.waiting, set()
-            self.shut = False
+        if not self.expected:
+            self.expected, self.waiting = self.waiting, set()
+
+    # --- steps
+
+    def begin(self, worker: int, *, version: int) -> Entry:
+        """`worker` is about to push the step that it has computed on `version`.
+
+        Raises:
+            Refused: INVALID: it need not ask, because each round is made of everybody's step.
+        """
+        reason = f"worker {worker} need not ask before it pushes its step on version {version}"
+        raise Refused(RefusalCode.INVALID, reason)
+
+    def _begun(self, worker: int) -> bool:
+        """Whether something of the worker's step may be in the sums."""
+        return worker in self.expected
 
     def finish(self, contribution: Contribution, *, version: int, attempt: int) -> bool:
         """A worker's step is complete on all shards. Returns False if that was known already.
@@ -204,20 +189,36 @@ class SyncRounds:
         if not self.takes_part(worker):
             reason = f"worker {worker} holds no records, so no step is expected of it"
             raise Refused(RefusalCode.INVALID, reason)
-        if self.spare and worker not in self.begun:
+        if not self._begun(worker):
             raise Refused(RefusalCode.INVALID, f"worker {worker} has not asked before it pushed its step")
         self.done[worker] = contribution
         return True
 
+    # --- commits
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """For each step in `done`, how many versions older its own is than the open round's."""
+        return dict.fromkeys(self.done, 0)
+
+    @property
+    def awaited(self) -> set[int]:
+        """The workers whose steps the open round lacks."""
+        return self.expected - self.done.keys()
+
+    @property
+    def held_up(self) -> set[int]:
+        """The workers that wait for the open round's commit: their step is done, or they come next."""
+        return (self.done.keys() - self.gone) | self.waiting
+
     @property
     def ready(self) -> bool:
         """Whether the round can be committed."""
-        if not self.done or self.committing:
-            return False
-        if self.decided:
-            return True
-        enough = bool(self.spare) and (self.shut or len(self.done) >= self.wanted)
-        return (enough and self.begun <= self.done.keys()) or self.expected <= self.done.keys()
+        return bool(self.done) and not self.committing and (self.decided or self._complete)
+
+    @property
+    def _complete(self) -> bool:
+        return not self.awaited
 
     def begin_commit(self) -> list[Contribution]:
         """Decide the round: exactly these contributions, in order of worker."""
@@ -234,5 +235,26 @@ class SyncRounds:
         self.done.clear()
         self.waiting = set()
         self.gone.clear()
+        self.committing = self.decided = False
+
+
+@dataclass
+class AskedRounds(SyncRounds):
+    """Rounds that are made of the steps of those who were let in.
+
+    Attributes:
+        begun: who has been let in to the open round, which waits for them; nobody else pushes.
+    """
+
+    begun: set[int] = field(default_factory=set)
+
+    def _begun(self, worker: int) -> bool:
+        return worker in self.begun
+
+    def _open_again(self) -> None:
+        self.begun &= self.expected
+        super()._open_again()
+
+    def end_commit(self) -> None:
+        super().end_commit()
         self.begun.clear()
-        self.committing = self.decided = self.shut = False

@@ -29,7 +29,8 @@ class Stay:
         reason: why it was declared gone, in words.
         ended: time at which it was; None for a stay of an earlier epoch.
         steps, records: what it contributed to the model.
-        late: how many steps of it came too late, so that they were made without it; see `SyncRounds.begin`.
+        late: how many steps of it came too late, so that they were made without it; see `BackupRounds`.
+        staleness: of its last step that is in the model; see `BoundedRounds`.
         last_step: the worker's own number of the last step of it that is in the model; -1 for none.
         expires: time at which its lease ends.
     """
@@ -48,6 +49,7 @@ class Stay:
     records: int = 0
     last_step: int = -1
     late: int = 0
+    staleness: int = 0
 
 
 @dataclass

@@ -46,7 +46,7 @@ SMOOTHING = 0.2
 
 @dataclass
 class Pace:
-    """How long each worker takes from a round's opening until its step is complete on all shards.
+    """How long each worker takes from when it has a version until its step on it is complete on all shards.
 
     That is its own computing and sending, without the time that it then waits for the others. Left out are a
     worker's first step, which warms up and may have begun within a round, and rounds that started again.
@@ -57,18 +57,28 @@ class Pace:
 
     seconds: dict[int, float] = field(default_factory=dict)
     _warm: set[int] = field(default_factory=set)
-    _opened: float | None = None
+    _began: dict[int, float] = field(default_factory=dict)
 
-    def opened(self, members: Iterable[int], now: float) -> None:
-        """A round opens; whoever is not among `members` is forgotten."""
+    def opened(self, members: Iterable[int], now: float, *, beginning: Iterable[int]) -> None:
+        """A round opens; whoever is not among `members` is forgotten.
+
+        Args:
+            beginning: those of `members` who begin a step with it.
+        """
         here = set(members)
-        self._opened, self._warm = now, self._warm & here
+        self._began = {who: at for who, at in self._began.items() if who in here}
+        self._began |= dict.fromkeys(beginning, now)
+        self._warm &= here
         self.seconds = {who: mean for who, mean in self.seconds.items() if who in here}
+
+    def idled(self, who: int) -> None:
+        """A worker that has had nothing to compute on begins a step, which is not measured."""
+        self._began.pop(who, None)
 
     def finished(self, who: int, attempt: int, now: float) -> None:
         """A worker has finished its step in the open round."""
-        if who in self._warm and not attempt and self._opened is not None:
-            took = now - self._opened
+        if who in self._warm and not attempt and who in self._began:
+            took = now - self._began[who]
             mean = self.seconds.get(who, took)
             self.seconds[who] = mean + SMOOTHING * (took - mean)
         self._warm.add(who)

@@ -213,7 +213,7 @@ def run_on_cluster(
     injections = train(target, faults, tell)
     result = target.result()
     _fetch(kubectl, job.spec.image or "", claim=claim, run=run, into=history)
-    return judge(result, injections, read(history))
+    return judge(job, result, injections, read(history))
 
 
 def _fetch(kubectl: Kubectl, image: str, *, claim: str, run: str, into: Path) -> None:

@@ -23,6 +23,7 @@ Kind: TypeAlias = Literal[
     "step twice",  # a worker's step was committed twice
     "step not sent",  # a commit names a step that no worker has sent, or has sent for another version
     "step in part",  # a commit names a step of which not all buckets were sent
+    "step too stale",  # a commit names a step that was computed on an older version than the job allows
     "stale epoch",  # a parameter server committed after a newer one had started
     "stale incarnation",  # a commit names a step that was sent after a newer process took the worker's place
     "acknowledged step lost",  # a worker saw its step applied, but no commit has it and nothing undid it
@@ -85,13 +86,17 @@ class Joined:
 
 @dataclass(frozen=True)
 class Sent:
-    """A worker began to push a bucket, computed on `version`."""
+    """A worker began to push a bucket, for the round on `version`.
+
+    `stale`: how many versions older the one is that it was computed on.
+    """
 
     time: float
     step: StepId
     bucket: int
     version: int
     attempt: int = 0
+    stale: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,18 +143,20 @@ class Data:
     epochs: int
 
 
-def check(histories: Histories, data: Data | None) -> list[Violation]:
+def check(histories: Histories, data: Data | None, *, max_staleness: int = 0) -> list[Violation]:
     """Everything in the histories that breaks the guarantee; [] if nothing does.
 
     Args:
         histories: of one run, from its first epoch on.
         data: the records of a job that has succeeded; None if it has not, so that records may be missing.
+        max_staleness: what the job allows, in versions.
     """
     surviving = fate(histories).surviving
     return [
         *_versions(histories),
         *_epochs(histories),
         *_steps(histories),
+        *_staleness(histories, max_staleness),
         *_incarnations(histories),
         *_acknowledgements(histories),
         *_records(surviving, histories.committed, data),
@@ -238,6 +245,18 @@ def _steps(histories: Histories) -> Iterator[Violation]:
             elif given != whole:
                 text = f"{step} is in version {committed.version} without buckets {sorted(whole - given)}"
                 yield Violation("step in part", text, committed.time)
+
+
+def _staleness(histories: Histories, most: int) -> Iterator[Violation]:
+    """No step that was committed was computed on too old a version."""
+    stale = {(sent.step, sent.version): sent.stale for sent in histories.sent}
+    for committed in histories.committed:
+        for step in committed.steps:
+            found = stale.get((step, committed.version - 1), 0)
+            if not 0 <= found <= most:
+                base = committed.version - 1 - found
+                text = f"{step}, computed on version {base}, is in {committed.version}; {most} may be between"
+                yield Violation("step too stale", text, committed.time)
 
 
 def _buckets_sent(sent: Sequence[Sent]) -> dict[tuple[StepId, int], set[int]]:

@@ -61,7 +61,8 @@ def _add(histories: Histories, event: dict[str, Any]) -> None:
             histories.committed.append(_committed(time, event))
         case "worker", "push":
             bucket, version, attempt = event["bucket"], event["version"], event["attempt"]
-            histories.sent.append(Sent(time, _step(event), bucket, version, attempt))
+            stale = version - event["base"]
+            histories.sent.append(Sent(time, _step(event), bucket, version, attempt, stale))
         case "worker", "applied":
             records = _ranges(event["records"])
             histories.acknowledged.append(

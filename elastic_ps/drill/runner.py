@@ -114,7 +114,7 @@ def run(
         target = LocalTarget(launcher, disk=disk, wires=wires, limit=limit)
         injections = train(target, faults, tell or _silent)
         result = target.result()
-    drill = judge(result, injections, read(directory))
+    drill = judge(job, result, injections, read(directory))
     if own is not None and drill.passed:
         shutil.rmtree(own)
     elif drill.violations and tell is not None:
@@ -205,12 +205,12 @@ def _percent(target: Target) -> float:
     return 100 * server.progress.records_applied / server.progress.records_expected
 
 
-def judge(result: Result, injections: Sequence[Injection], histories: Histories) -> Drill:
+def judge(job: TrainingJob, result: Result, injections: Sequence[Injection], histories: Histories) -> Drill:
     """Check the histories, and put down to each fault what came about between it and the next one."""
     progress, data = result.progress, None
     if result.phase == "Succeeded" and progress and progress.records_expected and progress.epochs:
         data = Data(progress.records_expected // progress.epochs, progress.epochs)
-    violations = check(histories, data)
+    violations = check(histories, data, max_staleness=job.spec.consistency.max_staleness or 0)
     undone = fate(histories).undone
     judged = list(injections)
     struck = [(each.struck, i) for i, each in enumerate(judged) if each.struck is not None]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.consistency import Contribution, Entry
 from elastic_ps.core.ledger import LedgerError, Range
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Layout, TensorSpec, difference
@@ -39,6 +39,14 @@ class Joined:
     layout: Layout
     initialise: bool
     settings: Settings
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The open round, which a step is let in to."""
+
+    version: int
+    attempt: int
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,7 @@ class Coordinator(Driver):
                 return Taken(state.take(worker, incarnation, batch), finished=state.finished)
             if worker not in state.rounds.waiting:
                 state.give_back(incarnation)
-                if state.rounds.takes_part(worker):
+                if state.rounds.takes_part(worker):  # else it may be late, and has to stay known as that
                     state.rounds.withdraw(worker)
                 self._told()
         deadline = self._clock() + WAIT.total_seconds()
@@ -202,7 +210,7 @@ class Coordinator(Driver):
             state.starved.discard(worker)
         else:
             state.starved.add(worker)
-            if worker in state.rounds.late:  # it is not coming back to the open round
+            if worker in state.rounds.turned_away:  # it is not coming back to the open round
                 state.rounds.withdraw(worker)
                 self._told()
         if held and not state.rounds.knows(worker):  # else two that wait would wake each other
@@ -237,18 +245,38 @@ class Coordinator(Driver):
             self._told()
         self._drive()
 
-    def begin(self, worker: int, incarnation: int, *, version: int) -> None:
-        """With backup workers, before the first push of a step.
+    def begin(self, worker: int, incarnation: int, *, version: int) -> Begun | None:
+        """Where rounds are not made of everybody's steps, before the first push of one. Blocks.
+
+        Args:
+            version: that the step was computed on.
+
+        Returns the round that it is let in to; None: nothing has happened, ask again.
 
         Raises:
             Refused: LATE: enough others have begun theirs. The step is void, and its records go to others.
         """
-        with self._settled() as state:
-            stay = self._check(worker, incarnation)
-            if state.begin(stay, version=version):
-                return
-            self._told()
-            current = state.version
+        deadline = self._clock() + WAIT.total_seconds()
+        round_: int | None = None
+        while True:
+            self._drive()
+            with self._settled() as state:
+                stay = self._check(worker, incarnation)
+                entry = Entry.IN if round_ is not None else state.begin(stay, version=version)
+                if entry is Entry.LATE:
+                    self._told()
+                    current = state.version
+                    break
+                if entry is Entry.IN:
+                    round_ = state.version if round_ is None else round_
+                    if state.version != round_:  # it has asked again, been answered, and finished
+                        return None
+                    if not (self._stale or self._driving):
+                        return Begun(round_, state.rounds.attempt)
+                left = deadline - self._clock()
+                if left <= 0:
+                    return None
+                self._changed.wait(min(left, TICK.total_seconds()))
         self._drive()
         raise Refused(
             RefusalCode.LATE,

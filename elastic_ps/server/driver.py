@@ -70,7 +70,7 @@ class Driver:
         self._history = history
         self._clock = clock
         self._changed = threading.Condition()
-        self._state = JobState(epoch, self.lease, spec.consistency.backup_workers)
+        self._state = JobState(epoch, self.lease, spec.consistency)
         self._configuring = False
         self._driving = False
         self._stale = False  # the shards do not know yet who takes part in the open round
@@ -230,10 +230,8 @@ class Driver:
     def _commit(self, contributions: Sequence[Contribution], decided: float) -> Advance:
         """The order to apply a round, with the lock held."""
         state, rounds = self._state, self._state.rounds
-        settings = {c.incarnation: c.settings for c in contributions}
-        eldest = settings[state.members.eldest(settings)]
-        if eldest:
-            state.settings = Settings.from_json(eldest)
+        if settings := state.settings_of(contributions):
+            state.settings = Settings.from_json(settings)
         application = Application(
             attempt=rounds.attempt,
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],
@@ -275,7 +273,7 @@ class Driver:
         except CheckpointError as error:
             logger.error("a shard has lost the model, and there is nothing to go on from: %s", error)
             with self._changed:
-                self._state = JobState(self._state.epoch + 1, self.lease, self._state.spare)
+                self._state = JobState(self._state.epoch + 1, self.lease, self._spec.consistency)
         with self._changed:
             self._spoiled = False
             self._told()
@@ -291,7 +289,7 @@ class Driver:
             found.state,
             epoch=epoch,
             lease=self.lease,
-            spare=self._spec.consistency.backup_workers,
+            consistency=self._spec.consistency,
             version=found.version,
             model=Model(layout, found.optimizer),
             shard_records=self._spec.data.shard_records,

@@ -266,8 +266,11 @@ class Service:
     def _begin(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.BeginRequest, incoming.header)
         caller = self._check(request.caller)
-        self._members.begin(caller.worker, caller.incarnation, version=request.version)
-        yield _done()
+        begun = self._members.begin(caller.worker, caller.incarnation, version=request.version)
+        if begun is None:
+            yield _frame(pb.BeginReply(pending=True))
+        else:
+            yield _frame(pb.BeginReply(version=begun.version, attempt=begun.attempt))
 
     def _finish(self, incoming: Incoming) -> Iterator[Frame]:
         yield _done(duplicate=not self._finished(parse(pb.FinishRequest, incoming.header)))

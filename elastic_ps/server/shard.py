@@ -93,7 +93,7 @@ class Shard:
         self._buckets: dict[int, BucketValues] = {}
         name, settings = optimizer
         for bucket in layout.of_shard(index):
-            values = BucketValues(bucket)
+            values = BucketValues(bucket, stale=consistency.mode == "bounded")
             values.build_optimizer(
                 name, settings.groups, [layout.tensors[p.tensor].group for p in bucket.pieces]
             )
@@ -242,9 +242,9 @@ class Shard:
         Args:
             attempt: of the open round; None not to be told when that is started again.
             contributor: the values cannot change before the caller's next push, so they are not copied;
-                unless there are backup workers, so that a round may be made without the caller.
+                unless rounds may be made without the caller.
         """
-        stable = contributor and not self._consistency.backup_workers
+        stable = contributor and self._consistency.waits_for_all
         for index in buckets:
             self.bucket(index)
             values = self._buckets[index]

@@ -12,7 +12,9 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any
 
-from elastic_ps.core.consistency import Contribution, SyncRounds
+from elastic_ps.core.backup import BackupRounds
+from elastic_ps.core.bounded import BoundedRounds
+from elastic_ps.core.consistency import Contribution, Entry, SyncRounds
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.core.membership import Membership, Stay
@@ -20,6 +22,7 @@ from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout, Rule, TensorSpec
 from elastic_ps.core.progress import Curve, Rate
 from elastic_ps.core.settings import Settings
+from elastic_ps.job import Consistency
 from elastic_ps.status import Member, Progress
 
 INCARNATIONS_PER_EPOCH = 1 << 32
@@ -46,7 +49,7 @@ class JobState:
     Attributes:
         epoch: of the parameter server.
         lease: how long a member may be silent.
-        spare: backup workers, see `SyncRounds`.
+        consistency: which decides what rounds are made of.
         model: None before the first worker has come.
         initialised: the first worker's values have arrived.
         initialiser: the worker that is sending them.
@@ -58,9 +61,9 @@ class JobState:
 
     epoch: int
     lease: timedelta
-    spare: int = 0
+    consistency: Consistency = field(default_factory=Consistency)
     members: Membership = field(init=False)
-    rounds: SyncRounds = field(default_factory=SyncRounds)
+    rounds: SyncRounds = field(init=False)
     ledger: Ledger | Lanes | None = None
     model: Model | None = None
     initialised: bool = False
@@ -78,7 +81,7 @@ class JobState:
     def __post_init__(self) -> None:
         first = self.epoch * INCARNATIONS_PER_EPOCH
         self.members = Membership(lease=self.lease, last_incarnation=first)
-        self.rounds.spare = self.spare
+        self.rounds = _make_rounds(self.consistency)
 
     @property
     def version(self) -> int:
@@ -120,14 +123,14 @@ class JobState:
         live = self.members.live
         return {worker: live[worker].incarnation if worker in live else 0 for worker in workers}
 
-    def begin(self, stay: Stay, *, version: int) -> bool:
-        """With backup workers, a worker is about to push a step; False if it comes too late and is void."""
+    def begin(self, stay: Stay, *, version: int) -> Entry:
+        """A worker is about to push a step; LATE: its records go to others. See `SyncRounds.begin`."""
         took_part = self.rounds.takes_part(stay.worker)
-        if self.rounds.begin(stay.worker, version=version):
-            return True
-        stay.late += took_part
-        self.give_back(stay.incarnation)
-        return False
+        entry = self.rounds.begin(stay.worker, version=version)
+        if entry is Entry.LATE:
+            stay.late += took_part
+            self.give_back(stay.incarnation)
+        return entry
 
     def open_ledger(self, records: int, epochs: int, *, shard_records: int, lanes: int) -> None:
         """The first worker names its data set; with `lanes`, the schedule is fixed for that many workers."""
@@ -142,24 +145,27 @@ class JobState:
             return self.ledger.take(incarnation, worker=worker, batch=batch)
         assert self.ledger is not None
         # Who was too late to compute on some records would be handed the same ones again.
-        fresh = worker in self.rounds.late
+        fresh = worker in self.rounds.turned_away
         return self.ledger.take(incarnation, batch=batch, workers=len(self.members.live), fresh=fresh)
 
     def admit(self, worker: int) -> None:
         """A worker has records to compute on. With a fixed schedule the open round waits for it."""
         self.rounds.admit(worker, at_once=isinstance(self.ledger, Lanes))
+        self.pace.idled(self.members.live[worker].incarnation)
 
     def hung(self, now: float, limit: timedelta) -> dict[int, float]:
         """The workers that have kept others waiting for longer than `limit`, and for how many seconds.
 
-        They take part in the open round, and their steps are not finished; another one's is, or a newcomer
-        waits for the next round, or somebody for records.
+        The open round lacks their steps, and another one's is finished, or a newcomer waits for the next
+        round; or somebody waits for the records that they hold.
         """
         rounds, live = self.rounds, self.members.live
-        waiting = rounds.done.keys() - rounds.gone | rounds.waiting | (self.starved & live.keys())
-        somebody_waits = bool(waiting)
-        missing = ((rounds.expected | self.required) - rounds.done.keys()) & live.keys()
-        awaited = {live[worker].incarnation: worker for worker in missing} if somebody_waits else {}
+        missing: set[int] = set()
+        if rounds.held_up:
+            missing |= rounds.awaited | (self.required - rounds.done.keys())
+        if self.starved & live.keys():
+            missing |= (rounds.expected | self.required) - rounds.done.keys() - rounds.held_up
+        awaited = {live[worker].incarnation: worker for worker in missing & live.keys()}
         overdue = self.waiting.overdue((rounds.version, rounds.attempt), awaited, now, limit)
         return {awaited[incarnation]: seconds for incarnation, seconds in overdue.items()}
 
@@ -187,20 +193,38 @@ class JobState:
         for void in self.rounds.restart():
             self.give_back(void.incarnation)
 
+    def settings_of(self, contributions: Sequence[Contribution]) -> str:
+        """The settings to step with, as JSON; "" for those that are in force.
+
+        They are those of the contributor that has made most steps. With bounded staleness, where most
+        versions lack most workers, they change only if no member has made more steps: so a schedule does not
+        go back whenever a slow worker's step arrives.
+        """
+        sent = {c.incarnation: c.settings for c in contributions}
+        eldest = self.members.stay(self.members.eldest(sent))
+        if self.consistency.mode == "bounded":
+            most = max((stay.steps for stay in self.members.live.values()), default=0)
+            return sent[eldest.incarnation] if eldest.steps >= most else ""
+        return sent[eldest.incarnation]
+
     def book(self, contributions: Sequence[Contribution], now: float, *, decided: float) -> None:
         """The shards have applied the round, decided at `decided`: count it, and open the next one."""
+        staleness, sent = self.rounds.staleness, {c.incarnation for c in contributions}
         for c in contributions:
             if self.ledger is not None:
                 self.ledger.apply(c.incarnation, c.records)
             stay = self.members.stay(c.incarnation)
             stay.steps, stay.last_step = stay.steps + 1, c.step
+            stay.staleness = staleness[c.worker]
             stay.records += sum(r.records for r in c.records)
             self.metrics.update({k: v for k, v in c.metrics.items() if k != "loss"})
         self.rounds.end_commit()
-        self.pace.opened((stay.incarnation for stay in self.members.live.values()), now)
+        here = {stay.incarnation for stay in self.members.live.values()}
+        bounded = self.consistency.mode == "bounded"
+        self.pace.opened(here, now, beginning=here & sent if bounded else here)
         steps = [
             {"worker": c.worker, "incarnation": c.incarnation, "step": c.step, "samples": c.samples}
-            | {"records": [list(r) for r in c.records]}
+            | {"staleness": staleness[c.worker], "records": [list(r) for r in c.records]}
             for c in contributions
         ]
         self.last_round = {
@@ -255,13 +279,13 @@ class JobState:
         *,
         epoch: int,
         lease: timedelta,
-        spare: int,
+        consistency: Consistency,
         version: int,
         model: Model,
         shard_records: int,
     ) -> JobState:
         """The state of `version` as a new epoch begins with it: members are gone, the rest is as before."""
-        state = cls(epoch=epoch, lease=lease, spare=spare, model=model, initialised=True)
+        state = cls(epoch=epoch, lease=lease, consistency=consistency, model=model, initialised=True)
         state.settings = Settings.from_json(saved["settings"])
         for stay in (Stay(**stay) for stay in saved["members"]):
             if not stay.outcome:
@@ -322,6 +346,7 @@ class JobState:
                 "steps",
                 "records",
                 "late",
+                "staleness",
                 "reason",
             )
         }
@@ -329,6 +354,14 @@ class JobState:
         fields["slowness"] = self.pace.slowness(stay.incarnation)
         fields["gone_seconds"] = None if stay.ended is None else now - stay.ended
         return Member.model_validate({**fields, "state": stay.outcome or here})
+
+
+def _make_rounds(consistency: Consistency) -> SyncRounds:
+    if consistency.max_staleness is not None:
+        return BoundedRounds(max_staleness=consistency.max_staleness)
+    if consistency.backup_workers:
+        return BackupRounds(spare=consistency.backup_workers)
+    return SyncRounds()
 
 
 def _utc(seconds: float) -> str:

@@ -31,14 +31,19 @@ class StateEntry(NamedTuple):
 class BucketValues:
     """One bucket: its values, the sum of the open round, and its optimizer. Not thread-safe.
 
+    Args:
+        bucket: what it is.
+        stale: contributions may have been computed on an older version, so that a maximum must not go back.
+
     Attributes:
         bucket: what it is.
         values: flat, of the bucket's dtype; pulled from and stepped in place.
         version: number of steps taken.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, *, stale: bool = False) -> None:
         self.bucket = bucket
+        self._stale = stale
         self.values = torch.zeros(bucket.elements, dtype=dtype_of(bucket.dtype))
         self.version = 0
         self._sum: torch.Tensor | None = None
@@ -136,7 +141,7 @@ class BucketValues:
         """Make `version` out of the round's sum, whose contributions weigh `samples` together."""
         assert self._sum is not None, "a round is applied only when contributions are complete"
         if self.bucket.rule is Rule.MAXIMUM:
-            self.values.copy_(self._sum)
+            self.values.copy_(torch.maximum(self._sum, self.values) if self._stale else self._sum)
         else:
             self._sum.div_(samples)
             if self.bucket.rule is Rule.MEAN:

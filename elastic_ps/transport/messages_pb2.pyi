@@ -180,6 +180,16 @@ class BeginRequest(_message.Message):
     version: int
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ...) -> None: ...
 
+class BeginReply(_message.Message):
+    __slots__ = ("version", "attempt", "pending")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    attempt: int
+    pending: bool
+    def __init__(self, version: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: _Optional[bool] = ...) -> None: ...
+
 class PushRequest(_message.Message):
     __slots__ = ("caller", "step", "bucket", "version", "attempt", "samples", "present", "codec", "finish")
     CALLER_FIELD_NUMBER: _ClassVar[int]

@@ -82,9 +82,17 @@ class Granted:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step's pushes have in common."""
+    """What a step's pushes have in common.
+
+    Attributes:
+        number: the worker's own count.
+        base: the version that the step is computed on.
+        version: the open round's that it is pushed for; the same, unless staleness is allowed.
+        samples: weight in the mean.
+    """
 
     number: int
+    base: int
     version: int
     samples: int
 
@@ -242,9 +250,15 @@ class Client:
 
     # --- steps
 
-    def begin(self, step: Step) -> None:
-        """With backup workers, before the first push of a step. Raises Refused (LATE)."""
-        self._ask(0, "Begin", pb.BeginRequest(caller=self._caller, version=step.version), pb.Done)
+    def begin(self, step: Step) -> tuple[int, int]:
+        """Where rounds are not made of everybody's steps, before the first push of one. Blocks.
+
+        Returns version and attempt of the round that the step is to be pushed for. Raises Refused (LATE).
+        """
+        request = pb.BeginRequest(caller=self._caller, version=step.base)
+        while (reply := self._ask(0, "Begin", request, pb.BeginReply)).pending:
+            pass
+        return reply.version, reply.attempt
 
     def push(
         self,

@@ -7,6 +7,9 @@ it carries the end of the step with it.
 
 Buckets stay as they are until the new version is there, so that a round that starts again is pushed again
 without computing anything again.
+
+With bounded staleness nothing is sent before the script calls `optimizer.step()`: the round that the step
+goes into waits for it from its first push on, so others would have to wait for the rest of a slow backward.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from elastic_ps.core.partition import Bucket, Rule
@@ -27,6 +31,7 @@ from elastic_ps.errors import (
     Refused,
     UsageError,
 )
+from elastic_ps.job import Consistency
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.worker.client import PATIENCE, Client, Ending, Step
 from elastic_ps.worker.model import Flat
@@ -57,19 +62,22 @@ class Exchange:
     """One worker's pushes and pulls. `ready`, `finish` and `fetch` belong to the main thread.
 
     Args:
-        backup: rounds may be made without this worker, so it asks before the first push of each step.
+        consistency: the job's. Where rounds may be made without this worker, it asks before each step.
 
     Attributes:
-        version: of the values that the model has.
+        version: of the values that the model has; with bounded staleness, some may be newer.
         settings: the settings in force, as JSON, as of the last pull.
     """
 
-    def __init__(self, client: Client, flat: Flat, *, backup: bool, trace: Trace, history: History) -> None:
+    def __init__(
+        self, client: Client, flat: Flat, consistency: Consistency, *, trace: Trace, history: History
+    ) -> None:
         self.version = 0
         self.settings = ""
         self._client = client
         self._flat = flat
-        self._backup = backup
+        self._bounded = consistency.mode == "bounded"
+        self._backup = consistency.backup_workers > 0
         self._asking = threading.Lock()
         self._let_in: Step | None = None
         self._trace = trace
@@ -85,6 +93,7 @@ class Exchange:
         self._acknowledged = 0
         self._ending: Ending | None = None
         self._missing: set[int] = set()
+        self._pulled: int | None = None
         self._error: BaseException | None = None
         self._generation = 0
         self._closing = threading.Event()
@@ -139,7 +148,10 @@ class Exchange:
             self._queue_ready()
 
     def _queue_ready(self) -> None:
-        limit = self._ready if self._ending is not None else min(self._ready, len(self._pushed) - 1)
+        if self._ending is not None:
+            limit = self._ready
+        else:
+            limit = 0 if self._bounded else min(self._ready, len(self._pushed) - 1)
         while self._queued < limit:
             bucket = self._pushed[self._queued]
             assert self._step is not None
@@ -154,20 +166,23 @@ class Exchange:
         """
         step = self._step
         assert step is not None, "begin was called"
+        if self._ready < len(self._pushed):
+            raise UsageError("not all buckets are ready")
+        if self._bounded:
+            version, self._attempt = self._client.begin(step)
+            self._step = step = replace(step, version=version)
         with self._changed:
             self._ending = ending
-            if self._ready < len(self._pushed):
-                raise UsageError("not all buckets are ready")
             self._pull(step.version + 1, contributor=True)
             self._missing.add(_FINISH)
             self._queue_ready()
         self._wait()
-        self._step, self.version = None, step.version + 1
+        self._step, self.version = None, self._reached(step.version + 1)
         self._flat.publish()
         self._history.record(
             "applied",
             step=step.number,
-            version=self.version,
+            version=step.version + 1,
             records=ending.ranges,
             samples=step.samples,
             worker=self._client.worker,
@@ -180,12 +195,16 @@ class Exchange:
         with self._changed:
             self._pull(version, contributor=contributor, constants=True)
         self._wait()
-        self.version = version
+        self.version = self._reached(version)
         self._flat.publish()
+
+    def _reached(self, version: int) -> int:
+        """Of which version the values are, after a pull of `version`: the oldest bucket's."""
+        return max(version, self._pulled or 0) if self._bounded else version
 
     def _pull(self, version: int, *, contributor: bool, constants: bool = False) -> None:
         wanted = [b for b in self._flat.layout.pull_order if constants or b.rule is not Rule.CONSTANT]
-        self._missing = {bucket.index for bucket in wanted}
+        self._missing, self._pulled = {bucket.index for bucket in wanted}, None
         for shard, channel in enumerate(self._to_pull):
             own = [b.index for b in wanted if b.shard == shard]
             if own or shard == 0:
@@ -238,6 +257,7 @@ class Exchange:
             bucket=bucket.index,
             attempt=push.attempt,
             version=step.version,
+            base=step.base,
             worker=self._client.worker,
             incarnation=self._client.incarnation,
         )
@@ -311,7 +331,8 @@ class Exchange:
                 now = time.monotonic_ns()
                 self._trace.complete("pull", started, now, bucket=bucket.index, version=reply.version)
                 started = now
-                self._arrived(bucket.index, pull.generation)
+                constant = bucket.rule is Rule.CONSTANT
+                self._arrived(bucket.index, pull.generation, version=None if constant else reply.version)
             elif kind == "attempt":
                 self._restart(reply.attempt, pull.generation)
                 return False
@@ -324,9 +345,11 @@ class Exchange:
                 return True
         raise Malformed(f"shard {shard} ended a pull without saying so")
 
-    def _arrived(self, what: int, generation: int) -> None:
+    def _arrived(self, what: int, generation: int, *, version: int | None = None) -> None:
         with self._changed:
             if generation == self._generation:
+                if version is not None:
+                    self._pulled = version if self._pulled is None else min(version, self._pulled)
                 self._missing.discard(what)
                 if not self._missing:
                     self._changed.notify_all()

@@ -138,8 +138,9 @@ class Session:
         member = self._client.join(described.specs, described.optimizer, Described.settings(optimizer))
         self._settings = member.settings
         flat = Flat(member.layout, described.tensors)
-        backup = self.spec.consistency.backup_workers > 0
-        exchange = Exchange(self._client, flat, backup=backup, trace=self._trace, history=self._history)
+        exchange = Exchange(
+            self._client, flat, self.spec.consistency, trace=self._trace, history=self._history
+        )
         self._exchange = exchange
         self._heart = Heart(self._client, member.lease / 3, self._on_hung)
         if member.initialise:
@@ -261,7 +262,8 @@ class Session:
             if self._optimizer.stepped:
                 self._optimizer.step_schedulers(otherwise=True)
         self._phases.backward()
-        step = Step(number=self._steps, version=self._exchange.version, samples=self._batches.samples)
+        base = self._exchange.version
+        step = Step(number=self._steps, base=base, version=base, samples=self._batches.samples)
         self._exchange.begin(step)
 
     def _exchange_ready(self, bucket: Bucket, present: Sequence[bool]) -> None:

@@ -214,6 +214,17 @@ def _add_rules(spec: Schema) -> None:
             "who is late differs from run to run",
         }
     )
+    fields["consistency"]["properties"]["maxStaleness"].pop("nullable")
+    fields["consistency"]["x-kubernetes-validations"] += [
+        {
+            "rule": "(self.mode == 'bounded') == has(self.maxStaleness)",
+            "message": "consistency.mode bounded needs consistency.maxStaleness, and no other mode takes it",
+        },
+        {
+            "rule": "self.mode == 'sync' || (!self.deterministic && self.backupWorkers == 0)",
+            "message": "consistency.backupWorkers and deterministic belong to mode sync",
+        },
+    ]
     server = fields["parameterServer"]["properties"]
     server["checkpoint"]["properties"]["volumeClaim"].pop("nullable")
     fields["parameterServer"]["x-kubernetes-validations"] = [

@@ -47,7 +47,12 @@ a busy machine takes to start processes, the records do not run out before."""
 
 
 def job(
-    name: str, directory: Path, *, server: Mapping[str, Any] | None = None, **arguments: Any
+    name: str,
+    directory: Path,
+    *,
+    server: Mapping[str, Any] | None = None,
+    consistency: Mapping[str, Any] | None = None,
+    **arguments: Any,
 ) -> TrainingJob:
     """A job that is slow until `hurry` in the directory exists; `server`: fields of its parameter server."""
     pace = {"seconds": 0.4, "hurry": str(directory / "hurry")}
@@ -56,13 +61,14 @@ def job(
         "arguments": {"records": RECORDS, "widths": [6, 64, 64, 1], **pace, **arguments},
         "parameterServer": {"bucketBytes": 4096, "checkpoint": {"interval": "300ms"}, **(server or {})},
         "worker": {"replicas": 2, "leaseDuration": "2s"},
+        "consistency": consistency or {},
     }
     document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
     return parse_job({**document, "metadata": {"name": name}, "spec": spec}, source="test")
 
 
-def drill(directory: Path, kinds: list[Kind], *, seed: int, server: Mapping[str, Any] | None = None) -> Drill:
-    """Train with these faults; fails with the command that repeats it."""
+def drill(directory: Path, kinds: list[Kind], *, seed: int, **fields: Mapping[str, Any]) -> Drill:
+    """Train with these faults, a job with these fields; fails with the command that repeats it."""
     faults = [replace(fault, at=EARLY * fault.at) for fault in schedule(seed, kinds, workers=2)]
     history, told = directory / "history", list[str]()
 
@@ -71,7 +77,7 @@ def drill(directory: Path, kinds: list[Kind], *, seed: int, server: Mapping[str,
         if len(told) == len(faults):
             (directory / "hurry").touch()
 
-    wanted, options = job("faults", directory, server=server), Options(root=directory)
+    wanted, options = job("faults", directory, **fields), Options(root=directory)
     result = run(wanted, faults, options=options, history=history, tell=tell, limit=LIMIT)
     test = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
     lines = [f"again: python -m pytest '{test}'", *map(str, result.injections), *map(str, result.violations)]
@@ -132,6 +138,16 @@ def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(tmp_path: 
     assert [each.state for each in result.injections] == ["recovered"] * 2
     assert [each.redone for each in result.injections] == [0] * 2
     assert len(read(tmp_path / "history").restored) == 1
+    assert result.result.failures == 0
+
+
+@pytest.mark.parametrize("seed", [1])
+def test_workers_and_the_parameter_server_are_killed_with_bounded_staleness(
+    tmp_path: Path, seed: int
+) -> None:
+    consistency = {"mode": "bounded", "maxStaleness": 3}
+    result = drill(tmp_path, ["kill-worker", "kill-ps"], seed=seed, consistency=consistency)
+    assert [each.state for each in result.injections] == ["recovered"] * 2
     assert result.result.failures == 0
 
 

@@ -21,6 +21,7 @@ from elastic_ps.telemetry import Trace
 
 EPOCH = 3
 LR = Settings(groups=({"lr": 1.0},))
+SYNC = Consistency()
 
 
 class Body:
@@ -69,7 +70,7 @@ class Rig:
         optimizer: str = "SGD",
         settings: Settings = LR,
         workers: Sequence[int] = (0, 1, 2),
-        deterministic: bool = False,
+        consistency: Consistency = SYNC,
     ) -> None:
         self.layout = layout
         self.shard = Shard(
@@ -77,7 +78,7 @@ class Rig:
             index,
             EPOCH,
             (optimizer, settings),
-            consistency=Consistency(deterministic=deterministic),
+            consistency=consistency,
             trace=Trace(None, ""),
         )
         self.settings = settings

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from elastic_ps.core.consistency import Contribution, SyncRounds
+from elastic_ps.core.backup import BackupRounds
+from elastic_ps.core.consistency import Contribution, Entry
 from elastic_ps.errors import RefusalCode, Refused
 
 
@@ -15,22 +16,26 @@ def step(worker: int, number: int = 0) -> Contribution:
     return Contribution(worker=worker, incarnation=worker, step=number, samples=8)
 
 
-def opened(*workers: int, spare: int = 1) -> SyncRounds:
+def opened(*workers: int, spare: int = 1) -> BackupRounds:
     """Rounds whose open one, on version 5, may be made of steps of `workers`."""
-    return SyncRounds(version=5, spare=spare, expected=set(workers))
+    return BackupRounds(version=5, spare=spare, expected=set(workers))
 
 
-def finish(rounds: SyncRounds, *workers: int) -> None:
+def let_in(rounds: BackupRounds, worker: int, *, version: int) -> bool:
+    return rounds.begin(worker, version=version) is Entry.IN
+
+
+def finish(rounds: BackupRounds, *workers: int) -> None:
     for worker in workers:
         assert rounds.finish(step(worker), version=rounds.version, attempt=rounds.attempt)
 
 
 def test_the_last_to_begin_is_turned_away() -> None:
     rounds = opened(0, 1, 2)
-    assert rounds.begin(2, version=5)
-    assert rounds.begin(0, version=5)
-    assert rounds.begin(0, version=5), "asked twice"
-    assert not rounds.begin(1, version=5)
+    assert let_in(rounds, 2, version=5)
+    assert let_in(rounds, 0, version=5)
+    assert let_in(rounds, 0, version=5), "asked twice"
+    assert not let_in(rounds, 1, version=5)
     finish(rounds, 0)
     assert not rounds.ready, "worker 2 has begun, so its values are in the sums"
     finish(rounds, 2)
@@ -42,50 +47,50 @@ def test_the_last_to_begin_is_turned_away() -> None:
 def test_a_round_does_not_wait_for_who_has_not_begun() -> None:
     rounds = opened(0, 1, 2)
     for worker in (0, 1):
-        assert rounds.begin(worker, version=5)
+        assert let_in(rounds, worker, version=5)
     finish(rounds, 0, 1)
     assert [c.worker for c in rounds.begin_commit()] == [0, 1]
     rounds.end_commit()
-    assert not rounds.begin(2, version=5), "its step is on a version that is over"
+    assert not let_in(rounds, 2, version=5), "its step is on a version that is over"
     assert rounds.wanted == 2, "with as many workers a round is made of as many steps"
     rounds.admit(2)
     assert rounds.takes_part(2)
-    assert rounds.begin(1, version=6)
-    assert rounds.begin(2, version=6), "else the round would wait for 0, which may be the slowest"
+    assert let_in(rounds, 1, version=6)
+    assert let_in(rounds, 2, version=6), "else the round would wait for 0, which may be the slowest"
 
 
 def test_who_was_turned_away_is_back_in_the_next_round() -> None:
     rounds = opened(0, 1, 2)
-    assert rounds.begin(0, version=5)
-    assert rounds.begin(1, version=5)
-    assert not rounds.begin(2, version=5)
+    assert let_in(rounds, 0, version=5)
+    assert let_in(rounds, 1, version=5)
+    assert not let_in(rounds, 2, version=5)
     rounds.admit(2)
     finish(rounds, 0, 1)
     rounds.begin_commit()
     rounds.end_commit()
     assert rounds.expected == {0, 1, 2}
-    assert rounds.begin(2, version=6)
+    assert let_in(rounds, 2, version=6)
 
 
 def test_who_was_turned_away_and_has_not_come_back_is_the_one_to_do_without() -> None:
     rounds = opened(0, 1, 2)
-    assert rounds.begin(0, version=5)
-    assert rounds.begin(1, version=5)
-    assert not rounds.begin(2, version=5)  # its script will notice at the end of its backward
+    assert let_in(rounds, 0, version=5)
+    assert let_in(rounds, 1, version=5)
+    assert not let_in(rounds, 2, version=5)  # its script will notice at the end of its backward
     finish(rounds, 0, 1)
     rounds.begin_commit()
     rounds.end_commit()
     assert rounds.wanted == 2
-    assert rounds.begin(0, version=6)
-    assert rounds.begin(1, version=6)
+    assert let_in(rounds, 0, version=6)
+    assert let_in(rounds, 1, version=6)
     rounds.lose(2)
     assert rounds.wanted == 1
 
 
 def test_who_comes_to_a_round_that_was_full_does_not_make_it_wait() -> None:
     rounds = opened(0, 1)
-    assert rounds.begin(0, version=5)
-    assert not rounds.begin(1, version=5)
+    assert let_in(rounds, 0, version=5)
+    assert not let_in(rounds, 1, version=5)
     rounds.admit(2)
     assert not rounds.takes_part(2)
     finish(rounds, 0)
@@ -96,13 +101,13 @@ def test_who_comes_to_a_round_that_was_full_does_not_make_it_wait() -> None:
 
 def test_a_full_round_whose_workers_vanish_is_open_again() -> None:
     rounds = opened(0, 1)
-    assert rounds.begin(0, version=5)
-    assert not rounds.begin(1, version=5)
+    assert let_in(rounds, 0, version=5)
+    assert not let_in(rounds, 1, version=5)
     rounds.admit(1)
     rounds.admit(2)
     rounds.lose(0)
     assert rounds.expected == {1, 2}
-    assert rounds.begin(2, version=5)
+    assert let_in(rounds, 2, version=5)
 
 
 def test_who_gets_records_need_not_wait_for_the_slowest() -> None:
@@ -111,7 +116,7 @@ def test_who_gets_records_need_not_wait_for_the_slowest() -> None:
         rounds.withdraw(worker)
     for worker in (0, 1):
         rounds.admit(worker)
-        assert rounds.begin(worker, version=5)
+        assert let_in(rounds, worker, version=5)
     finish(rounds, 0, 1)
     assert rounds.ready
 
@@ -119,26 +124,26 @@ def test_who_gets_records_need_not_wait_for_the_slowest() -> None:
 def test_a_round_that_was_decided_is_made_of_the_same_steps() -> None:
     rounds = opened(0, 1, 2)
     for worker in (0, 1):
-        assert rounds.begin(worker, version=5)
+        assert let_in(rounds, worker, version=5)
     finish(rounds, 0, 1)
     decided = rounds.begin_commit()
     rounds.committing = False  # a shard's answer was lost
     rounds.admit(3)
     assert not rounds.takes_part(3)
-    assert not rounds.begin(2, version=5)
+    assert not let_in(rounds, 2, version=5)
     assert rounds.begin_commit() == decided
 
 
 def test_only_a_loss_that_is_in_the_sums_starts_the_round_again() -> None:
     rounds = opened(0, 1, 2)
-    assert rounds.begin(0, version=5)
+    assert let_in(rounds, 0, version=5)
     rounds.lose(2)
     assert (rounds.attempt, rounds.expected) == (0, {0, 1})
-    assert not rounds.begin(1, version=5), "of two workers one is enough"
+    assert not let_in(rounds, 1, version=5), "of two workers one is enough"
     rounds = opened(0, 1, 2)
-    assert rounds.begin(0, version=5)
+    assert let_in(rounds, 0, version=5)
     finish(rounds, 0)
-    assert rounds.begin(1, version=5)
+    assert let_in(rounds, 1, version=5)
     rounds.lose(1)
     assert (rounds.attempt, rounds.done) == (1, {})
     finish(rounds, 0)
@@ -147,7 +152,7 @@ def test_only_a_loss_that_is_in_the_sums_starts_the_round_again() -> None:
 
 def test_a_single_worker_is_enough_and_needed() -> None:
     rounds = opened(0, spare=3)
-    assert rounds.begin(0, version=5)
+    assert let_in(rounds, 0, version=5)
     finish(rounds, 0)
     assert rounds.ready
 
@@ -159,12 +164,12 @@ def test_a_step_that_nobody_has_let_in_is_refused() -> None:
     assert refused.value.code is RefusalCode.INVALID
 
 
-class BackupRounds(RuleBasedStateMachine):
+class BackupRoundsMachine(RuleBasedStateMachine):
     """Against a model that knows on which version each live worker computes, if it does."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rounds = SyncRounds()
+        self.rounds = BackupRounds()
         self.on: dict[int, int | None] = {}
         self.pushing: set[int] = set()
         self.steps = 0
@@ -192,7 +197,7 @@ class BackupRounds(RuleBasedStateMachine):
     @rule(data=st.data())
     def begin(self, data: st.DataObject) -> None:
         worker = data.draw(st.sampled_from(self.ready_to_push()))
-        if self.rounds.begin(worker, version=self.on[worker] or 0):
+        if let_in(self.rounds, worker, version=self.on[worker] or 0):
             assert self.on[worker] == self.rounds.version
             self.pushing.add(worker)
         else:
@@ -273,7 +278,7 @@ class BackupRounds(RuleBasedStateMachine):
                 if on[worker] is None and rounds.takes_part(worker):
                     on[worker] = rounds.version
                 version = on[worker]
-                if version is not None and rounds.begin(worker, version=version):
+                if version is not None and let_in(rounds, worker, version=version):
                     pushing.add(worker)
                 else:
                     on[worker] = None
@@ -282,5 +287,5 @@ class BackupRounds(RuleBasedStateMachine):
         assert rounds.ready
 
 
-BackupRounds.TestCase.settings = settings(stateful_step_count=50)
-TestBackupRounds = BackupRounds.TestCase
+BackupRoundsMachine.TestCase.settings = settings(stateful_step_count=50)
+TestBackupRounds = BackupRoundsMachine.TestCase

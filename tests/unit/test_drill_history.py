@@ -173,6 +173,11 @@ def send_in_part(histories: Histories, rng: random.Random) -> None:
     histories.sent = [s for s in histories.sent if not (s.step == step and s.bucket == BUCKETS - 1)]
 
 
+def compute_on_an_older_version(histories: Histories, rng: random.Random) -> None:
+    step = rng.choice(list(histories.committed[of_model(histories, rng)].steps))
+    histories.sent = [replace(s, stale=1) if s.step == step else s for s in histories.sent]
+
+
 def commit_when_frozen_before(histories: Histories, rng: random.Random) -> None:
     at = of_model(histories, rng)
     commit = histories.committed[at]
@@ -211,6 +216,7 @@ def come_from_nowhere(histories: Histories, rng: random.Random) -> None:
         (invent_a_step, "step not sent"),
         (apply_to_another_version, "step not sent"),
         (send_in_part, "step in part"),
+        (compute_on_an_older_version, "step too stale"),
         (commit_when_frozen_before, "stale epoch"),
         (send_when_replaced, "stale incarnation"),
         (forget_a_commit, "version gap"),
@@ -226,6 +232,14 @@ def test_what_is_planted_is_found(plant: Plant, kind: Kind, seed: int, crashes: 
     histories = Simulation(seed, crashes).run()
     plant(histories, random.Random(seed))
     assert kind in kinds(histories)
+
+
+def test_a_step_may_be_as_stale_as_the_job_allows() -> None:
+    histories = Simulation(1, 0).run()
+    histories.sent = [replace(sent, stale=sent.step.step % 3) for sent in histories.sent]
+    assert check(histories, DATA, max_staleness=2) == []
+    violations = check(histories, DATA, max_staleness=1)
+    assert {violation.kind for violation in violations} == {"step too stale"}
 
 
 def test_a_job_that_has_not_ended_may_lack_records() -> None:
@@ -258,7 +272,7 @@ def test_files_are_read_even_if_their_last_line_is_cut_off(tmp_path: Path) -> No
     ]
     push = {"event": "push", "time": 2.0, "worker": 0, "incarnation": 7, "step": 1, "bucket": 0}
     worker = [
-        push | {"version": 0, "attempt": 0},
+        push | {"version": 0, "base": 0, "attempt": 0},
         {"event": "applied", "time": 3.1, "epoch": 1, "version": 1, "samples": 4} | contribution,
     ]
     for name, events in (("ps-0-11", server), ("worker-0-12", worker)):

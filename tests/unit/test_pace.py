@@ -38,7 +38,7 @@ def test_without_a_limit_nobody_is_overdue() -> None:
 def rounds(pace: Pace, times: dict[int, list[float]]) -> None:
     """Rounds that open every 100 s; each worker's step is finished so many seconds later."""
     for number in range(max(map(len, times.values()))):
-        pace.opened(times, number * 100)
+        pace.opened(times, number * 100, beginning=times)
         for who, took in times.items():
             if number < len(took):
                 pace.finished(who, 0, number * 100 + took[number])
@@ -61,8 +61,8 @@ def test_rounds_that_start_again_say_nothing() -> None:
 def test_who_has_gone_is_forgotten_and_warms_up_again() -> None:
     pace = Pace()
     rounds(pace, {1: [1, 1], 2: [3, 3]})
-    pace.opened([1], 300)
+    pace.opened([1], 300, beginning=[1])
     assert (pace.seconds, pace.slowness(2), pace.slowness(1)) == ({1: 1}, None, 1)
-    pace.opened([1, 2], 400)
+    pace.opened([1, 2], 400, beginning=[1, 2])
     pace.finished(2, 0, 450)
     assert pace.slowness(2) is None

@@ -12,6 +12,7 @@ from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.job import Consistency
 from tests.unit.shard_rig import Rig, one_bucket, ones, refusal, tensor
 
 
@@ -69,6 +70,15 @@ def test_counters_take_the_maximum_and_running_statistics_the_mean() -> None:
     assert rig.values(number[3]).tolist() == [True, False]
 
 
+def test_counters_of_a_stale_step_do_not_go_back() -> None:
+    layout = partition((tensor("count", 2, dtype="int64", rule=Rule.MAXIMUM),), bucket_bytes=1024, shards=1)
+    rig = Rig(layout, workers=(0,), consistency=Consistency(mode="bounded", max_staleness=4))
+    rig.fill(0, torch.tensor([7, 2]))
+    rig.push(0, torch.tensor([5, 3]))
+    rig.commit(0, samples=1)
+    assert rig.values(0).tolist() == [7, 3]
+
+
 def test_a_parameter_without_any_gradient_is_left_alone() -> None:
     """As torch does with grad None: no weight decay, no momentum, no state."""
     settings = Settings(({"lr": 1.0, "momentum": 0.9, "weight_decay": 0.5},))
@@ -92,7 +102,7 @@ def test_in_deterministic_mode_sums_agree_to_the_bit_in_any_order_of_arrival(
     gradients = [torch.randn(500, generator=generator) * 10.0**w for w in range(5)]
     results = []
     for arrivals in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 4, 0, 3, 1]):
-        rig = Rig(one_bucket(tensor("w", 500)), workers=range(5), deterministic=True)
+        rig = Rig(one_bucket(tensor("w", 500)), workers=range(5), consistency=Consistency(deterministic=True))
         pushes = [threads.submit(rig.push, w, gradients[w], samples=w + 1) for w in arrivals]
         assert all(push.result(10) for push in pushes)
         rig.commit(*range(5), samples=15)
@@ -102,7 +112,7 @@ def test_in_deterministic_mode_sums_agree_to_the_bit_in_any_order_of_arrival(
 
 @pytest.mark.usefixtures("short_wait")
 def test_in_deterministic_mode_a_long_wait_does_not_change_the_order() -> None:
-    rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1), deterministic=True)
+    rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1), consistency=Consistency(deterministic=True))
     with pytest.raises(Refused, match="turn") as refused:
         rig.push(1, ones(4))
     assert refused.value.code is RefusalCode.NOT_READY
@@ -111,7 +121,7 @@ def test_in_deterministic_mode_a_long_wait_does_not_change_the_order() -> None:
 
 
 def test_in_deterministic_mode_nobody_waits_for_who_has_vanished(threads: ThreadPoolExecutor) -> None:
-    rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1), deterministic=True)
+    rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1), consistency=Consistency(deterministic=True))
     waiting = threads.submit(rig.push, 1, ones(4), attempt=0)
     rig.restart(1)
     assert refusal(waiting) is RefusalCode.STALE_ATTEMPT

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
-from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.consistency import Contribution, Entry
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, TensorSpec, partition
+from elastic_ps.job import Consistency
 from elastic_ps.server.state import JobState, Model
 
 
@@ -195,3 +197,52 @@ def test_what_is_foreseen_is_what_comes_and_nothing_changes_before(state: JobSta
     assert state.to_checkpoint() == foreseen
     assert foreseen["round"]["version"] == 1
     assert len(foreseen["round"]["contributions"]) == 2
+
+
+def bounded(*workers: int) -> tuple[JobState, list[Stay]]:
+    consistency = Consistency(mode="bounded", max_staleness=8)
+    state = JobState(epoch=1, lease=timedelta(seconds=10), consistency=consistency, initialised=True)
+    state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
+    return state, [join(state, worker) for worker in workers]
+
+
+def bounded_step(state: JobState, stay: Stay, *, schedule: int) -> str:
+    """A round of the worker's step alone; returns the settings that it was made with."""
+    assert state.begin(stay, version=state.version) is Entry.IN
+    done = replace(contribution(state, stay, step=stay.last_step + 1), settings=str(schedule))
+    state.rounds.finish(done, version=state.version, attempt=state.rounds.attempt)
+    contributions = state.rounds.begin_commit()
+    settings = state.settings_of(contributions)
+    state.book(contributions, 0, decided=0)
+    state.take(stay.worker, stay.incarnation, 10)
+    return settings
+
+
+def test_workers_that_take_turns_both_step_the_schedule() -> None:
+    state, (first, second) = bounded(0, 1)
+    made = [bounded_step(state, stay, schedule=schedule) for schedule in range(3) for stay in (second, first)]
+    assert made == ["0", "", "1", "", "2", ""]
+
+
+def test_a_slow_worker_does_not_take_the_schedule_back_even_when_the_fast_ones_wait_for_records() -> None:
+    state, (fast, slow) = bounded(0, 1)
+    assert [bounded_step(state, fast, schedule=schedule) for schedule in range(3)] == ["0", "1", "2"]
+    state.give_back(fast.incarnation)
+    state.rounds.withdraw(0)
+    assert bounded_step(state, slow, schedule=0) == ""
+    state.drop(0, "left")
+    assert bounded_step(state, slow, schedule=1) == "1", "it is the one that has made most steps now"
+
+
+def test_with_bounded_staleness_only_who_holds_others_up_is_hung() -> None:
+    limit = timedelta(seconds=5)
+    state, (sends, done, asks) = bounded(0, 1, 2)
+    for stay in (sends, done):
+        assert state.begin(stay, version=0) is Entry.IN
+    finish(state, done)
+    assert state.begin(asks, version=0) is Entry.LATER
+    state.starved.add(done.worker)
+    assert state.hung(0, limit) == {}
+    assert state.hung(9, limit) == {0: 9}
+    state.drop(1, "lost")
+    assert state.hung(20, limit) == {0: 20}, "the one that asks waits for it, too"

@@ -1,0 +1,84 @@
+"""Rounds that do without the slowest workers.
+
+With backup workers (Chen et al. 2016, "Revisiting Distributed Synchronous SGD") a round does not wait for the
+slowest. There, the first to finish count; here, the first to begin: a worker asks before its first push, and
+as many are let in as the round is to be made of. Who comes too late has put nothing into the sums, so that
+nothing has to be taken out of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from elastic_ps.core.consistency import AskedRounds, Contribution, Entry
+
+
+@dataclass
+class BackupRounds(AskedRounds):
+    """Synchronous rounds with backup workers.
+
+    Attributes:
+        spare: how many workers a round does without.
+        late: who has been turned away and has not been admitted since. It will be, so it counts where the
+            size of a round is determined.
+        shut: somebody has been turned away because the open round was full. It stays as it is then: whoever
+            comes now waits for the next round, and must not make this one wait for more.
+    """
+
+    spare: int = 1
+    late: set[int] = field(default_factory=set)
+    shut: bool = False
+
+    def admit(self, worker: int, *, at_once: bool = False) -> None:
+        """As of `SyncRounds`; but it takes part in the open round, if nobody was turned away from that.
+
+        A round whose workers are all slow would keep it waiting.
+        """
+        self.late.discard(worker)
+        super().admit(worker, at_once=at_once or not (self.decided or self.shut))
+
+    @property
+    def turned_away(self) -> Set[int]:
+        return self.late
+
+    @property
+    def wanted(self) -> int:
+        """How many steps the open round is made of, while there are so many workers."""
+        return max(1, len(self.expected | self.late) - self.spare)
+
+    def begin(self, worker: int, *, version: int) -> Entry:
+        """LATE if the round has enough others, or the step was computed on a version that is over."""
+        took_part = self.takes_part(worker)
+        if took_part and version == self.version:
+            self.shut |= worker not in self.begun and len(self.begun) >= self.wanted
+            if worker in self.begun or not (self.shut or self.decided):
+                self.begun.add(worker)
+                return Entry.IN
+        self.withdraw(worker)
+        if took_part:
+            self.late.add(worker)
+        return Entry.LATE
+
+    def withdraw(self, worker: int) -> None:
+        self.late.discard(worker)
+        super().withdraw(worker)
+
+    def lose(self, worker: int) -> list[Contribution]:
+        self.late.discard(worker)
+        return super().lose(worker)
+
+    def _open_again(self) -> None:
+        super()._open_again()
+        if self.shut and not self.begun:
+            self.expected, self.waiting = self.expected | self.waiting, set()
+            self.shut = False
+
+    @property
+    def _complete(self) -> bool:
+        enough = self.shut or len(self.done) >= self.wanted
+        return (enough and self.begun <= self.done.keys()) or super()._complete
+
+    def end_commit(self) -> None:
+        super().end_commit()
+        self.shut = False

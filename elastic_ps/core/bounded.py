@@ -1,0 +1,103 @@
+"""Rounds that are made of whatever steps are there, with a bound on how old they may be.
+
+A worker computes on some version, its *base*, while others make new ones; when its step becomes part of a
+version, the step's *staleness* is the number of versions between. As in the stale synchronous parallel model
+(Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server") the fast
+do not wait for the slow until these would fall back further than a bound. There the bound is on the
+difference of the workers' own counts; here it is on versions, so that it means the same for who joins late.
+
+A worker asks when its step is complete, and holds the round up only for as long as it sends. Those who send
+at the same time share a round, as transactions share a group commit: that bounds the wait and the number of
+optimizer steps when many send, and it lets any number of workers stay within any bound. With a bound of 0
+all would have to share each round, which is `sync`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic_ps.core.consistency import AskedRounds, Contribution, Entry
+from elastic_ps.errors import RefusalCode, Refused
+
+
+@dataclass
+class BoundedRounds(AskedRounds):
+    """Rounds of bounded staleness.
+
+    Attributes:
+        max_staleness: the most versions that may be made between the one that a step is computed on and the
+            one that it goes into; at least 1.
+        bases: for each worker that takes part, a version that its step is computed on, or an older one.
+        asking: who has been told to ask again for the next round, and has not been let in since.
+    """
+
+    max_staleness: int = 1
+    bases: dict[int, int] = field(default_factory=dict)
+    asking: set[int] = field(default_factory=set)
+
+    def admit(self, worker: int, *, at_once: bool = False) -> None:
+        """As of `SyncRounds`; but it takes part in the open round, which does not wait for it."""
+        super().admit(worker, at_once=at_once or not self.decided)
+        self._set_bases()
+
+    def restart(self) -> list[Contribution]:
+        void = super().restart()
+        self.expected, self.waiting = self.expected | self.waiting, set()
+        self._set_bases()
+        return void
+
+    def _set_bases(self) -> None:
+        """Who takes part now and did not before is handed the open round's version."""
+        self.bases = {worker: self.bases.get(worker, self.version) for worker in self.expected}
+        self.asking &= self.expected
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        return {worker: self.version - self.bases[worker] for worker in self.done}
+
+    def _open_again(self) -> None:
+        super()._open_again()
+        self._set_bases()
+
+    @property
+    def _at_the_bound(self) -> set[int]:
+        """The workers whose steps would be too stale for the round after the open one."""
+        oldest = self.version + 1 - self.max_staleness
+        return {worker for worker, base in self.bases.items() if base < oldest}
+
+    @property
+    def awaited(self) -> set[int]:
+        return (self.begun | self._at_the_bound) - self.done.keys()
+
+    @property
+    def held_up(self) -> set[int]:
+        return super().held_up | self.asking
+
+    def begin(self, worker: int, *, version: int) -> Entry:
+        """IN, unless the open round waits only for those who are sending, for whom others have waited.
+
+        Raises:
+            Refused: INVALID: the worker takes no part, or has an older version than it was told to have.
+        """
+        if not self.takes_part(worker):
+            reason = f"worker {worker} holds no records, so no step is expected of it"
+            raise Refused(RefusalCode.INVALID, reason)
+        if version < self.bases[worker]:
+            reason = f"worker {worker} begins a step on version {version}; it was handed {self.bases[worker]}"
+            raise Refused(RefusalCode.INVALID, reason)
+        if worker in self.begun:
+            return Entry.IN
+        shut = self.decided or (self.done and not self._at_the_bound - self.begun)
+        if shut or version > self.version:
+            self.asking.add(worker)
+            return Entry.LATER
+        self.asking.discard(worker)
+        self.bases[worker] = version
+        self.begun.add(worker)
+        return Entry.IN
+
+    def end_commit(self) -> None:
+        contributors = set(self.done)
+        super().end_commit()
+        self.bases = {worker: base for worker, base in self.bases.items() if worker not in contributors}
+        self._set_bases()

@@ -1,0 +1,340 @@
+"""With bounded staleness nobody waits for a slow worker before it is too far behind, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from elastic_ps.core.ledger import Range
+from elastic_ps.core.settings import Settings
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
+from elastic_ps.errors import InvalidJob, RefusalCode, Refused
+from elastic_ps.worker.loader import permutation
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Job, Numbers, events, make_mlp, make_spec, running_job
+from tests.integration.oracle import assert_each_record_once, mse
+from tests.integration.trained import adam, sgd, training
+from tests.polling import eventually
+
+MOST = 6
+
+
+def bounded(most: int = MOST) -> dict[str, Any]:
+    return {"mode": "bounded", "maxStaleness": most}
+
+
+def check_histories(job: Job, data: Numbers, *, most: int = MOST) -> None:
+    """Every record is in the model once, and no step was too stale; call it when the job is over."""
+    assert_each_record_once(job.commits(), records=len(data), epochs=1)
+    assert check(read(job.history), Data(len(data), 1), max_staleness=most) == []
+
+
+def staleness(commits: list[dict[str, Any]], worker: int) -> list[int]:
+    return [c["staleness"] for commit in commits for c in commit["contributions"] if c["worker"] == worker]
+
+
+def near_the_end(job: Job, data: Numbers) -> bool:
+    """When a slow worker holds records that the others wait for."""
+    return bool(job.status().progress.records_applied > len(data) - 100)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where: str) -> None:
+    """The slow worker's steps end only when the others have made all the versions that they may make."""
+    data = Numbers(800)
+
+    def slow(session: Session) -> None:
+        until = session.version + MOST
+        eventually(
+            lambda: job.version >= until or near_the_end(job, data),
+            "the others make as many versions as they may",
+        )
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=False)
+        for x, y in session.loader(data, 4):
+            if session.worker == 2 and where == "forward":
+                slow(session)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if session.worker == 2 and where == "backward":
+                slow(session)
+            optimizer.step()
+
+    with running_job(
+        tmp_path,
+        consistency=bounded(),
+        data={"shardRecords": 8},
+        worker={"replicas": 3},
+        parameterServer={"replicas": shards, "bucketBytes": 1024},
+    ) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        job.join()
+        commits, members = job.commits(), {m.worker: m for m in job.status().members}
+    check_histories(job, data)
+    slows = staleness(commits, 2)
+    assert slows.count(MOST) > len(slows) / 2
+    assert members[2].steps < members[0].steps / 2
+    assert (
+        sum(2 not in [c["worker"] for c in commit["contributions"]] for commit in commits) > len(commits) / 2
+    )
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_the_result_is_that_of_the_recorded_rounds(tmp_path: Path, make: Any) -> None:
+    """Each step's gradient is that of the version it was computed on: plain torch, given both, agrees.
+
+    With a single bucket a pull cannot find values of several versions.
+    """
+    data, models = Numbers(240), dict[int, torch.nn.Module]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(make(model), model)
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+        models[session.worker] = model
+
+    with running_job(tmp_path, consistency=bounded(), data={"shardRecords": 8}) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        job.join()
+        commits, spec = job.commits(), job.spec
+    check_histories(job, data)
+    assert any(stale for worker in range(3) for stale in staleness(commits, worker))
+
+    model = make_mlp().double()
+    optimizer = make(model)
+    versions = [copy.deepcopy(model)]
+    for commit in commits:
+        total = [torch.zeros_like(p) for p in model.parameters()]
+        for c in commit["contributions"]:
+            then = copy.deepcopy(versions[commit["version"] - 1 - c["staleness"]])
+            then.zero_grad()
+            indices = [
+                permutation(len(data), r.epoch, shuffle=True, seed=spec.data.seed)[i]
+                for r in (Range(*each) for each in c["records"])
+                for i in range(r.start, r.stop)
+            ]
+            mse(then, data.x[indices].double(), data.y[indices].double()).backward()
+            for one, p in zip(total, then.parameters(), strict=True):
+                assert p.grad is not None
+                one += p.grad * c["samples"]
+        samples = sum(c["samples"] for c in commit["contributions"])
+        for p, one in zip(model.parameters(), total, strict=True):
+            p.grad = one / samples
+        optimizer.step()
+        versions.append(copy.deepcopy(model))
+    for ours, exact in zip(models[0].parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_alone_it_is_sync(tmp_path: Path) -> None:
+    """With the schedule and all; `check_against_replay` has two workers, of whom one comes too late."""
+    data, models = Numbers(80), list[torch.nn.Module]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(adam(model), model)
+        schedule = session.scheduler(lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5))
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            schedule.step()
+        models.append(model)
+
+    for number, consistency in enumerate((bounded(1), {})):
+        with running_job(tmp_path / str(number), consistency=consistency) as job:
+            job.start(0, script)
+            job.join()
+        check_histories(job, data, most=0)
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(tmp_path: Path) -> None:
+    data, blocked = Numbers(400), threading.Event()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        if session.worker == 1:
+            exchange = session._exchange
+            assert exchange is not None
+            send, pushes = exchange._send, [0]
+
+            def dies(push: Any) -> None:
+                pushes[0] += 1
+                if pushes[0] == 8:  # of three buckets each: in the middle of the third step
+                    blocked.set()
+                    session._client.close()
+                send(push)
+
+            exchange._send = dies  # type: ignore[method-assign]
+        try:
+            for x, y in session.loader(data, 4):
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+        except Exception:
+            if session.worker != 1:
+                raise
+
+    with running_job(
+        tmp_path,
+        consistency=bounded(),
+        parameterServer={"bucketBytes": 1024},
+        worker={"replicas": 3, "leaseDuration": "1s"},
+    ) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        job.join()
+        commits = job.commits()
+        [member] = [m for m in job.status().members if m.worker == 1]
+    assert blocked.is_set()
+    assert (member.state, member.steps) == ("lost", 2)
+    assert [e["bucket"] for e in events(job.history, "worker-1") if e["event"] == "push"][6:] != []
+    assert len(staleness(commits, 1)) == 2
+    check_histories(job, data)
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
+def test_a_lost_parameter_server_loses_nothing(tmp_path: Path, durability: str) -> None:
+    """The steps under way are void; those who wait to be let in learn it, too."""
+    data = Numbers(900)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if session.worker == 2:
+                threading.Event().wait(0.02)
+            optimizer.step()
+
+    with running_job(
+        tmp_path,
+        transport="grpc",
+        checkpoints=tmp_path / "checkpoints",
+        consistency=bounded(3),
+        parameterServer={
+            "replicas": 2,
+            "bucketBytes": 1024,
+            "durability": durability,
+            "checkpoint": {"everyVersions": 4, "interval": "1h"},
+        },
+        worker={"replicas": 3},
+    ) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        for epoch, (shard, version) in enumerate([(0, 15), (1, 35), (0, 55)], start=2):
+            job.until(lambda v=version: job.version >= v, f"version {version}")  # type: ignore[misc]
+            if durability == "standby":
+                job.until(lambda: job.followed, "the standbys have every round")
+            job.restart(shard)
+            job.until(lambda e=epoch: job.status().epoch >= e, f"epoch {epoch}")  # type: ignore[misc]
+        job.join()
+    histories = read(job.history)
+    assert check(histories, Data(len(data), 1), max_staleness=3) == []
+    assert len(histories.restored) >= 3
+
+
+def test_a_worker_that_hangs_at_the_bound_is_declared_hung(tmp_path: Path) -> None:
+    data, release = Numbers(200), threading.Event()
+    refusals: list[RefusalCode] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        try:
+            for step, (x, y) in enumerate(session.loader(data, 4)):
+                optimizer.zero_grad()
+                if session.worker == 1 and step == 2:
+                    assert release.wait(60)
+                mse(model, x, y).backward()
+                optimizer.step()
+        except Refused as refusal:
+            refusals.append(refusal.code)
+
+    with running_job(
+        tmp_path,
+        consistency=bounded(),
+        worker={"replicas": 2, "leaseDuration": "1s", "progressTimeout": "1s"},
+        data={"shardRecords": 8},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.until(lambda: job.status().progress.finished, "the other trains all records")
+        members = job.status().members
+        release.set()
+        job.join()
+    assert [m.worker for m in members if m.state == "hung"] == [1]
+    assert refusals == [RefusalCode.HUNG]
+    check_histories(job, data)
+
+
+def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Path) -> None:
+    """The learning rate is that of the worker that has made most steps; who joins takes it over."""
+    data, rates, joined = Numbers(600), list[float](), threading.Event()
+
+    def slow(session: Session) -> None:
+        until = session.version + 3
+        eventually(lambda: job.version >= until or near_the_end(job, data), "the others go on")
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        schedule = session.scheduler(lr_scheduler.ExponentialLR(optimizer, 0.97), interval="step")
+        for x, y in session.loader(data, 4):
+            if session.worker == 0:
+                slow(session)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            schedule.step()
+            rates.append(Settings.from_json(coordinator.settings).groups[0]["lr"])
+            if len(rates) > 20:
+                joined.set()
+
+    with running_job(tmp_path, consistency=bounded(), data={"shardRecords": 8}) as job:
+        assert job.servers[0].coordinator is not None
+        coordinator = job.servers[0].coordinator
+        for worker in range(2):
+            job.start(worker, script)
+        assert joined.wait(60)
+        job.start(2, script)
+        job.until(lambda: training(job, 2), "worker 2 trains")
+        job.join()
+        members = job.status().members
+    check_histories(job, data)
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx(0.1 * 0.97 ** max(m.steps for m in members), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"mode": "bounded"}, "needs maxStaleness, a number of versions"),
+        ({"maxStaleness": 3}, "maxStaleness 3 with mode sync, in which no gradient is stale"),
+        ({"mode": "bounded", "maxStaleness": 0}, "greater than or equal to 1"),
+        (bounded() | {"backupWorkers": 1}, "backupWorkers belongs to mode sync"),
+        (bounded() | {"deterministic": True}, "deterministic belongs to mode sync"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidJob, match=reason):
+        make_spec(consistency=fields)
