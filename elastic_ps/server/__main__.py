@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 
-from elastic_ps import env, process
+from elastic_ps import compiler, env, process
 from elastic_ps.errors import CheckpointError, UserError
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.server.status import StatusServer
@@ -31,6 +31,7 @@ def main() -> int:
     try:
         environment = env.read()
         process.begin(environment)
+        compiler.defer()
         transport = GrpcServer(environment.bind)
         server = ParameterServer(
             environment,

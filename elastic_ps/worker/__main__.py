@@ -63,12 +63,14 @@ def main() -> int:
     """Run the script; returns the exit status, see `elastic_ps.env`."""
     if len(sys.argv) == 3 and sys.argv[1] == "--check":
         return check(sys.argv[2])
+    from elastic_ps import compiler
     from elastic_ps.worker import current
     from elastic_ps.worker.session import Drained
 
     try:
         environment = env.read()
         process.begin(environment)
+        compiler.defer()
         signal.signal(signal.SIGTERM, lambda *_: current.drain())
         function = load_entrypoint(environment.spec.entrypoint)
         function(**environment.spec.arguments)
