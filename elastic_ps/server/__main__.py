@@ -7,11 +7,8 @@ import signal
 import sys
 import threading
 
-from elastic_ps import compiler, env, process
+from elastic_ps import env, process
 from elastic_ps.errors import CheckpointError, UserError
-from elastic_ps.server.process import ParameterServer
-from elastic_ps.server.status import StatusServer
-from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +22,12 @@ def main() -> int:
 
     Returns the exit status, see `elastic_ps.env`.
     """
+    process.end_on_request(0)
+    from elastic_ps import compiler
+    from elastic_ps.server.process import ParameterServer
+    from elastic_ps.server.status import StatusServer
+    from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
+
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())

@@ -63,6 +63,7 @@ def main() -> int:
     """Run the script; returns the exit status, see `elastic_ps.env`."""
     if len(sys.argv) == 3 and sys.argv[1] == "--check":
         return check(sys.argv[2])
+    process.end_on_request(env.EXIT_LEFT)
     from elastic_ps import compiler
     from elastic_ps.worker import current
     from elastic_ps.worker.session import Drained

@@ -1,0 +1,35 @@
+"""A process that is asked to end before it has begun does so at once, in a container, too."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_ps.env import EXIT_LEFT
+from tests.polling import LIMIT, eventually
+
+
+@pytest.mark.parametrize(("program", "status"), [("elastic_ps.worker", EXIT_LEFT), ("elastic_ps.server", 0)])
+def test_it_can_be_asked_before_torch_is_imported(program: str, status: int) -> None:
+    """The kernel ignores a signal to a container's first process that this has not asked for."""
+    process = subprocess.Popen([sys.executable, "-m", program], stderr=subprocess.PIPE)
+    mapped: list[str] = []
+
+    def can_be_asked() -> bool:
+        mapped.append(Path(f"/proc/{process.pid}/maps").read_text())
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
+        return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+    with process:
+        try:
+            eventually(can_be_asked, "SIGTERM has a handler")
+            process.terminate()
+            assert "libtorch" not in mapped[-1]
+            assert process.wait(LIMIT) == status
+        finally:
+            process.kill()
