@@ -51,7 +51,7 @@ def jobs(cluster: GivenCluster, namespace: str) -> Jobs:
 
 
 def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
-    jobs.cluster.apply(digits(epochs=30), namespace=jobs.namespace)
+    jobs.cluster.apply(digits(epochs=60), namespace=jobs.namespace)
     jobs.wait_status("digits", phase="Running", workers="2/2", timeout=timedelta(minutes=3))
     jobs.wait_version("digits", 0)
     before = jobs.identities("digits")
