@@ -14,7 +14,7 @@ test: $(VENV)/ready  ## Every test
 	$(MAKE) --jobs=2 --keep-going --output-sync=target test-here test-cluster
 
 test-here: $(VENV)/ready  ## The tests that need no cluster
-	$(BIN)/python -m pytest tests/unit tests/integration
+	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadscope tests/unit tests/integration
 
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
 	$(BIN)/python -m pytest tests/e2e
