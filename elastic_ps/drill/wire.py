@@ -54,6 +54,8 @@ class Wires:
     def _relay(self, worker: int, address: str) -> str:
         if (worker, address) not in self._relays:
             listening = socket.create_server(("127.0.0.1", 0))
+            # What is accepted inherits it; asyncio sets it on no socket that does not name its protocol.
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._relays[worker, address] = f"127.0.0.1:{listening.getsockname()[1]}"
             whole = self._whole[worker]
 
