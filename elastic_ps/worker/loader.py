@@ -176,9 +176,14 @@ class ElasticLoader:
         return not self._over
 
     def _take(self, *, wait: bool) -> bool:
-        """Get more records; without `wait` only if there are any at the moment."""
+        """Get more records; without `wait` only if there are any at the moment.
+
+        Without `wait`, what is in hand stays outdated if this worker had to join again meanwhile: a batch
+        that was begun and those that were fetched ahead are still to be dropped.
+        """
         ranges = self._session._take(self._records, self._epochs, self.batch_size, wait=wait)
-        self._forget()
+        if wait:
+            self._forget()
         self._kept.extend(ranges)
         return bool(ranges)
 
