@@ -49,4 +49,6 @@ def test_what_was_handed_out_before_is_dropped(tmp_path: Path, ahead: int) -> No
         job.start(0, script)
         job.join()
     assert lost
-    assert check(read(tmp_path / "history"), Data(len(data), 1)) == []
+    histories = read(tmp_path / "history")
+    assert check(histories, Data(len(data), 1)) == []
+    assert len(histories.joined) == 2, "a step on what was dropped would be refused, and it would join again"
