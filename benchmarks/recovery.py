@@ -171,7 +171,7 @@ def measure_parameter_server(workers: int, interval: float, train: float, durabi
         def version() -> tuple[int, int]:
             http = launcher.status().http
             status = fetch_status(http[0]) if http else None
-            return (status.epoch, status.progress.version) if status else (1, 0)
+            return (status.term, status.progress.version) if status else (1, 0)
 
         def followed() -> tuple[int, int]:
             status = fetch_status(launcher.status().http[0])

@@ -80,6 +80,7 @@ class ProcessEnvironment:
         trace: directory for trace events; None records none.
         history: directory for the histories that tests check; None records none.
         lifeline: a file descriptor that closes when the starter dies; the process then ends itself.
+        instance: names the process for all time, where whoever starts it wants to speak of it; "" if not.
     """
 
     job: str
@@ -95,6 +96,7 @@ class ProcessEnvironment:
     trace: Path | None = None
     history: Path | None = None
     lifeline: int | None = None
+    instance: str = ""
 
     def to_variables(self) -> dict[str, str]:
         """The environment variables that `read` turns back into this object."""
@@ -112,6 +114,7 @@ class ProcessEnvironment:
             "TRACE": str(self.trace or ""),
             "HISTORY": str(self.history or ""),
             "LIFELINE": "" if self.lifeline is None else str(self.lifeline),
+            "INSTANCE": self.instance,
         }
         return {PREFIX + key: value for key, value in values.items() if value}
 
@@ -159,6 +162,7 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
         trace=path("TRACE"),
         history=path("HISTORY"),
         lifeline=int(lifeline) if lifeline else None,
+        instance=source.get(PREFIX + "INSTANCE", ""),
     )
 
 

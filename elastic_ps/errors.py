@@ -76,7 +76,7 @@ class RefusalCode(enum.IntEnum):
     """Why a parameter server refused; the numbers are on the wire and never change their meaning."""
 
     UNSPECIFIED = 0
-    STALE_EPOCH = 1
+    STALE_TERM = 1
     """The message belongs to another start of the parameter server."""
     STALE_INCARNATION = 2
     """The worker was declared gone, or a newer process with its index has joined."""
@@ -104,6 +104,8 @@ class RefusalCode(enum.IntEnum):
     """The worker kept the others waiting for too long and was declared hung; its process must end."""
     LATE = 14
     """Enough others have begun their steps of this round, which is made without this worker's."""
+    STALE_CALL = 15
+    """The process has made a later call of the kind; this one was kept by the network for too long."""
 
 
 class Refused(ElasticPSError):

@@ -80,7 +80,7 @@ class ServerStatus(CamelModel):
     job: str
     shard: int
     shards: int
-    epoch: int = Field(description="How often this parameter server has been started.")
+    term: int = Field(description="How often this parameter server has been started.")
     ready: bool = Field(description="Whether the model is initialised.")
     progress: Progress = Field(default_factory=Progress)
     durable_age_seconds: float | None = Field(default=None, description="Age of the newest whole checkpoint.")
@@ -125,7 +125,7 @@ class WorkerStatus(CamelModel):
 
 class ParameterServerStatus(CamelModel):
     ready: int = 0
-    epoch: int | None = None
+    term: int | None = None
     standbys: int | None = Field(
         default=None,
         description="With durability standby: those that have every round; unset if shard 0 does not tell.",

@@ -26,7 +26,7 @@ import torch
 
 from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"version-(\d{10})")
 _PARTIAL = re.compile(r"partial-(\d+)-(\d{10})")
@@ -48,7 +48,7 @@ class Manifest:
     Attributes:
         job: the job's name.
         version: optimizer steps taken.
-        epoch: of the parameter server that wrote it.
+        term: of the parameter server that wrote it.
         tensors: the model's tensors, as plain data, in order of registration.
         optimizer: name of the optimizer's class.
         state: the coordinator's state at this version: ledger, members, seen steps, settings, metrics.
@@ -57,7 +57,7 @@ class Manifest:
 
     job: str
     version: int
-    epoch: int
+    term: int
     tensors: list[dict[str, Any]]
     optimizer: str
     state: dict[str, Any]
@@ -100,11 +100,11 @@ class Store:
         """The directory of a whole checkpoint."""
         return self.directory / f"version-{version:010d}"
 
-    def _partial(self, epoch: int, version: int) -> Path:
-        return self.directory / f"partial-{epoch}-{version:010d}"
+    def _partial(self, term: int, version: int) -> Path:
+        return self.directory / f"partial-{term}-{version:010d}"
 
     def write_shard(
-        self, epoch: int, version: int, shard: int, shards: int, tensors: Iterator[Stored]
+        self, term: int, version: int, shard: int, shards: int, tensors: Iterator[Stored]
     ) -> ShardFile:
         """Write and flush a shard's file. Blocks for the disk.
 
@@ -113,8 +113,8 @@ class Store:
         """
         name = f"shard-{shard}-of-{shards}.safetensors"
         try:
-            directory = self._partial(epoch, version)
-            for left in self._partials_before(epoch, version + 1):
+            directory = self._partial(term, version)
+            for left in self._partials_before(term, version + 1):
                 (left / name).unlink(missing_ok=True)  # of a checkpoint that was given up
             directory.mkdir(parents=True, exist_ok=True)
             path = directory / name
@@ -122,7 +122,7 @@ class Store:
             _flush(path)
             return ShardFile(name, _digest(path), path.stat().st_size)
         except (OSError, safetensors.SafetensorError) as error:
-            shutil.rmtree(self._partial(epoch, version), ignore_errors=True)  # else it keeps the disk full
+            shutil.rmtree(self._partial(term, version), ignore_errors=True)  # else it keeps the disk full
             raise CheckpointError(f"cannot write {name} of version {version}: {error}") from error
 
     def commit(self, manifest: Manifest, *, keep: int) -> Path:
@@ -134,17 +134,17 @@ class Store:
         """
         try:
             with self._locked():
-                self.require_epoch(manifest.epoch)
+                self.require_term(manifest.term)
                 self._finish(manifest)
                 self._prune(manifest, keep)
         except OSError as error:
-            shutil.rmtree(self._partial(manifest.epoch, manifest.version), ignore_errors=True)
+            shutil.rmtree(self._partial(manifest.term, manifest.version), ignore_errors=True)
             text = f"cannot finish the checkpoint of version {manifest.version}: {error}"
             raise CheckpointError(text) from error
         return self.path(manifest.version)
 
     def _finish(self, manifest: Manifest) -> None:
-        partial, final = self._partial(manifest.epoch, manifest.version), self.path(manifest.version)
+        partial, final = self._partial(manifest.term, manifest.version), self.path(manifest.version)
         path = partial / MANIFEST
         path.write_text(_sealed(asdict(manifest)))
         _flush(path)
@@ -158,13 +158,13 @@ class Store:
         """Delete what is not needed besides a new checkpoint; what cannot be deleted is left."""
         for version in self.versions()[:-keep]:
             shutil.rmtree(self.path(version), ignore_errors=True)
-        for path in self._partials_before(manifest.epoch, manifest.version):
+        for path in self._partials_before(manifest.term, manifest.version):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _partials_before(self, epoch: int, version: int) -> list[Path]:
-        """What was left by writes of earlier versions or epochs; one checkpoint is written at a time."""
+    def _partials_before(self, term: int, version: int) -> list[Path]:
+        """What was left by writes of earlier versions or terms; one checkpoint is written at a time."""
         found = ((_PARTIAL.fullmatch(path.name), path) for path in self.directory.glob("partial-*"))
-        return [p for match, p in found if match and (int(match[1]), int(match[2])) < (epoch, version)]
+        return [p for match, p in found if match and (int(match[1]), int(match[2])) < (term, version)]
 
     def discard_partial(self) -> None:
         """Delete what an interrupted write left behind."""
@@ -243,21 +243,21 @@ class Store:
                     tensor, start, key, kind = name.split("/")
                     yield Stored(int(tensor), int(start), key, opened.get_tensor(name), kind == "scalar")
 
-    # --- epochs
+    # --- terms
 
     @property
-    def _epoch_file(self) -> Path:
-        return self.directory / "epoch.json"
+    def _term_file(self) -> Path:
+        return self.directory / "term.json"
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Nobody else changes the epoch or finishes a checkpoint meanwhile."""
+        """Nobody else changes the term or finishes a checkpoint meanwhile."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def epoch(self) -> int:
+    def term(self) -> int:
         """The number of the last start of the parameter server; 0 if there was none.
 
         Raises:
@@ -265,43 +265,48 @@ class Store:
                 pass for the present one.
         """
         try:
-            epoch = json.loads(self._epoch_file.read_text())["epoch"]
-            if not isinstance(epoch, int):
-                raise TypeError(f"the epoch is {epoch!r}")
+            term = json.loads(self._term_file.read_text())["term"]
+            if not isinstance(term, int):
+                raise TypeError(f"the term is {term!r}")
         except FileNotFoundError:
             return 0
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"{self._epoch_file}, which counts the starts of the parameter server, cannot be read: "
-                f"{error!r}. If its content is broken, put a larger number there than any epoch in the logs"
+                f"{self._term_file}, which counts the starts of the parameter server, cannot be read: "
+                f"{error!r}. If its content is broken, put a larger number there than any term in the logs"
             ) from error
-        return epoch
+        return term
 
-    def next_epoch(self) -> int:
-        """Count a start of the parameter server, durably. Who had the number before is fenced from now on.
+    def next_term(self, *, after: int | None = None) -> int:
+        """Begin a new term, durably. The parameter server of the one before is fenced from now on.
+
+        Args:
+            after: the term that the caller has, if it has one: only the parameter server of the present term
+                may go on with another.
 
         Raises:
-            CheckpointError: the count cannot be read or written.
+            Fenced: another parameter server has begun a term since `after`.
+            CheckpointError: the term cannot be read or written.
         """
         try:
             with self._locked():
-                epoch = self.epoch() + 1
-                temporary = self._epoch_file.with_suffix(".partial")
-                temporary.write_text(json.dumps({"epoch": epoch}))
+                if after is not None:
+                    self.require_term(after)
+                term = self.term() + 1
+                temporary = self._term_file.with_suffix(".partial")
+                temporary.write_text(json.dumps({"term": term}))
                 _flush(temporary)
-                temporary.rename(self._epoch_file)
+                temporary.rename(self._term_file)
                 _flush(self.directory)
         except OSError as error:
-            raise CheckpointError(f"cannot write {self._epoch_file}: {error}") from error
-        return epoch
+            raise CheckpointError(f"cannot write {self._term_file}: {error}") from error
+        return term
 
-    def require_epoch(self, epoch: int) -> None:
-        """Raise Fenced if the parameter server was started again since `epoch`. Else as `epoch()`."""
-        current = self.epoch()
-        if current != epoch:
-            raise Fenced(
-                f"epoch {current} has taken over from epoch {epoch}, which may write nothing any more"
-            )
+    def require_term(self, term: int) -> None:
+        """Raise Fenced if the parameter server was started again since `term`. Else as `term()`."""
+        current = self.term()
+        if current != term:
+            raise Fenced(f"term {current} has taken over from term {term}, which may write nothing any more")
 
 
 class Assembled:

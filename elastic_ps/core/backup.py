@@ -70,7 +70,7 @@ class BackupRounds(AskedRounds):
 
     def _open_again(self) -> None:
         super()._open_again()
-        if self.shut and not self.begun:
+        if self.shut and not (self.begun or self.decided):
             self.expected, self.waiting = self.expected | self.waiting, set()
             self.shut = False
 

@@ -69,7 +69,8 @@ class SyncRounds:
         gone: workers among `done` that have left since; their step counts if the round is committed.
         committing: between `begin_commit` and `end_commit`, when nothing else may be called.
         decided: the round has been decided. A commit that failed on the way is made again with the same
-            steps: some shards may have applied them.
+            steps: some shards may have applied them. Nobody is admitted to the round, and nothing starts it
+            again, but `undecide`.
     """
 
     version: int = 0
@@ -91,9 +92,9 @@ class SyncRounds:
         """`worker` has records to compute on and takes part from the next round; at once if none is open.
 
         Args:
-            at_once: it takes part in the open round, which waits for it.
+            at_once: it takes part in the open round, which waits for it, unless that is decided.
         """
-        if at_once and worker not in self.expected:
+        if at_once and not self.decided and worker not in self.expected:
             self.expected.add(worker)
         elif worker not in self.expected or worker in self.gone:
             self.waiting.add(worker)
@@ -127,7 +128,7 @@ class SyncRounds:
         self.waiting.discard(worker)
         if worker not in self.expected:
             return []
-        if worker in self.done:
+        if worker in self.done or self.decided:
             self.gone.add(worker)
             return []
         if not self._begun(worker):
@@ -136,12 +137,27 @@ class SyncRounds:
         self.expected.discard(worker)
         return self.restart()
 
-    def restart(self) -> list[Contribution]:
-        """Start the round again, as a new attempt. Returns the void steps of workers that are gone."""
-        void = [self.done[worker] for worker in sorted(self.gone)]
-        self.expected -= self.gone
-        self.attempt += 1
+    def undecide(self) -> list[Contribution]:
+        """No shard has applied the decided round, and some shard cannot: it starts again; see `restart`."""
         self.decided = False
+        return self.restart()
+
+    def restart(self) -> list[Contribution]:
+        """Start the round again, as a new attempt. Returns the void steps of workers that are gone.
+
+        A process that has come in the place of one that is gone, and waits for the next round, takes part in
+        this one: the round may not be complete without the worker.
+
+        Raises:
+            ValueError: the round is decided.
+        """
+        if self.decided:
+            raise ValueError(f"the round on version {self.version} is decided")
+        void = [self.done[worker] for worker in sorted(self.gone) if worker in self.done]
+        returned = self.gone & self.waiting
+        self.expected = (self.expected - self.gone) | returned
+        self.waiting -= returned
+        self.attempt += 1
         self.done.clear()
         self.gone.clear()
         self._open_again()
@@ -149,7 +165,7 @@ class SyncRounds:
 
     def _open_again(self) -> None:
         """If nobody is left whose step is to come, who waits for the next round takes part in this one."""
-        if not self.expected:
+        if not (self.expected or self.decided):
             self.expected, self.waiting = self.waiting, set()
 
     # --- steps

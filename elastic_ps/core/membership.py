@@ -23,15 +23,18 @@ class Stay:
     Attributes:
         worker: the worker's index.
         incarnation: the number of this joining.
-        pid, host: where the process runs.
+        pid, host: where the process runs, for reports.
+        instance: names the process for all time; pid and host come again, in containers above all.
+        call: the number of the process's call that began the stay.
         joined_version, left_version: the model's version when it joined, and when it left (None: it is here).
         outcome: "" while it is here, then `left` (said goodbye), `lost` or `hung`.
         reason: why it was declared gone, in words.
-        ended: time at which it was; None for a stay of an earlier epoch.
+        ended: time at which it was; None for a stay of an earlier term.
         steps, records: what it contributed to the model.
         late: how many steps of it came too late, so that they were made without it; see `BackupRounds`.
         staleness: of its last step that is in the model; see `BoundedRounds`.
         last_step: the worker's own number of the last step of it that is in the model; -1 for none.
+        last_begun: of the last step that it has asked to push, where that is asked; -1 for none.
         expires: time at which its lease ends.
     """
 
@@ -48,6 +51,9 @@ class Stay:
     steps: int = 0
     records: int = 0
     last_step: int = -1
+    last_begun: int = -1
+    instance: str = ""
+    call: int = 0
     late: int = 0
     staleness: int = 0
 
@@ -67,13 +73,46 @@ class Membership:
     live: dict[int, Stay] = field(default_factory=dict)
     departed: list[Stay] = field(default_factory=list)
 
-    def join(self, worker: int, *, pid: int, host: str, version: int, now: float) -> Stay:
+    def known(self, worker: int, instance: str, call: int) -> Stay | None:
+        """The stay that a process's call has begun, if the call is a repeated one and the stay goes on.
+
+        Of two processes with a worker's index, the one that came later is the worker.
+
+        Raises:
+            Refused: SUPERSEDED; another process has taken this one's place since it first came.
+                STALE_CALL; it has joined again since it made this call.
+        """
+        stays = [stay for stay in reversed(self.stays()) if stay.worker == worker]
+        if not stays:
+            return None
+        newest = stays[0]
+        if newest.instance != instance:
+            if any(stay.instance == instance for stay in stays):
+                text = f"worker {worker} is now another process: {newest.pid} on {newest.host}"
+                raise Refused(RefusalCode.SUPERSEDED, text)
+            return None
+        if call < newest.call:
+            text = f"worker {worker} has joined again since (join {newest.call}, this is {call})"
+            raise Refused(RefusalCode.STALE_CALL, text)
+        return newest if call == newest.call and self.live.get(worker) is newest else None
+
+    def join(
+        self,
+        worker: int,
+        *,
+        pid: int,
+        host: str,
+        version: int,
+        now: float,
+        instance: str = "",
+        call: int = 0,
+    ) -> Stay:
         """Admit a process as `worker`. A member with that index must have been removed before."""
         if worker in self.live:
             raise ValueError(f"worker {worker} is a member already")
         self.last_incarnation += 1
         expires = now + self.lease.total_seconds()
-        stay = Stay(worker, self.last_incarnation, pid, host, version, expires)
+        stay = Stay(worker, self.last_incarnation, pid, host, version, expires, instance=instance, call=call)
         self.live[worker] = stay
         return stay
 

@@ -17,7 +17,7 @@ from elastic_ps.errors import RefusalCode, Refused
 class PushKey:
     """What identifies a push. See `docs/protocol.md`."""
 
-    epoch: int
+    term: int
     worker: int
     incarnation: int
     step: int
@@ -38,7 +38,7 @@ class PushLog:
     """The pushes of the open round.
 
     Attributes:
-        epoch: of this shard.
+        term: of this shard.
         version, attempt: of the open round.
         expected: the incarnation of each worker that takes part; 0, which none has, for a worker that is
             waited for and has not come. Others are refused: their values would spoil the sums. In
@@ -46,7 +46,7 @@ class PushLog:
         added: for each bucket, the (worker, incarnation, step) whose values are in its sum.
     """
 
-    epoch: int
+    term: int
     version: int = 0
     attempt: int = 0
     expected: Mapping[int, int] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class PushLog:
         """Whether the push is to be added or has been already.
 
         Raises:
-            Refused: STALE_EPOCH, STALE_INCARNATION, WRONG_VERSION or STALE_ATTEMPT, in words.
+            Refused: STALE_TERM, STALE_INCARNATION, WRONG_VERSION or STALE_ATTEMPT, in words.
         """
         self.require_open(key)
         if self.expected.get(key.worker) != key.incarnation:
@@ -76,9 +76,9 @@ class PushLog:
         return Verdict.ADD
 
     def require_open(self, key: PushKey) -> None:
-        """Raise Refused (STALE_EPOCH, STALE_ATTEMPT, WRONG_VERSION) unless the push is for the open round."""
-        if key.epoch != self.epoch:
-            raise Refused(RefusalCode.STALE_EPOCH, f"push of epoch {key.epoch}; this is epoch {self.epoch}")
+        """Raise Refused (STALE_TERM, STALE_ATTEMPT, WRONG_VERSION) unless the push is for the open round."""
+        if key.term != self.term:
+            raise Refused(RefusalCode.STALE_TERM, f"push of term {key.term}; this is term {self.term}")
         if key.version < self.version or (key.version == self.version and key.attempt < self.attempt):
             raise Refused(
                 RefusalCode.STALE_ATTEMPT,

@@ -2,7 +2,7 @@
 
 The job's processes write their histories to a volume claim that all of its pods mount; at the end a small
 pod packs them up, and they are checked here as those of a local job are. Their times are of one clock only on
-a cluster of one node, so on a larger one a drill may find a violation that is none ("stale epoch", "stale
+a cluster of one node, so on a larger one a drill may find a violation that is none ("stale term", "stale
 incarnation").
 """
 

@@ -57,7 +57,7 @@ def fill(directory: Path) -> Path:
 
 
 def locked(checkpoints: Path) -> bool:
-    """Whether a parameter server is about to finish a checkpoint, or to begin an epoch, in this directory."""
+    """Whether a parameter server is about to finish a checkpoint, or to begin a term, in this directory."""
     with (checkpoints / "lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

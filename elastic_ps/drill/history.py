@@ -1,6 +1,6 @@
 """Whether anything was lost: the recorded histories of both sides, compared.
 
-The parameter server records what it committed, and from which version a new epoch goes on; each worker
+The parameter server records what it committed, and from which version a new term goes on; each worker
 records what it sent and what it saw applied. Neither side's word is enough. `check` compares them and says
 in words what does not fit; no violation means that every record's gradient is in the model once.
 
@@ -24,11 +24,11 @@ Kind: TypeAlias = Literal[
     "step not sent",  # a commit names a step that no worker has sent, or has sent for another version
     "step in part",  # a commit names a step of which not all buckets were sent
     "step too stale",  # a commit names a step that was computed on an older version than the job allows
-    "stale epoch",  # a parameter server committed after a newer one had started
+    "stale term",  # a parameter server committed after a newer one had started
     "stale incarnation",  # a commit names a step that was sent after a newer process took the worker's place
     "acknowledged step lost",  # a worker saw its step applied, but no commit has it and nothing undid it
-    "version gap",  # versions of an epoch do not follow one another
-    "version from nowhere",  # an epoch goes on from a version that no epoch before had committed
+    "version gap",  # versions of a term do not follow one another
+    "version from nowhere",  # a term goes on from a version that no term before had committed
 ]
 
 
@@ -47,12 +47,12 @@ class StepId(NamedTuple):
 class Committed:
     """A parameter server made `version` of these steps.
 
-    `decided` is a moment before it looked whether it may (whether a newer epoch has begun); `time` is
+    `decided` is a moment before it looked whether it may (whether a newer term has begun); `time` is
     after the version could be seen.
     """
 
     time: float
-    epoch: int
+    term: int
     version: int
     steps: Mapping[StepId, tuple[Range, ...]]
     decided: float
@@ -60,18 +60,18 @@ class Committed:
 
 @dataclass(frozen=True)
 class Started:
-    """A parameter server began an epoch. From then on an older one may commit nothing."""
+    """A parameter server began a term. From then on an older one may commit nothing."""
 
     time: float
-    epoch: int
+    term: int
 
 
 @dataclass(frozen=True)
 class Restored:
-    """An epoch goes on from a checkpoint of `version`: what older epochs committed above it is undone."""
+    """A term goes on from a checkpoint of `version`: what older terms committed above it is undone."""
 
     time: float
-    epoch: int
+    term: int
     version: int
 
 
@@ -105,7 +105,7 @@ class Acknowledged:
 
     time: float
     step: StepId
-    epoch: int
+    term: int
     version: int
     records: tuple[Range, ...]
 
@@ -147,14 +147,14 @@ def check(histories: Histories, data: Data | None, *, max_staleness: int = 0) ->
     """Everything in the histories that breaks the guarantee; [] if nothing does.
 
     Args:
-        histories: of one run, from its first epoch on.
+        histories: of one run, from its first term on.
         data: the records of a job that has succeeded; None if it has not, so that records may be missing.
         max_staleness: what the job allows, in versions.
     """
     surviving = fate(histories).surviving
     return [
         *_versions(histories),
-        *_epochs(histories),
+        *_terms(histories),
         *_steps(histories),
         *_staleness(histories, max_staleness),
         *_incarnations(histories),
@@ -164,67 +164,67 @@ def check(histories: Histories, data: Data | None, *, max_staleness: int = 0) ->
 
 
 def bases(histories: Histories) -> dict[int, int]:
-    """For each epoch that has done anything, the version that it went on from."""
-    found = {committed.epoch: 0 for committed in histories.committed}
-    return found | {restored.epoch: restored.version for restored in histories.restored}
+    """For each term that has done anything, the version that it went on from."""
+    found = {committed.term: 0 for committed in histories.committed}
+    return found | {restored.term: restored.version for restored in histories.restored}
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of the commits: `surviving` are in the model, `undone` by the epoch that went back."""
+    """What became of the commits: `surviving` are in the model, `undone` by the term that went back."""
 
     surviving: list[Committed]
     undone: dict[int, list[Committed]]
 
 
 def fate(histories: Histories) -> Fate:
-    """Follow the epochs: each goes on from its base, and undoes what was committed above it before."""
-    by_epoch: dict[int, list[Committed]] = defaultdict(list)
+    """Follow the terms: each goes on from its base, and undoes what was committed above it before."""
+    by_term: dict[int, list[Committed]] = defaultdict(list)
     for committed in histories.committed:
-        by_epoch[committed.epoch].append(committed)
+        by_term[committed.term].append(committed)
     surviving: list[Committed] = []
     undone: dict[int, list[Committed]] = {}
-    for epoch, base in sorted(bases(histories).items()):
-        undone[epoch] = [committed for committed in surviving if committed.version > base]
+    for term, base in sorted(bases(histories).items()):
+        undone[term] = [committed for committed in surviving if committed.version > base]
         surviving = [committed for committed in surviving if committed.version <= base]
-        surviving += sorted(by_epoch[epoch], key=lambda committed: committed.version)
+        surviving += sorted(by_term[term], key=lambda committed: committed.version)
     return Fate(surviving, undone)
 
 
 def _versions(histories: Histories) -> Iterator[Violation]:
-    """Within an epoch versions count up from its base, and its base was committed by an older epoch."""
+    """Within a term versions count up from its base, and its base was committed by an older term."""
     reached = 0
-    for epoch, base in sorted(bases(histories).items()):
-        own = [committed for committed in histories.committed if committed.epoch == epoch]
+    for term, base in sorted(bases(histories).items()):
+        own = [committed for committed in histories.committed if committed.term == term]
         if base > reached:
-            text = f"epoch {epoch} goes on from version {base}; before it, only version {reached} was reached"
+            text = f"term {term} goes on from version {base}; before it, only version {reached} was reached"
             yield Violation("version from nowhere", text)
         last = base
         for committed in own:
             if committed.version != last + 1:
-                text = f"epoch {epoch} committed version {committed.version} after version {last}"
+                text = f"term {term} committed version {committed.version} after version {last}"
                 yield Violation("version gap", text, committed.time)
             last = committed.version
         reached = last
 
 
-def _epochs(histories: Histories) -> Iterator[Violation]:
-    """A commit that was decided after a newer epoch had begun.
+def _terms(histories: Histories) -> Iterator[Violation]:
+    """A commit that was decided after a newer term had begun.
 
     One that was decided before may still be recorded after it: nothing of it is durable, and the newer
-    epoch undoes it.
+    term undoes it.
     """
-    begun = [(started.time, started.epoch) for started in histories.started]
-    begun += [(restored.time, restored.epoch) for restored in histories.restored]
+    begun = [(started.time, started.term) for started in histories.started]
+    begun += [(restored.time, restored.term) for restored in histories.restored]
     for committed in histories.committed:
-        newer = [(t, epoch) for t, epoch in begun if epoch > committed.epoch and t < committed.decided]
+        newer = [(t, term) for t, term in begun if term > committed.term and t < committed.decided]
         if newer:
-            t, epoch = min(newer)
+            t, term = min(newer)
             text = (
-                f"epoch {committed.epoch} committed version {committed.version} "
-                f"{committed.decided - t:.3f} s after epoch {epoch} had begun"
+                f"term {committed.term} committed version {committed.version} "
+                f"{committed.decided - t:.3f} s after term {term} had begun"
             )
-            yield Violation("stale epoch", text, committed.time)
+            yield Violation("stale term", text, committed.time)
 
 
 def _steps(histories: Histories) -> Iterator[Violation]:
@@ -290,15 +290,15 @@ def _incarnations(histories: Histories) -> Iterator[Violation]:
 
 
 def _acknowledgements(histories: Histories) -> Iterator[Violation]:
-    """What a worker saw applied was committed, or is undone because a later epoch went back below it."""
-    commits = {(committed.epoch, committed.version): committed for committed in histories.committed}
+    """What a worker saw applied was committed, or is undone because a later term went back below it."""
+    commits = {(committed.term, committed.version): committed for committed in histories.committed}
     for seen in histories.acknowledged:
-        committed = commits.get((seen.epoch, seen.version))
+        committed = commits.get((seen.term, seen.version))
         if committed is None:
             # The parameter server may die between applying a round and recording it.
-            if any(e > seen.epoch and base < seen.version for e, base in bases(histories).items()):
+            if any(e > seen.term and base < seen.version for e, base in bases(histories).items()):
                 continue
-            text = f"{seen.step} was seen in version {seen.version}, which epoch {seen.epoch} never committed"
+            text = f"{seen.step} was seen in version {seen.version}, which term {seen.term} never committed"
         elif seen.step not in committed.steps:
             text = f"{seen.step} was seen in version {seen.version}, which is made of others"
         elif committed.steps[seen.step] != seen.records:

@@ -100,7 +100,7 @@ def _kill_ps(target: Target, fault: Fault) -> str:
         target.until(lambda: all(_settled_standbys(target)), "the standbys have every round")
     process = target.process("ps", shard)
     target.strike(lambda: target.kill("ps", shard))
-    target.until(target.moved_on(epoch=server.epoch), "the version passes the one before")
+    target.until(target.moved_on(term=server.term), "the version passes the one before")
     return f"shard {shard}, {process}"
 
 
@@ -135,22 +135,20 @@ def _freeze_ps(anywhere: Target, _fault: Fault) -> str:
 
 def _rival_ps(anywhere: Target, _fault: Fault) -> str:
     target = _here(anywhere)
-    epoch = target.settled().epoch
+    term = target.settled().term
     pid = target.process("ps", 0)
     # Frozen while it finishes a checkpoint it would keep the directory locked, and the second one waiting.
     with _frozen(target, pid, unless=lambda: disk.locked(target.checkpoints)), _rival(target) as address:
         rival = target.until(lambda: fetch_status(address), "the second parameter server answers")
-        if rival.epoch <= epoch:
-            raise NotRecovered(f"the second parameter server began epoch {rival.epoch}, not above {epoch}")
-    target.until(
-        target.moved_on(epoch=rival.epoch), f"a parameter server goes on in an epoch above {rival.epoch}"
-    )
-    return f"epoch {rival.epoch} took over from epoch {epoch}"
+        if rival.term <= term:
+            raise NotRecovered(f"the second parameter server began term {rival.term}, not above {term}")
+    target.until(target.moved_on(term=rival.term), f"a parameter server goes on in a term above {rival.term}")
+    return f"term {rival.term} took over from term {term}"
 
 
 def _corrupt_checkpoint(anywhere: Target, fault: Fault) -> str:
     target = _here(anywhere)
-    epoch = target.settled().epoch
+    term = target.settled().term
     target.until(lambda: len(_versions(target.checkpoints)) >= 2, "there are two checkpoints")
     pid = target.process("ps", 0)
     position, file = 0, Path()
@@ -163,7 +161,7 @@ def _corrupt_checkpoint(anywhere: Target, fault: Fault) -> str:
         os.kill(pid, signal.SIGKILL)
 
     target.strike(corrupt)
-    target.until(target.moved_on(epoch=epoch), "the version passes the one before")
+    target.until(target.moved_on(term=term), "the version passes the one before")
     if not list(target.checkpoints.glob("corrupt-*")):
         raise NotRecovered("the broken checkpoint was not set aside")
     return f"byte {position} of {file.parent.name}/{file.name}"

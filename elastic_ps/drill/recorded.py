@@ -26,14 +26,14 @@ def read(directory: Path) -> Histories:
     events = sorted(_events(directory), key=lambda event: float(event["time"]))
     for event in events:
         _add(histories, event)
-    recorded = {(committed.epoch, committed.version) for committed in histories.committed}
+    recorded = {(committed.term, committed.version) for committed in histories.committed}
     for event in events:
         # A parameter server may die between applying a round and recording it; its successor knows.
         if event["event"] == "restore" and (known := event.get("round")):
             committed = _committed(float(event["time"]), known)
-            if (committed.epoch, committed.version) not in recorded:
+            if (committed.term, committed.version) not in recorded:
                 histories.committed.append(committed)
-                recorded.add((committed.epoch, committed.version))
+                recorded.add((committed.term, committed.version))
     return histories
 
 
@@ -52,9 +52,9 @@ def _add(histories: Histories, event: dict[str, Any]) -> None:
     time = float(event["time"])
     match event["role"], event["event"]:
         case "ps", "start":
-            histories.started.append(Started(time, event["epoch"]))
+            histories.started.append(Started(time, event["term"]))
         case "ps", "restore":
-            histories.restored.append(Restored(time, event["epoch"], event["version"]))
+            histories.restored.append(Restored(time, event["term"], event["version"]))
         case "ps", "join":
             histories.joined.append(Joined(time, event["worker"], event["incarnation"]))
         case "ps", "commit":
@@ -66,13 +66,13 @@ def _add(histories: Histories, event: dict[str, Any]) -> None:
         case "worker", "applied":
             records = _ranges(event["records"])
             histories.acknowledged.append(
-                Acknowledged(time, _step(event), event["epoch"], event["version"], records)
+                Acknowledged(time, _step(event), event["term"], event["version"], records)
             )
 
 
 def _committed(time: float, event: dict[str, Any]) -> Committed:
     steps = {_step(c): _ranges(c["records"]) for c in event["contributions"]}
-    return Committed(time, event["epoch"], event["version"], steps, event["decided"])
+    return Committed(time, event["term"], event["version"], steps, event["decided"])
 
 
 def _step(event: dict[str, Any]) -> StepId:

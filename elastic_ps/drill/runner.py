@@ -218,10 +218,10 @@ def judge(job: TrainingJob, result: Result, injections: Sequence[Injection], his
     for (start, i), end in zip(struck, ends, strict=bool(struck)):
         # What has no time, such as records that were never seen, is put down to the last fault.
         within = [v for v in violations if start <= v.time < end or (v.time == end == float("inf"))]
-        epochs = [restored.epoch for restored in histories.restored if start <= restored.time < end]
+        terms = [restored.term for restored in histories.restored if start <= restored.time < end]
         judged[i] = replace(
             judged[i],
-            redone=sum(len(undone.get(epoch, ())) for epoch in epochs),
+            redone=sum(len(undone.get(term, ())) for term in terms),
             lost=sum(v.records for v in within if v.kind == "record missing"),
             twice=sum(v.records for v in within if v.kind == "record twice"),
         )

@@ -143,14 +143,12 @@ class Target(abc.ABC):
             m.worker == before.worker and m.incarnation > before.incarnation for m in self.training()
         )
 
-    def moved_on(self, *, epoch: int = 0) -> Callable[[], bool]:
-        """Whether the version is above that of the strike, in an epoch above `epoch`."""
+    def moved_on(self, *, term: int = 0) -> Callable[[], bool]:
+        """Whether the version is above that of the strike, in a term above `term`."""
 
         def look() -> bool:
             server = self.server()
-            return (
-                server is not None and server.epoch > epoch and server.progress.version > self.struck_version
-            )
+            return server is not None and server.term > term and server.progress.version > self.struck_version
 
         return look
 

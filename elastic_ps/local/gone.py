@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=5)
 
 
-def tell_parameter_server(job: str, addresses: tuple[str, ...], worker: int, pid: int) -> None:
+def tell_parameter_server(job: str, addresses: tuple[str, ...], worker: int, instance: str) -> None:
     """Tell shard 0 of `job`. Blocks for `TIMEOUT` at most; if it cannot be told, the worker's lease ends."""
     from elastic_ps.transport import messages_pb2 as pb
     from elastic_ps.transport.base import unary
@@ -20,7 +20,7 @@ def tell_parameter_server(job: str, addresses: tuple[str, ...], worker: int, pid
 
     connection = GrpcConnection(addresses[0])
     try:
-        request = pb.GoneRequest(job=job, worker=worker, pid=pid)
+        request = pb.GoneRequest(job=job, worker=worker, instance=instance)
         unary(connection, "Gone", request.SerializeToString(), timeout=TIMEOUT)
     except ElasticPSError as error:
         logger.debug("the end of worker %d was not told: %s", worker, error)

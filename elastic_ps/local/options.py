@@ -13,8 +13,8 @@ from elastic_ps.local.processes import Programs
 from elastic_ps.local.record import Record
 from elastic_ps.local.state import LocalStatus
 
-WorkerGone = Callable[[str, tuple[str, ...], int, int], None]
-"""Called with (job, addresses of the shards, worker index, pid) when a worker process has died."""
+WorkerGone = Callable[[str, tuple[str, ...], int, str], None]
+"""Called with (job, addresses of the shards, worker index, instance) when a worker process has died."""
 
 Route = Callable[[int, tuple[str, ...]], tuple[str, ...]]
 """Called with (worker index, addresses of the shards); returns where that worker is to reach them."""

@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -60,6 +61,7 @@ class Launcher:
         self._observed = Observed(started=time.monotonic())
         self._children: dict[int, Child] = {}
         self._start_times: dict[int, int | None] = {}
+        self._instances: dict[int, str] = {}
         self._addresses: tuple[str, ...] = ()
         self._standbys: tuple[str, ...] = ()
         self._http: tuple[str, ...] = ()
@@ -244,7 +246,8 @@ class Launcher:
         status = process.exit or 0
         if process.role == "worker" and status not in (0, EXIT_LEFT):
             gone = self.options.on_worker_gone
-            self._notices.submit(gone, self.job.name, self._addresses, process.index, process.pid)
+            instance = self._instances[process.pid]
+            self._notices.submit(gone, self.job.name, self._addresses, process.index, instance)
         if status != 0 and not (process.killed or process.asked):
             last = process.output.splitlines()[-1:] if process.ending != "killed" else []
             words = planning.describe_exit(status)
@@ -297,10 +300,11 @@ class Launcher:
             self._poller.restarted(action.index)
         programs = self.options.programs
         spec = self.job.spec
+        environment = self._environment(action)
         child = Child(
             programs.worker if action.role == "worker" else programs.server,
             variables=with_threads(
-                {"PYTHONUNBUFFERED": "1", **inherited(), **self._environment(action).to_variables()},
+                {"PYTHONUNBUFFERED": "1", **inherited(), **environment.to_variables()},
                 processes=spec.parameter_server.replicas + len(self._standbys) + spec.worker.replicas,
             ),
             log=self.directory.log(action.role, action.index),
@@ -308,6 +312,7 @@ class Launcher:
         )
         self._children[child.pid] = child
         self._start_times[child.pid] = start_time(child.pid)
+        self._instances[child.pid] = environment.instance
         process = Process(role=action.role, index=action.index, pid=child.pid, started=now)
         self._observed = replace(self._observed, processes=(*self._observed.processes, process))
         if action.replaces is not None:
@@ -331,6 +336,7 @@ class Launcher:
             trace=self._trace_directory(),
             history=self.options.history,
             lifeline=self._lifeline.fd,
+            instance=uuid.uuid4().hex,
         )
 
     def _trace_directory(self) -> Path | None:

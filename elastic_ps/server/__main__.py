@@ -8,7 +8,7 @@ import sys
 import threading
 
 from elastic_ps import env, process
-from elastic_ps.errors import CheckpointError, UserError
+from elastic_ps.errors import CheckpointError, Fenced, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,9 @@ def main() -> int:
             (lambda shard: GrpcConnection(environment.standbys[shard])) if environment.standbys else None,
         )
         http = StatusServer(environment.http, server.status, server.loss)
+    except Fenced as error:
+        logger.info("%s", error)
+        return env.EXIT_FENCED
     except (UserError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return env.EXIT_INVALID

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,7 +20,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.driver import TICK, Driver
 from elastic_ps.server.orders import Standing
-from elastic_ps.server.state import Model
+from elastic_ps.server.state import JobState, Model, Taken
 from elastic_ps.status import ServerStatus
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Joined:
     """The answer to a worker that has become a member."""
 
     stay: Stay
-    epoch: int
+    term: int
     version: int
     layout: Layout
     initialise: bool
@@ -47,17 +47,6 @@ class Begun:
 
     version: int
     attempt: int
-
-
-@dataclass(frozen=True)
-class Taken:
-    """The answer to a worker that asks for records; `pending`: nothing has happened, ask again."""
-
-    ranges: Sequence[Range] = ()
-    version: int = 0
-    finished: bool = False
-    chief: bool = False
-    pending: bool = False
 
 
 class Coordinator(Driver):
@@ -78,20 +67,24 @@ class Coordinator(Driver):
         optimizer: str,
         settings: Settings,
         again: bool = False,
+        instance: str = "",
+        call: int = 0,
     ) -> Joined | None:
         """Admit a worker; None while another one initialises the model (ask again).
 
         Args:
-            again: the process was a member before, and does not take the place of a newer one.
+            again: the process was a member before, and its model is not the one that it began with any more.
+            instance, call: which process it is, and which of its joins; see `Membership.known`.
 
         Raises:
-            Refused: MODEL_MISMATCH; SUPERSEDED; INVALID: also if the model is lost, without a checkpoint.
+            Refused: MODEL_MISMATCH; SUPERSEDED; STALE_CALL; INVALID: also if the model is lost, without a
+                checkpoint.
         """
         with self._settled() as state:
-            current = state.members.live.get(worker)
-            if again and current is not None and (current.pid, current.host) != (pid, host):
-                text = f"worker {worker} is now process {current.pid} on {current.host}"
-                raise Refused(RefusalCode.SUPERSEDED, text)
+            if known := state.members.known(worker, instance, call):
+                return self._joined(known)
+            if state.model is not None and state.initialised:
+                _require_same(state.model, tensors, optimizer)  # before it takes anybody's place
             self._drop(worker, "lost")
             may_join = self._changed.wait_for(
                 lambda: self._closing or self._may_join(), timeout=WAIT.total_seconds()
@@ -107,99 +100,151 @@ class Coordinator(Driver):
         if configure:
             self._configure(tensors, optimizer, settings)
         with self._settled() as state:
+            if known := state.members.known(worker, instance, call):
+                return self._joined(known)
             self._drop(worker, "lost")
             if not self._may_join():  # another one has begun to initialise the model since
                 return None
             _require_same(state.model, tensors, optimizer)
-            assert state.model is not None
-            stay = state.members.join(worker, pid=pid, host=host, version=state.version, now=self._clock())
-            initialise = not state.initialised
-            if initialise:
+            stay = state.members.join(
+                worker,
+                pid=pid,
+                host=host,
+                version=state.version,
+                now=self._clock(),
+                instance=instance,
+                call=call,
+            )
+            if not state.initialised:
                 state.initialiser = worker
                 self._told()
-            layout = state.model.layout
-            joined = Joined(stay, state.epoch, state.version, layout, initialise, state.settings)
+            joined = self._joined(stay)
         self._history.record(
-            "join", worker=worker, incarnation=stay.incarnation, version=joined.version, epoch=joined.epoch
+            "join", worker=worker, incarnation=stay.incarnation, version=joined.version, term=joined.term
         )
         logger.info("worker %d (pid %d on %s) joined at version %d", worker, pid, host, joined.version)
         self._drive()
         return joined
 
     def _may_join(self) -> bool:
+        return not self._configuring and self._state.may_join
+
+    def _joined(self, stay: Stay) -> Joined:
+        """What a member is told when it joins; the lock is held."""
         state = self._state
-        return not self._configuring and (state.initialised or state.initialiser is None)
+        assert state.model is not None
+        initialise = not state.initialised and state.initialiser == stay.worker
+        return Joined(stay, state.term, state.version, state.model.layout, initialise, state.settings)
 
     def initialised(self, worker: int, incarnation: int) -> None:
         """The first worker has sent its values: they are kept, and the model can be trained.
 
-        Blocks until version 0 is on disk, or cannot be written, so that there is something to go back to.
+        Blocks for a while, until version 0 is on disk, so that there is something to go back to. The values
+        stay what they are if the worker ends meanwhile: they may be on disk already.
+
+        Raises:
+            Refused: NOT_READY; it is not on disk yet. STALE_TERM; a shard has lost the values.
         """
-        with self._settled():
-            self._check(worker, incarnation)
-        if self._keeper is not None:
-            self._keep_now()
         with self._settled() as state:
             self._check(worker, incarnation)
-            state.initialised, state.initialiser = True, None
-            self._changed.notify_all()
+            if state.initialiser == worker:
+                state.initialiser, state.arrived = None, True
+                self._told()
+            elif not state.arrived:
+                text = f"worker {worker} with incarnation {incarnation} does not bring the model"
+                raise Refused(RefusalCode.STALE_INCARNATION, text)
+        self._drive()
+        self._keep_what_must_be()
+        with self._settled() as now:
+            if now is not state:
+                raise Refused(RefusalCode.STALE_TERM, f"term {state.term} is over")
+            if not state.initialised:
+                why = self._keeper.failure if self._keeper else ""
+                raise Refused(RefusalCode.NOT_READY, f"the first version is not on disk yet. {why}")
 
     def heartbeat(self, worker: int, incarnation: int) -> None:
         """Raises Refused (STALE_INCARNATION) if the worker was declared gone."""
         with self._changed:
             self._check(worker, incarnation)
 
-    def leave(self, worker: int, incarnation: int) -> None:
+    def leave(self, worker: int, incarnation: int, *, call: int) -> None:
         """A worker says goodbye, between two steps; what it holds goes to others."""
         with self._settled() as state:
-            self._check(worker, incarnation)
-            state.give_back(incarnation)
-            state.rounds.withdraw(worker)
+            stay = self._check(worker, incarnation)
+            state.calls.begin(incarnation, call)
+            state.stop_computing(stay, abandoned=False)
             self._drop(worker, "left")
         self._drive()
 
-    def gone(self, worker: int, pid: int) -> None:
+    def gone(self, worker: int, instance: str) -> None:
         """A worker's process has ended; nothing happens if a newer one has taken its place."""
         with self._settled() as state:
             stay = state.members.live.get(worker)
-            if stay is not None and stay.pid == pid:
+            if stay is not None and stay.instance == instance:
                 self._drop(worker, "lost")
         self._drive()
 
     # --- records and steps
 
     def take(
-        self, worker: int, incarnation: int, *, records: int, epochs: int, batch: int, wait: bool
+        self,
+        worker: int,
+        incarnation: int,
+        *,
+        call: int,
+        records: int,
+        epochs: int,
+        batch: int,
+        wait: bool,
+        abandoned: bool = False,
     ) -> Taken:
         """Hand out records. With `wait` the worker has none, and no round waits for it until it gets some.
+
+        Args:
+            call: the number of the worker's call; see `Calls`.
+            abandoned: see `JobState.stop_computing`.
 
         Raises:
             Refused: STALE_INCARNATION; INVALID: the data set is not the one of the other workers.
         """
         with self._settled() as state:
-            self._check(worker, incarnation)
+            stay = self._check(worker, incarnation)
+            new = state.calls.begin(incarnation, call)
+            if (known := state.calls.answer(incarnation)) is not None:
+                return known
             self._open_ledger(records, epochs)
             if not wait:
-                return Taken(state.take(worker, incarnation, batch), finished=state.finished)
-            if worker not in state.rounds.waiting:
-                state.give_back(incarnation)
-                if state.rounds.takes_part(worker):  # else it may be late, and has to stay known as that
-                    state.rounds.withdraw(worker)
-                self._told()
+                taken = Taken(state.take(worker, incarnation, batch), finished=state.finished)
+                return state.calls.answered(incarnation, taken)
+            if new:
+                self._withdraw(state, stay, abandoned)
         deadline = self._clock() + WAIT.total_seconds()
         while True:
             self._drive()
+            self._keep_what_must_be()
             with self._settled() as state:
                 self._check(worker, incarnation)
+                state.calls.require_last(incarnation, call)
+                if (known := state.calls.answer(incarnation)) is not None:
+                    return known
                 held = self._hold(worker, incarnation, batch)
-                if not held and state.finished:
-                    return Taken(finished=True, version=state.version, chief=self._is_chief(worker))
+                if not held and self._may_finish():
+                    taken = Taken(finished=True, version=state.version, chief=state.is_chief(stay))
+                    return state.calls.answered(incarnation, taken)
                 if held and state.rounds.takes_part(worker) and not (self._stale or self._driving):
-                    return Taken(held, state.version)
+                    return state.calls.answered(incarnation, Taken(held, state.version))
                 left = deadline - self._clock()
                 if left <= 0:
                     return Taken(pending=True)
                 self._changed.wait(min(left, TICK.total_seconds()))
+
+    def _withdraw(self, state: JobState, stay: Stay, abandoned: bool) -> None:
+        """A worker computes nothing for now; the lock is held."""
+        if abandoned or state.rounds.takes_part(stay.worker) or stay.worker in state.rounds.waiting:
+            state.stop_computing(stay, abandoned=abandoned)
+        else:  # it may be late, and has to stay known as that
+            state.give_back(stay.incarnation)
+        self._told()
 
     def _hold(self, worker: int, incarnation: int, batch: int) -> list[Range]:
         """The records of a worker that waits for some; with them it is admitted. The lock is held."""
@@ -230,26 +275,23 @@ class Coordinator(Driver):
                 f"{state.ledger.records} records for {state.ledger.epochs} epochs",
             )
 
-    def _is_chief(self, worker: int) -> bool:
-        if self._state.chief not in self._state.members.live:
-            self._state.chief = min(self._state.members.live)
-        return self._state.chief == worker
-
-    def release(self, worker: int, incarnation: int) -> None:
-        """A worker, between two steps, gives back what it holds, and is not waited for; it stays a member."""
+    def release(self, worker: int, incarnation: int, *, call: int, abandoned: bool = False) -> None:
+        """A worker gives back what it holds, and is not waited for; it stays a member. See `take`."""
         with self._settled() as state:
-            self._check(worker, incarnation)
-            state.give_back(incarnation)
-            state.rounds.withdraw(worker)
+            stay = self._check(worker, incarnation)
+            if not state.calls.begin(incarnation, call):
+                return
+            state.stop_computing(stay, abandoned=abandoned)
             state.starved.discard(worker)
             self._told()
         self._drive()
 
-    def begin(self, worker: int, incarnation: int, *, version: int) -> Begun | None:
+    def begin(self, worker: int, incarnation: int, *, version: int, step: int) -> Begun | None:
         """Where rounds are not made of everybody's steps, before the first push of one. Blocks.
 
         Args:
             version: that the step was computed on.
+            step: the worker's own count of its steps.
 
         Returns the round that it is let in to; None: nothing has happened, ask again.
 
@@ -262,7 +304,7 @@ class Coordinator(Driver):
             self._drive()
             with self._settled() as state:
                 stay = self._check(worker, incarnation)
-                entry = Entry.IN if round_ is not None else state.begin(stay, version=version)
+                entry = Entry.IN if round_ is not None else state.begin(stay, version=version, step=step)
                 if entry is Entry.LATE:
                     self._told()
                     current = state.version
@@ -332,11 +374,11 @@ class Coordinator(Driver):
                 job=self._job,
                 shard=0,
                 shards=len(self._shards),
-                epoch=state.epoch,
+                term=state.term,
                 ready=state.initialised,
                 progress=state.progress(self._clock(), durable),
                 durable_age_seconds=None if durable is None else max(0.0, time.time() - durable[1]),
-                problem=keeper.problem if keeper else "",
+                problem=keeper.problem(state.version, self._clock()) if keeper else "",
                 checkpoint_pause_seconds=keeper.paused.total_seconds() if keeper else 0.0,
                 standbys=[standing is Standing.FOLLOWING for standing in self._standings],
                 members=[state.member(stay, self._clock()) for stay in state.members.stays()],

@@ -22,7 +22,7 @@ from elastic_ps.checkpoint.store import Manifest
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.partition import Layout, TensorSpec, partition
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import CheckpointError, RefusalCode, Refused, TransportError, UserError
+from elastic_ps.errors import CheckpointError, NoCheckpoint, RefusalCode, Refused, TransportError, UserError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.keeper import PATIENCE, Keeper
 from elastic_ps.server.orders import Advance, Application, Configuration, Report, ShardControl, Standing
@@ -36,6 +36,21 @@ logger = logging.getLogger(__name__)
 TICK = timedelta(milliseconds=250)
 """How often leases and checkpoints are looked after."""
 
+SETTLED = timedelta(seconds=5)
+"""For how long a call waits for a round to be committed, before it is to be made again."""
+
+PAUSE = timedelta(seconds=1)
+"""Before a version that must be kept, and could not be written, is tried again."""
+
+LAST = timedelta(minutes=10)
+"""For how long the end of the job waits for the last version to be on disk."""
+
+RETRY = timedelta(milliseconds=100)
+"""Between two tries to tell the shards something that cannot wait for the ticker."""
+
+GOODBYE = timedelta(seconds=2)
+"""For how long a parameter server that ends tries to tell the others."""
+
 
 class Driver:
     """The state of a job under one lock, and what the shards are told of it.
@@ -43,7 +58,7 @@ class Driver:
     Args:
         job: the job's name.
         spec: how it is to be trained.
-        epoch: how often shard 0 has been started.
+        term: how often shard 0 has been started.
         shards: in order; the first is this process's own.
         standbys: of each shard, in order; none without `durability: standby`.
         keeper: decides when checkpoints are written and finishes them; None for none.
@@ -54,13 +69,13 @@ class Driver:
         self,
         job: str,
         spec: TrainingJobSpec,
-        epoch: int,
+        term: int,
         shards: Sequence[ShardControl],
         *,
         standbys: Sequence[RemoteShard] = (),
         keeper: Keeper | None,
         history: History,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._job, self._spec = job, spec
         self._shards, self._standbys = shards, standbys
@@ -68,25 +83,29 @@ class Driver:
         self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
         self._keeper = keeper
         self._history = history
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._changed = threading.Condition()
-        self._state = JobState(epoch, self.lease, spec.consistency)
+        self._state = JobState(term, self.lease, spec.consistency)
         self._configuring = False
         self._driving = False
         self._stale = False  # the shards do not know yet who takes part in the open round
         self._spoiled = False  # a shard has lost the model: all go back to a checkpoint
+        self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
+        self._keeping = False  # a thread writes a version that must be kept
+        self._keep_again = 0.0  # it has failed, and is not tried again before
+        self._finished_at: float | None = None
         self._closing = False
         self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
     def start(self, found: Manifest | None) -> None:
         """Begin, with the checkpoint `found` if there is one, or with what a standby has beyond it."""
-        if self._keeper is not None and self._standbys and self.epoch > 1:
-            orders = held(self._standbys[0], self.epoch)
+        if self._keeper is not None and self._standbys and self.term > 1:
+            orders = held(self._standbys[0], self.term)
             if rescue(self._keeper, self._shards, self._standbys, orders):
                 found = self._keeper.newest()
         if found is not None:
-            self._restore(found, self.epoch)
+            self._restore(found, self.term)
         self._ticker.start()
 
     def abandon(self) -> None:
@@ -98,23 +117,47 @@ class Driver:
     def close(self, *, keep: bool = True) -> None:
         """Stop committing and end the threads; with `keep`, write a last checkpoint before. Blocks."""
         with self._changed:
-            due = keep and self._keeper is not None and self._state.initialised and not self._spoiled
-            due = due and self._keeper is not None and self._keeper.durable_version != self._state.version
-            due = due and not self.fenced
             self._closing = True
             self._changed.notify_all()
         self._ticker.join()
-        if due:
-            with self._changed:
-                self._changed.wait_for(lambda: not self._driving, timeout=PATIENCE.total_seconds())
+        if keep and self._keeper is not None and self._finish_round():
             self._keep_now()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._driving, timeout=PATIENCE.total_seconds())
+        self._release()
         self.abandon()
 
+    def _finish_round(self) -> bool:
+        """Commit what is decided: some shards may have applied it. Returns whether to keep the version."""
+        deadline = self._clock() + PATIENCE.total_seconds()
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._driving)
+                state = self._state
+                if self.fenced or self._spoiled or not state.initialised or self._clock() > deadline:
+                    return False
+                if not state.rounds.decided:
+                    return True
+            if not self._commit_or_tell():
+                time.sleep(RETRY.total_seconds())
+
+    def _release(self) -> None:
+        """Tell the other shards that they may end."""
+        with self._changed:
+            if self._state.model is None or self.fenced or len(self._shards) == 1:
+                return
+            last = replace(self._current(), last=True)
+        for order in [self._fan_out.submit(shard.advance, last) for shard in self._shards[1:]]:
+            try:
+                order.result(timeout=GOODBYE.total_seconds())
+            except (Refused, TransportError, TimeoutError) as error:
+                logger.info("a shard was not told that it may end: %s", error)
+
     @property
-    def epoch(self) -> int:
+    def term(self) -> int:
         """Of the parameter server; grows when the job goes back to a checkpoint."""
         with self._changed:
-            return self._state.epoch
+            return self._state.term
 
     @property
     def fenced(self) -> bool:
@@ -134,13 +177,21 @@ class Driver:
 
     @contextmanager
     def _settled(self) -> Iterator[JobState]:
-        """Hold the lock, at a moment at which no round is being committed."""
+        """Hold the lock, at a moment at which no round is being committed. Blocks for `SETTLED` at most.
+
+        Raises:
+            Refused: NOT_READY; a round is still being committed, or the job still goes back to a checkpoint.
+        """
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._closing or not (self._state.rounds.committing or self._spoiled)
+            settled = self._changed.wait_for(
+                lambda: self._closing or not (self._state.rounds.committing or self._spoiled),
+                timeout=SETTLED.total_seconds(),
             )
             if self._closing:
                 raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
+            if not settled:
+                doing = "goes back to a checkpoint" if self._spoiled else "commits a round"
+                raise Refused(RefusalCode.NOT_READY, f"the parameter server still {doing}; ask again")
             yield self._state
 
     def _told(self) -> None:
@@ -166,7 +217,7 @@ class Driver:
         try:
             layout = self._partition(tensors)
             for shard in self._shards:
-                shard.configure(Configuration(layout, optimizer, settings, self.epoch, None))
+                shard.configure(Configuration(layout, optimizer, settings, self.term, None))
             model = Model(layout, optimizer)
         except UserError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
@@ -181,36 +232,43 @@ class Driver:
 
     def _drive(self) -> None:
         """Tell the shards what they have to be told, unless another thread is at it."""
-        while True:
+        while not self._closing and self._commit_or_tell():
+            pass
+
+    def _commit_or_tell(self) -> bool:
+        """Do one thing that the shards have to be told, if there is one and nobody else is at it.
+
+        Returns whether it was done, so that there may be more to do.
+        """
+        with self._changed:
+            if self._driving or self._state.model is None:
+                return False
+            spoiled = self._spoiled
+            contributions = self._state.rounds.begin_commit() if self._state.ready else []
+            if not (spoiled or contributions or self._stale):
+                return False
+            self._driving = True
+            self._stale = False
+            decided = time.monotonic()  # before the look at the fence
+            advance = self._commit(contributions, decided) if contributions else self._current()
+        try:
+            return self._roll_back() if spoiled else self._tell(advance, contributions, decided)
+        finally:
             with self._changed:
-                if self._driving or self._closing or self._state.model is None:
-                    return
-                spoiled = self._spoiled
-                contributions = self._state.rounds.begin_commit() if self._state.ready else []
-                if not (spoiled or contributions or self._stale):
-                    return
-                self._driving = True
-                self._stale = False
-                decided = time.monotonic()  # before the look at the fence
-                advance = self._commit(contributions, decided) if contributions else self._current()
-            try:
-                done = self._roll_back() if spoiled else self._tell(advance, contributions, decided)
-            finally:
-                with self._changed:
-                    self._driving = False
-                    self._changed.notify_all()
-            if not done:
-                return
+                self._driving = False
+                self._changed.notify_all()
 
     def _tell(self, advance: Advance, contributions: Sequence[Contribution], decided: float) -> bool:
         """Send an order to the shards and book what came of it. Returns False if it has to be tried again."""
         if contributions and self._keeper is not None and self._keeper.check_fence():
             return False
         try:
-            self._send(advance)
+            self._prepare(advance)
+            if contributions and len(self._shards) > 1:
+                self._ordered = advance.version
+            self._tell_all(advance)
         except Exception as error:  # noqa: BLE001 (an order that failed for whatever reason is given again)
-            with self._changed:
-                self._undo(advance, error)
+            self._failed(advance, error)
             return False
         with self._changed:
             if contributions:
@@ -218,14 +276,15 @@ class Driver:
                 self._stale |= self._state.expected != advance.expected
             booked = self._state.last_round
             if advance.checkpoint and self._keeper is not None:
-                self._keeper.begin(self._state.version, self._clock(), self._state.to_checkpoint())
+                state = self._state.to_checkpoint()
+                self._keeper.begin(self._state.version, self._clock(), state, number=advance.checkpoint)
         if contributions:
             self._history.record("commit", **booked)
         return True
 
     def _current(self) -> Advance:
         rounds = self._state.rounds
-        return Advance(rounds.version, rounds.attempt, self._state.expected, epoch=self._state.epoch)
+        return Advance(rounds.version, rounds.attempt, self._state.expected, term=self._state.term)
 
     def _commit(self, contributions: Sequence[Contribution], decided: float) -> Advance:
         """The order to apply a round, with the lock held."""
@@ -240,75 +299,88 @@ class Driver:
         )
         version, empty = rounds.version + 1, Standing.EMPTY in self._standings
         due = self._keeper is not None and self._keeper.due(version, self._clock(), wanted=empty)
-        order = Advance(version, 0, state.following, application, checkpoint=due, epoch=state.epoch)
+        number = self._keeper.number() if due and self._keeper is not None else 0
+        order = Advance(version, 0, state.following, application, checkpoint=number, term=state.term)
         if not self._standbys:
             return order
         return replace(order, state=json.dumps(state.foreseen(contributions, decided=decided)))
 
-    def _undo(self, advance: Advance, problem: Exception) -> None:
-        """A shard could not be told: the ticker tries again. Wrong sums: again from the workers' buckets."""
+    def _failed(self, advance: Advance, problem: Exception) -> None:
+        """A shard could not be told, or refused. What has only failed on the way is told again by the ticker.
+
+        As long as no shard can have applied the round, it starts again if a shard's sums are not those of the
+        round. Afterwards a shard that refuses is not what it said it was, and all go back to a checkpoint.
+        """
         expected = isinstance(problem, TransportError | Refused)
         text = "a shard did not take the round of version %d: %s"
         logger.warning(text, advance.version, problem, exc_info=None if expected else problem)
-        self._state.rounds.committing = False
-        self._stale = True
-        if isinstance(problem, Refused):
-            if problem.code is RefusalCode.NOT_READY:
-                self._spoiled = True
-            elif advance.apply is not None:
+        refused = problem.code if isinstance(problem, Refused) else None
+        if refused is RefusalCode.STALE_TERM and self._keeper is not None:
+            self._keeper.fence(problem)
+        with self._changed:
+            self._state.rounds.committing = False
+            self._stale = True
+            if refused is RefusalCode.INVALID and self._ordered != advance.version:
                 self._state.restart_round()
+            elif refused is not None:
+                self._spoiled = True
 
     def _roll_back(self) -> bool:
-        """A shard has lost the model: all shards go back to the newest checkpoint, in a new epoch."""
+        """A shard has lost the model: all shards go back to the newest checkpoint, in a new term."""
         try:
             if self._keeper is None:
-                raise CheckpointError("there is no checkpoint directory")
+                raise NoCheckpoint("there is no checkpoint directory")
+            self._keeper.begin_term()
             if self._prepared is not None:
                 rescue(self._keeper, self._shards, self._standbys, [self._prepared])
-            found = self._keeper.roll_back()
-            self._restore(found, self._keeper.epoch)
-        except (TransportError, Refused) as error:
-            logger.warning("the checkpoint is not restored yet: %s", error)
-            return False
-        except CheckpointError as error:
+            self._restore(self._keeper.newest(), self._keeper.term)
+        except NoCheckpoint as error:
             logger.error("a shard has lost the model, and there is nothing to go on from: %s", error)
             with self._changed:
-                self._state = JobState(self._state.epoch + 1, self.lease, self._spec.consistency)
+                term = self._keeper.term if self._keeper else self._state.term + 1
+                self._state = JobState(term, self.lease, self._spec.consistency)
+        except (TransportError, Refused, CheckpointError) as error:
+            logger.warning("the checkpoint is not restored yet: %s", error)
+            return False
         with self._changed:
             self._spoiled = False
             self._told()
         return True
 
-    def _restore(self, found: Manifest, epoch: int) -> None:
+    def _restore(self, found: Manifest, term: int) -> None:
         """Configure all shards from a checkpoint and take its state over."""
         layout = self._partition(JobState.tensors_of(found.tensors))
         settings = Settings.from_json(found.state["settings"])
         for shard in self._shards:
-            shard.configure(Configuration(layout, found.optimizer, settings, epoch, found.version))
+            shard.configure(Configuration(layout, found.optimizer, settings, term, found.version))
         state = JobState.from_checkpoint(
             found.state,
-            epoch=epoch,
+            term=term,
             lease=self.lease,
             consistency=self._spec.consistency,
             version=found.version,
             model=Model(layout, found.optimizer),
             shard_records=self._spec.data.shard_records,
         )
-        self._history.record("restore", epoch=epoch, version=found.version, round=state.last_round)
-        self._prepared = None
+        self._history.record("restore", term=term, version=found.version, round=state.last_round)
+        self._prepared, self._ordered = None, 0
         with self._changed:
             self._state = state
-            self._standings = [Standing.NONE for _ in self._standbys]  # of this epoch nothing is known yet
+            self._standings = [Standing.NONE for _ in self._standbys]  # of this term nothing is known yet
             self._changed.notify_all()
-        logger.info("epoch %d goes on from version %d", epoch, found.version)
+        logger.info("term %d goes on from version %d", term, found.version)
 
-    def _send(self, advance: Advance) -> None:
-        """Tell all shards. With standbys, no shard applies a round before every standby has it."""
-        if advance.apply is not None and self._standbys and len(self._shards) > 1:
-            self._tell_all(replace(advance, prepare=True))
-        if advance.apply is not None and self._standbys:
+    def _prepare(self, advance: Advance) -> None:
+        """All shards vote on a round before any applies it, and with standbys all standbys have it before.
+
+        A shard that is alone votes when it applies.
+        """
+        if advance.apply is None:
+            return
+        if len(self._shards) > 1:
+            self._tell_all(replace(advance, prepare=True, checkpoint=0))
+        if self._standbys:
             self._prepared = advance
-        self._tell_all(advance)
 
     def _tell_all(self, advance: Advance) -> None:
         """This process's own shard comes last, because its workers' pulls are answered by that."""
@@ -320,7 +392,7 @@ class Driver:
             if self._standbys:
                 self._standings[shard] = report.standby
             if self._keeper is not None:
-                self._keeper.parts(shard, report.written)
+                self._keeper.part(shard, report.written)
 
     def _tick(self) -> None:
         """Every `TICK`: declare silent members gone, collect checkpoint parts, try again what failed.
@@ -330,6 +402,7 @@ class Driver:
         while True:
             if self._keeper is not None:
                 self._keeper.check_fence()
+                self._keeper.give_up_late(self._clock())
             with self._changed:
                 if self._changed.wait_for(lambda: self._closing, timeout=TICK.total_seconds()):
                     return
@@ -339,6 +412,7 @@ class Driver:
                 if len(self._shards) > 1 or (self._keeper is not None and self._keeper.writing):
                     self._stale = True
             self._drive()
+            self._keep_what_must_be()
 
     def _drop_silent_and_hung(self) -> None:
         """Declare gone whose lease has ended, and who keeps the others waiting; the lock is held."""
@@ -348,21 +422,95 @@ class Driver:
         for worker, seconds in self._state.hung(now, self._spec.worker.progress_timeout).items():
             self._drop(worker, "hung", f"the others have waited for its step for {seconds:.1f} s")
 
-    def _keep_now(self) -> None:
-        """Write a checkpoint of the version that is there. Blocks until it is on disk or given up.
+    def _may_finish(self) -> bool:
+        """Whether workers may be told that all is done; the lock is held.
 
-        One that is under way is finished before: two at a time would take each other's files away.
+        Not before the last version is on disk: if the parameter server was lost then, there might be nobody
+        left to train again what is missing. A disk without room for it holds the end up for `LAST` at most.
+        """
+        if not self._state.finished:
+            return False
+        if self._keeper is None or self._keeper.durable_version == self._state.version:
+            return True
+        if self._finished_at is None:
+            self._finished_at = self._clock()
+        return self._clock() - self._finished_at > LAST.total_seconds()
+
+    def _keep_what_must_be(self) -> None:
+        """Write the first version before training begins, and the last one before it ends. Blocks."""
+        with self._changed:
+            state = self._state
+            if self._clock() < self._keep_again:
+                return
+            first = state.arrived and not state.initialised
+            last = state.initialised and state.finished and not self._may_finish()
+            if not (first or last) or self._keeping or self._closing or self._spoiled or self.fenced:
+                return
+            self._keeping = True
+        kept = False
+        try:
+            kept = self._keeper is None or self._keep_now()
+        finally:
+            with self._changed:
+                self._keeping = False
+                state.initialised |= kept
+                if not kept:
+                    self._keep_again = self._clock() + PAUSE.total_seconds()
+                self._changed.notify_all()
+
+    @contextmanager
+    def _turn(self) -> Iterator[Advance]:
+        """Nobody else tells the shards anything meanwhile; yields the order as things stand.
+
+        Blocks until it is this thread's turn.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._driving)
+            self._driving = True
+            current = self._current()
+        try:
+            yield current
+        finally:
+            with self._changed:
+                self._driving = False
+                self._changed.notify_all()
+
+    def _keep_now(self) -> bool:
+        """Write a checkpoint of the version that is there. Blocks; returns whether it is on disk.
+
+        What fails on the way is tried again for `PATIENCE`. A checkpoint that is under way is finished first:
+        two at a time would take each other's files away.
         """
         assert self._keeper is not None
-        with self._changed:
-            probe, state = self._current(), self._state
-        try:
-            self._keeper.await_whole(lambda: self._send(probe))
-            if self._keeper.durable_version == probe.version:
-                return
-            self._send(replace(probe, checkpoint=True))
+        deadline = self._clock() + PATIENCE.total_seconds()
+        while True:
+            try:
+                self._keep()
+            except TransportError as error:
+                if self._clock() < deadline and not self.fenced:
+                    time.sleep(RETRY.total_seconds())
+                    continue
+                logger.warning("the present version was not kept: %s", error)
+            except (Refused, CheckpointError) as error:
+                logger.warning("the present version was not kept: %s", error)
             with self._changed:
-                self._keeper.begin(probe.version, self._clock(), state.to_checkpoint())
-            self._keeper.await_whole(lambda: self._send(probe))
-        except (Refused, TransportError, CheckpointError) as error:
-            logger.warning("version %d was not kept: %s", probe.version, error)
+                return self._keeper.durable_version == self._state.version
+
+    def _keep(self) -> None:
+        """See `_keep_now`. Raises TransportError, Refused, CheckpointError."""
+        assert self._keeper is not None
+
+        def ask() -> None:
+            with self._turn() as current:
+                self._tell_all(current)
+
+        self._keeper.await_whole(ask)
+        with self._turn() as current:
+            if self._keeper.durable_version == current.version:
+                return
+            number = self._keeper.number()
+            self._tell_all(replace(current, checkpoint=number))
+            with self._changed:
+                state = self._state.to_checkpoint()
+            self._keeper.begin(current.version, self._clock(), state, number=number)
+        self._keeper.await_whole(ask)

@@ -40,11 +40,11 @@ LEADER = (0, 0, 0)
 """(worker, incarnation, step) of what a standby adds up: its shard's sum, and nothing else."""
 
 
-def sum_key(epoch: int, bucket: int, version: int, attempt: int) -> PushKey:
+def sum_key(term: int, bucket: int, version: int, attempt: int) -> PushKey:
     """A bucket's sum on a standby, in the place of a worker's push."""
     worker, incarnation, step = LEADER
     return PushKey(
-        epoch=epoch,
+        term=term,
         worker=worker,
         incarnation=incarnation,
         step=step,
@@ -67,7 +67,7 @@ class _Round:
 
     order: Advance
     before: Application | None
-    epoch: int
+    term: int
     sums: list[BucketSum]
 
     @property
@@ -125,7 +125,7 @@ class Follower:
         A standby that fails is left behind: training goes on without it.
 
         Raises:
-            Refused: STALE_EPOCH; a newer parameter server has asked for the standby's rounds.
+            Refused: STALE_TERM; a newer parameter server has asked for the standby's rounds.
         """
         assert order.apply is not None
         with self._changed:
@@ -139,10 +139,10 @@ class Follower:
             standing = self._standing
             if standing is Standing.CATCHING_UP:
                 copies = [s._replace(total=s.total.clone()) for s in shard.sums()]
-                self._backlog.append(_Round(order, before, shard.epoch, copies))
+                self._backlog.append(_Round(order, before, shard.term, copies))
                 self._changed.notify_all()
         if standing is Standing.FOLLOWING:
-            self._try_to_give(_Round(order, before, shard.epoch, list(shard.sums())))
+            self._try_to_give(_Round(order, before, shard.term, list(shard.sums())))
 
     def close(self) -> None:
         """End the thread. Blocks for the call that is under way."""
@@ -179,7 +179,7 @@ class Follower:
         except (TransportError, Refused) as error:
             with self._changed:
                 self._leave_behind(error)
-            if isinstance(error, Refused) and error.code is RefusalCode.STALE_EPOCH:
+            if isinstance(error, Refused) and error.code is RefusalCode.STALE_TERM:
                 raise
             return False
         return True
@@ -187,14 +187,14 @@ class Follower:
     def _give(self, given: _Round) -> None:
         """Have the standby apply the round before, and send it this one."""
         version, attempt = given.order.version - 1, given.attempt
-        order = Advance(version, attempt, {}, given.before, epoch=given.order.epoch, next=given.order)
+        order = Advance(version, attempt, {}, given.before, term=given.order.term, next=given.order)
         self._standby.advance(for_standby(order))
         for part in given.sums:
             self._standby.sum(
                 part.bucket,
                 as_bytes(part.total),
                 part.present,
-                epoch=given.epoch,
+                term=given.term,
                 version=version,
                 attempt=attempt,
             )

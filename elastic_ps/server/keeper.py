@@ -6,18 +6,27 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from elastic_ps.checkpoint.store import Manifest, ShardFile, Store
-from elastic_ps.errors import CheckpointError, Fenced
+from elastic_ps.errors import CheckpointError, Fenced, Refused, TransportError
 from elastic_ps.server.orders import Written
 
 logger = logging.getLogger(__name__)
 
 PATIENCE = timedelta(seconds=60)
 """How long somebody waits for a checkpoint: the first worker for the first, a closing server for its last."""
+
+GIVEN_UP = timedelta(minutes=10)
+"""A checkpoint that some shard has not written its part of after this time is given up."""
+
+POLL = 0.01
+"""Seconds between two looks whether a checkpoint is whole."""
+
+OVERDUE = timedelta(seconds=60)
+"""A checkpoint that is older than three intervals and this is a problem, whatever the reason."""
 
 
 class Keeper:
@@ -31,7 +40,6 @@ class Keeper:
         keep: how many stay on disk.
 
     Attributes:
-        problem: why the last checkpoint could not be written; "" if it was.
         fenced: another parameter server has taken over; nothing will be written any more.
         paused: how long training stood still for the copies in memory; the mean over the shards.
     """
@@ -41,23 +49,25 @@ class Keeper:
         store: Store,
         *,
         job: str,
-        epoch: int,
+        term: int,
         shards: int,
         interval: timedelta,
         every: int | None = None,
         keep: int,
         now: float,
     ) -> None:
-        self.problem = ""
         self.fenced = False
         self.paused = timedelta(0)
+        self._problem = ""
         self._store = store
-        self._job, self._epoch, self._shards = job, epoch, shards
+        self._job, self._term, self._shards = job, term, shards
         self._interval, self._every, self._keep = interval, every, keep
         self._lock = threading.Lock()
         self._durable: tuple[int, float] | None = None
         self._last = now
         self._last_version = 0
+        self._durable_at = now
+        self._number = self._pending_number = 0
         self._pending: Manifest | None = None
         self._files: dict[int, ShardFile] = {}
         self._queue: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
@@ -77,6 +87,25 @@ class Keeper:
             return self._durable
 
     @property
+    def failure(self) -> str:
+        """Why the last checkpoint could not be written; "" if it was."""
+        with self._lock:
+            return self._problem
+
+    def problem(self, version: int, now: float) -> str:
+        """What is wrong with the checkpoints while the model is at `version`; "" if nothing is."""
+        with self._lock:
+            if self._problem or self._durable is None or self._durable[0] >= version:
+                return self._problem
+            age = now - self._durable_at
+            if age <= (3 * self._interval + OVERDUE).total_seconds():
+                return ""
+            return (
+                f"the newest checkpoint, of version {self._durable[0]}, is {age:.0f} s old; one is to be "
+                f"written every {self._interval.total_seconds():.0f} s"
+            )
+
+    @property
     def writing(self) -> bool:
         """Whether a checkpoint has begun and is neither whole nor given up."""
         with self._lock:
@@ -89,32 +118,40 @@ class Keeper:
                 return False
             passed = self._every is not None and version - self._last_version >= self._every
             timely = now - self._last >= self._interval.total_seconds()
-            return timely or passed or (wanted and not self.problem)
+            return timely or passed or (wanted and not self._problem)
 
     def check_fence(self) -> bool:
         """Whether another parameter server has taken over. Reads a small file."""
-        epoch = self.epoch
+        term = self.term
         try:
-            self._store.require_epoch(epoch)
+            self._store.require_term(term)
         except Fenced as error:
-            with self._lock:
-                if epoch == self._epoch and not self.fenced:  # else this process has begun a new one itself
-                    logger.error("%s", error)
-                    self.fenced = True
+            if term == self.term:  # else this process has begun a new one itself
+                self.fence(error)
         except CheckpointError as error:
             logger.warning("%s", error)
         return self.fenced
 
-    def roll_back(self) -> Manifest:
-        """Begin a new epoch and return the newest whole checkpoint. What is being written is given up.
+    def fence(self, reason: Exception) -> None:
+        """Another parameter server has taken over."""
+        with self._lock:
+            if not self.fenced:
+                logger.error("%s", reason)
+                self.fenced = True
+
+    def begin_term(self) -> None:
+        """Begin a new term, to go back to a checkpoint. What is being written is given up.
 
         Raises:
-            NoCheckpoint: there is none.
+            Fenced: another parameter server has begun a term.
         """
-        with self._lock:
-            self._pending = None
-            self._epoch = self._store.next_epoch()
-        return self.newest()
+        try:
+            with self._lock:
+                self._pending = None
+                self._term = self._store.next_term(after=self._term)
+        except Fenced as error:
+            self.fence(error)
+            raise
 
     def newest(self) -> Manifest:
         """The newest whole checkpoint; broken ones are set aside. Raises NoCheckpoint."""
@@ -123,25 +160,36 @@ class Keeper:
             logger.warning("set aside a broken checkpoint: %s", problem)
         written = self._store.written(manifest.version)
         with self._lock:
-            self._durable = (manifest.version, written)
-            self.problem = "; ".join(problems)
+            self._durable, self._durable_at = (manifest.version, written), time.monotonic()
+            self._problem = "; ".join(problems)
         return manifest
 
     @property
-    def epoch(self) -> int:
-        """The epoch that this keeper writes in."""
+    def term(self) -> int:
+        """The term that this keeper writes in."""
         with self._lock:
-            return self._epoch
+            return self._term
 
-    def begin(self, version: int, now: float, state: dict[str, Any]) -> None:
-        """The shards have been told to write `version`; `state` is everything that is not a tensor."""
+    def number(self) -> int:
+        """A number for a checkpoint that the shards are about to be told to write."""
+        with self._lock:
+            self._number += 1
+            return self._number
+
+    def begin(self, version: int, now: float, state: dict[str, Any], *, number: int) -> None:
+        """The shards have been told to write `version`, as checkpoint `number`.
+
+        Args:
+            state: everything of the version that is not a tensor.
+        """
         tensors, optimizer = state.pop("tensors"), state.pop("optimizer")
         with self._lock:
             self._last, self._last_version, self._files = now, version, {}
+            self._pending_number = number
             self._pending = Manifest(
                 job=self._job,
                 version=version,
-                epoch=self._epoch,
+                term=self._term,
                 tensors=tensors,
                 optimizer=optimizer,
                 state=state,
@@ -150,31 +198,66 @@ class Keeper:
     def await_whole(self, ask: Callable[[], None]) -> None:
         """Wait until the checkpoint under way is whole or given up. `ask` collects the shards' parts.
 
+        A shard that does not answer is asked again. One that has not written its part within `PATIENCE` is
+        not waited for any longer: the checkpoint is given up, so that it cannot become whole after all.
+
         Raises:
-            CheckpointError: not within `PATIENCE`.
+            Refused: a shard has lost the model; the checkpoint is given up.
         """
         deadline = time.monotonic() + PATIENCE.total_seconds()
-        while self.writing:
+        while self._lacks_parts:
+            try:
+                ask()
+            except TransportError as error:
+                logger.info("a shard's part of a checkpoint is not known yet: %s", error)
+            except Refused as refusal:
+                if self._give_up(str(refusal)):
+                    raise
             if time.monotonic() > deadline:
-                raise CheckpointError(f"a checkpoint is not written after {PATIENCE.total_seconds():.0f} s")
-            ask()
-            time.sleep(0.01)
+                self._give_up(f"a shard has not written its part after {PATIENCE.total_seconds():.0f} s")
+            time.sleep(POLL)
+        while self.writing:
+            time.sleep(POLL)
 
-    def parts(self, shard: int, written: Sequence[Written]) -> None:
-        """What a shard has written since it was last asked."""
+    @property
+    def _lacks_parts(self) -> bool:
         with self._lock:
-            for part in written:
-                if self._pending is None or part.version != self._pending.version or shard in self._files:
-                    continue
-                self.paused += part.pause / self._shards
-                if part.file is None:
-                    logger.warning("no checkpoint of version %d: %s", part.version, part.error)
-                    self._pending, self.problem = None, part.error
-                    return
-                self._files[shard] = part.file
-                if len(self._files) == self._shards:
-                    self._pending.files.extend(self._files[s] for s in sorted(self._files))
-                    self._queue.put(self._pending)
+            return self._pending is not None and len(self._files) < self._shards
+
+    def _give_up(self, why: str) -> bool:
+        """Nobody waits for the checkpoint under way; False if it has all parts and may become whole."""
+        with self._lock:
+            if self._pending is None or len(self._files) == self._shards:
+                return False
+            self._problem = f"the checkpoint of version {self._pending.version} was given up: {why}"
+            logger.warning("%s", self._problem)
+            self._pending = None
+            return True
+
+    def part(self, shard: int, written: Written | None) -> None:
+        """What a shard has written; it says so more than once."""
+        with self._lock:
+            if written is None or self._pending is None or shard in self._files:
+                return
+            if (written.term, written.number) != (self._pending.term, self._pending_number):
+                return
+            self.paused += written.pause / self._shards
+            if written.file is None:
+                logger.warning("no checkpoint of version %d: %s", written.version, written.error)
+                self._pending, self._problem = None, written.error
+                return
+            self._files[shard] = written.file
+            if len(self._files) == self._shards:
+                self._pending.files.extend(self._files[s] for s in sorted(self._files))
+                self._queue.put(self._pending)
+
+    def give_up_late(self, now: float) -> None:
+        """Give up a checkpoint that has been under way for too long, so that another one can be begun."""
+        with self._lock:
+            late = self._pending is not None and now - self._last > GIVEN_UP.total_seconds()
+            missing = sorted(set(range(self._shards)) - self._files.keys())
+        if late:
+            self._give_up(f"shards {missing} have not written theirs after {GIVEN_UP.total_seconds():.0f} s")
 
     def _run(self) -> None:
         while (manifest := self._queue.get()) is not None:
@@ -186,11 +269,13 @@ class Keeper:
                 problem, fenced = str(error), isinstance(error, Fenced)
                 logger.warning("%s", error)
             with self._lock:
-                if manifest.epoch != self._epoch:
+                if manifest.term != self._term:
                     continue  # of before a roll-back
-                self._pending, self.problem, self.fenced = None, problem, self.fenced or fenced
-                if not problem:
-                    self._durable = (manifest.version, time.time())
+                self.fenced = self.fenced or fenced
+                if self._pending is manifest:  # else it was given up meanwhile
+                    self._pending, self._problem = None, problem
+                if not problem and (self._durable is None or manifest.version >= self._durable[0]):
+                    self._durable, self._durable_at = (manifest.version, time.time()), time.monotonic()
 
     def close(self) -> None:
         """Finish the checkpoint whose parts are all there, and end the thread. Blocks."""

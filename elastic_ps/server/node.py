@@ -12,17 +12,36 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import NamedTuple
 
 from elastic_ps.checkpoint.store import Assembled, ShardFile, Store, Stored
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.job import Consistency
 from elastic_ps.server.follower import Follower, for_standby, sum_key
-from elastic_ps.server.orders import Advance, Configuration, Report, Standing, Written
+from elastic_ps.server.orders import (
+    Advance,
+    Configuration,
+    OrderId,
+    OrderLog,
+    Report,
+    Standing,
+    Written,
+)
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import Trace
 from elastic_ps.transport.base import Incoming
 
 logger = logging.getLogger(__name__)
+
+
+class _Snapshot(NamedTuple):
+    """A copy to be written, and which checkpoint it is for."""
+
+    term: int
+    number: int
+    version: int
+    tensors: list[Stored]
+    pause: timedelta
 
 
 class Node:
@@ -49,15 +68,18 @@ class Node:
         self._trace = trace
         self._lock = threading.Lock()
         self._shard: Shard | None = None
-        self._epoch = 0
+        self._term = 0
         self._configuration: Configuration | None = None
         self._follower = follower
-        self._obeys = 0  # the newest epoch that has given orders
+        self._obeys = 0  # the newest term that has given orders
+        self._heard = threading.Condition(self._lock)
+        self._heard_at = time.monotonic()
+        self._released = False
         self._orders: list[Advance] = []  # as a standby: the one carried out last, and the next
-        self._snapshots: queue.SimpleQueue[tuple[int, int, list[Stored], timedelta] | None] = (
-            queue.SimpleQueue()
-        )
-        self._written: list[Written] = []
+        self._log = OrderLog()
+        self._snapshots: queue.SimpleQueue[_Snapshot | None] = queue.SimpleQueue()
+        self._begun = (0, 0)  # term and number of the checkpoint that was ordered last
+        self._written: Written | None = None  # what became of it
         self._writer = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._writer.start()
 
@@ -68,10 +90,10 @@ class Node:
             return self._shard is not None
 
     @property
-    def epoch(self) -> int:
-        """The job's epoch when the shard was configured last; 0 before."""
+    def term(self) -> int:
+        """The job's term when the shard was configured last; 0 before."""
         with self._lock:
-            return self._epoch
+            return self._term
 
     @property
     def shard(self) -> Shard:
@@ -81,13 +103,18 @@ class Node:
                 raise Refused(RefusalCode.NOT_READY, f"shard {self.index} does not know the model yet")
             return self._shard
 
-    def configure(self, configuration: Configuration) -> None:
-        """See ShardControl. Raises InvalidModel, CheckpointError, Refused (STALE_EPOCH)."""
-        self._obey(configuration.epoch)
+    def configure(self, configuration: Configuration, order: OrderId | None = None) -> None:
+        """See ShardControl. `order`: which one it is, where it came over the network.
+
+        Raises InvalidModel, CheckpointError, Refused (STALE_TERM).
+        """
+        self._obey(configuration.term)
+        if self._is_old(order):
+            return
         shard = Shard(
             configuration.layout,
             self.index,
-            configuration.epoch,
+            configuration.term,
             (configuration.optimizer, configuration.settings),
             consistency=self._consistency,
             trace=self._trace,
@@ -100,23 +127,28 @@ class Node:
             shard.load(Assembled(elements, self.store.read(manifest)), configuration.load_version)
         with self._lock:
             before, self._shard = self._shard, shard
-            self._epoch, self._configuration, self._orders = configuration.epoch, configuration, []
+            self._term, self._configuration, self._orders = configuration.term, configuration, []
+            self._begun, self._written = (0, 0), None
         if self._follower is not None:
             self._follower.reset(configuration)
         if before is not None:
-            before.retire(RefusalCode.STALE_EPOCH)
+            before.retire(RefusalCode.STALE_TERM)
 
-    def advance(self, advance: Advance) -> Report:
-        """See ShardControl.
+    def advance(self, advance: Advance, order: OrderId | None = None) -> Report:
+        """See ShardControl. `order`: which one it is, where it came over the network.
 
         Raises:
-            Refused: see `Shard.advance`; STALE_EPOCH: a newer epoch gives the orders now.
+            Refused: see `Shard.advance`; STALE_TERM: a newer term gives the orders now; NOT_READY: a
+                checkpoint is to be written of a version that the shard has not got.
         """
-        self._obey(advance.epoch)
+        self._obey(advance.term)
+        if self._is_old(order):
+            return self._report()
         shard = self.shard
-        if advance.apply is not None and self._follower is not None and shard.version < advance.version:
+        if advance.apply is not None and shard.version < advance.version:
             shard.require_complete(advance.version, advance.apply)
-            self._follower.stage(shard, advance)
+            if self._follower is not None:
+                self._follower.stage(shard, advance)
         if advance.prepare:
             return self._report()
         shard.advance(advance.version, advance.attempt, advance.expected, advance.apply)
@@ -124,68 +156,98 @@ class Node:
             with self._lock:
                 done = [order for order in self._orders if order.version == advance.version]
                 self._orders = [*done, advance.next]
-            self._obey(advance.epoch)  # as in take_sum
-        report = self._report()  # before the next part is begun, which must not be in it
+            self._obey(advance.term)  # as in take_sum
         if advance.checkpoint and self.store is not None:
-            self._snapshot(advance)
-        return report
+            self._snapshot(shard, advance)
+        if advance.last:
+            with self._heard:
+                self._released = True
+                self._heard.notify_all()
+        return self._report()
 
-    def _obey(self, epoch: int) -> None:
+    def await_release(self, most: timedelta, *, quiet: timedelta) -> None:
+        """Block until shard 0 has nothing more to order, says nothing for `quiet`, or `most` has passed.
+
+        All shards are asked to end at once, and shard 0 needs their parts of the last checkpoint.
+        """
+        deadline = time.monotonic() + most.total_seconds()
+        with self._heard:
+            while not self._released:
+                left = min(deadline, self._heard_at + quiet.total_seconds()) - time.monotonic()
+                if left <= 0:
+                    return
+                self._heard.wait(left)
+
+    def _obey(self, term: int) -> None:
+        with self._heard:
+            self._heard_at = time.monotonic()
+            self._released = False
+            if term and term < self._obeys:
+                text = f"an order of term {term}; term {self._obeys} gives the orders now"
+                raise Refused(RefusalCode.STALE_TERM, text)
+            if term > self._obeys:
+                self._obeys = term
+                self._log.clear()
+
+    def _is_old(self, order: OrderId | None) -> bool:
         with self._lock:
-            if epoch and epoch < self._obeys:
-                text = f"an order of epoch {epoch}; epoch {self._obeys} gives the orders now"
-                raise Refused(RefusalCode.STALE_EPOCH, text)
-            self._obeys = max(self._obeys, epoch)
+            return order is not None and self._log.is_old(order)
 
     def _report(self) -> Report:
         with self._lock:
-            written, self._written = self._written, []
+            written = self._written
         return Report(written, self._follower.standing if self._follower else Standing.NONE)
 
-    def _snapshot(self, advance: Advance) -> None:
-        """Copy the shard and have the copy written in the background."""
+    def _snapshot(self, shard: Shard, advance: Advance) -> None:
+        """Copy the shard and have the copy written in the background.
+
+        Raises:
+            Refused: NOT_READY; the shard is at another version, so its values must not get this one's name.
+        """
+        label = (advance.term or self.term, advance.checkpoint)
+        with self._lock:
+            if label <= self._begun:
+                return  # told again
+        if shard.version != advance.version:
+            raise Refused(
+                RefusalCode.NOT_READY,
+                f"a checkpoint of version {advance.version}; shard {self.index} is at {shard.version}",
+            )
         started = time.monotonic()
-        copy = list(self._copy())
+        copy = list(_copy(shard))
         pause = timedelta(seconds=time.monotonic() - started)
-        self._snapshots.put((advance.epoch or self.epoch, advance.version, copy, pause))
+        with self._lock:
+            self._begun, self._written = label, None
+        self._snapshots.put(_Snapshot(*label, advance.version, copy, pause))
         if self._follower is not None and self._configuration is not None:
             self._follower.begin(replace(self._configuration, load_version=advance.version))
 
     def take_sum(
-        self, epoch: int, bucket: int, version: int, attempt: int, present: Sequence[bool], body: Incoming
+        self, term: int, bucket: int, version: int, attempt: int, present: Sequence[bool], body: Incoming
     ) -> None:
         """As a standby: take a bucket's sum over. Blocks while it is received. Raises Refused."""
-        self._obey(epoch)
-        self.shard.take_sum(sum_key(epoch, bucket, version, attempt), present, body)
-        self._obey(epoch)  # else a newer epoch may have asked meanwhile, and been told that it is not here
+        self._obey(term)
+        self.shard.take_sum(sum_key(term, bucket, version, attempt), present, body)
+        self._obey(term)  # else a newer term may have asked meanwhile, and been told that it is not here
 
-    def held(self, epoch: int) -> list[Advance]:
-        """As a standby: the orders that it can carry out, oldest first. Older epochs are refused hence.
+    def held(self, term: int) -> list[Advance]:
+        """As a standby: the orders that it can carry out, oldest first. Older terms are refused hence.
 
         Raises:
-            Refused: STALE_EPOCH; a newer epoch has asked.
+            Refused: STALE_TERM; a newer term has asked.
         """
-        self._obey(epoch)
+        self._obey(term)
         with self._lock:
             shard, orders = self._shard, list(self._orders)
         return [order for order in orders if shard is not None and _can_follow(shard, order)]
 
-    def _copy(self) -> Iterator[Stored]:
-        for bucket, flat in self.shard.values():
-            start = 0
-            for piece in bucket.pieces:
-                yield Stored(piece.tensor, piece.start, "value", flat[start : start + piece.length].clone())
-                start += piece.length
-        for entry in self.shard.state():
-            yield Stored(entry.tensor, entry.start, entry.key, entry.value, entry.scalar)
-
     def _write(self) -> None:
         while (snapshot := self._snapshots.get()) is not None:
-            epoch, version, tensors, pause = snapshot
             assert self.store is not None
+            term, number, version, tensors, pause = snapshot
             try:
                 file: ShardFile | None = self.store.write_shard(
-                    epoch, version, self.index, self.shards, iter(tensors)
+                    term, version, self.index, self.shards, iter(tensors)
                 )
                 error = ""
             except CheckpointError as failure:
@@ -193,7 +255,8 @@ class Node:
                 file, error = None, str(failure)
             del tensors, snapshot
             with self._lock:
-                self._written.append(Written(version, file, error, pause))
+                if (term, number) == self._begun:  # else nobody waits for it any more
+                    self._written = Written(term, number, version, file, error, pause)
 
     def retire(self) -> None:
         """Let nobody wait any longer: the process is about to end."""
@@ -206,6 +269,16 @@ class Node:
         self._writer.join()
         if self._follower is not None:
             self._follower.close()
+
+
+def _copy(shard: Shard) -> Iterator[Stored]:
+    for bucket, flat in shard.values():
+        start = 0
+        for piece in bucket.pieces:
+            yield Stored(piece.tensor, piece.start, "value", flat[start : start + piece.length].clone())
+            start += piece.length
+    for entry in shard.state():
+        yield Stored(entry.tensor, entry.start, entry.key, entry.value, entry.scalar)
 
 
 def _can_follow(shard: Shard, order: Advance) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -36,23 +36,30 @@ class Configuration:
     layout: Layout
     optimizer: str
     settings: Settings
-    epoch: int
+    term: int
     load_version: int | None
 
 
 @dataclass(frozen=True)
 class Advance:
-    """The state of the round, and what to do to get there. See messages.proto."""
+    """The state of the round, and what to do to get there. See messages.proto.
+
+    Attributes:
+        checkpoint: the number of the checkpoint to write of `version`; 0 for none.
+        prepare: only make sure that the order can be carried out.
+        last: shard 0 is about to end and has nothing more to order.
+    """
 
     version: int
     attempt: int
     expected: Mapping[int, int]
     apply: Application | None = None
-    checkpoint: bool = False
-    epoch: int = 0
+    checkpoint: int = 0
+    term: int = 0
     prepare: bool = False
     state: str = ""
     next: Advance | None = None
+    last: bool = False
 
 
 class Standing(enum.IntEnum):
@@ -74,9 +81,14 @@ class Standing(enum.IntEnum):
 class Written:
     """The outcome of writing a shard's part of a checkpoint: `file`, or the reason in `error`.
 
-    `pause` is how long training stood still for the copy in memory.
+    Attributes:
+        term, number: of the order; together they name the checkpoint for all time.
+        version: of the model.
+        pause: how long training stood still for the copy in memory.
     """
 
+    term: int
+    number: int
     version: int
     file: ShardFile | None
     error: str
@@ -85,10 +97,39 @@ class Written:
 
 @dataclass(frozen=True)
 class Report:
-    """What a shard answers to an order: checkpoint parts written since the last answer, and its standby."""
+    """What a shard answers to an order: its part of the last checkpoint, once written, and its standby."""
 
-    written: list[Written] = field(default_factory=list)
+    written: Written | None = None
     standby: Standing = Standing.NONE
+
+
+@dataclass(frozen=True)
+class OrderId:
+    """Which order it is: the `number`-th, from 1, of whoever is named by the random text `source`."""
+
+    source: str
+    number: int
+
+
+class OrderLog:
+    """The last order of each source, so that one which arrives late or twice is known. Not thread-safe.
+
+    The network may keep a message, and deliver it when its sender has long repeated it and gone on.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+
+    def is_old(self, order: OrderId) -> bool:
+        """Whether it, or a later one of the same source, has come before; else this is the last one now."""
+        if order.number <= self._last.get(order.source, 0):
+            return True
+        self._last[order.source] = order.number
+        return False
+
+    def clear(self) -> None:
+        """A new term: what older ones ordered is refused by that."""
+        self._last.clear()
 
 
 class ShardControl(Protocol):
@@ -101,13 +142,15 @@ class ShardControl(Protocol):
         """Bring the round to this state."""
 
 
-def configuration_to_message(job: str, configuration: Configuration) -> pb.ConfigureRequest:
+def configuration_to_message(job: str, configuration: Configuration, order: OrderId) -> pb.ConfigureRequest:
     return pb.ConfigureRequest(
         job=job,
         layout=layout_to_message(configuration.layout),
         optimizer=pb.Optimizer(name=configuration.optimizer, groups=configuration.settings.to_json()),
-        epoch=configuration.epoch,
+        term=configuration.term,
         load_version=configuration.load_version,
+        source=order.source,
+        number=order.number,
     )
 
 
@@ -117,12 +160,12 @@ def configuration_from_message(message: pb.ConfigureRequest) -> Configuration:
         layout=layout_from_message(message.layout),
         optimizer=message.optimizer.name,
         settings=settings_from_message(message.optimizer.groups),
-        epoch=message.epoch,
+        term=message.term,
         load_version=message.load_version if message.HasField("load_version") else None,
     )
 
 
-def advance_to_message(job: str, advance: Advance) -> pb.AdvanceRequest:
+def advance_to_message(job: str, advance: Advance, order: OrderId | None = None) -> pb.AdvanceRequest:
     message = pb.AdvanceRequest(
         job=job,
         version=advance.version,
@@ -132,9 +175,12 @@ def advance_to_message(job: str, advance: Advance) -> pb.AdvanceRequest:
             for worker, incarnation in sorted(advance.expected.items())
         ],
         checkpoint=advance.checkpoint,
-        epoch=advance.epoch,
+        term=advance.term,
         prepare=advance.prepare,
         state=advance.state,
+        source=order.source if order else "",
+        number=order.number if order else 0,
+        last=advance.last,
     )
     if advance.apply is not None:
         apply = advance.apply
@@ -171,23 +217,28 @@ def advance_from_message(message: pb.AdvanceRequest) -> Advance:
         expected={who.worker: who.incarnation for who in message.expected},
         apply=apply,
         checkpoint=message.checkpoint,
-        epoch=message.epoch,
+        term=message.term,
         prepare=message.prepare,
         state=message.state,
         next=advance_from_message(message.next) if message.HasField("next") else None,
+        last=message.last,
     )
 
 
 def report_to_message(report: Report) -> pb.AdvanceReply:
     message = pb.AdvanceReply(standby=int(report.standby))
-    for part in report.written:
-        message.written.add(
-            version=part.version,
-            file=part.file.file if part.file else "",
-            sha256=part.file.sha256 if part.file else "",
-            size=part.file.size if part.file else 0,
-            error=part.error,
-            pause_us=round(part.pause.total_seconds() * 1e6),
+    if (part := report.written) is not None:
+        message.written.CopyFrom(
+            pb.Written(
+                term=part.term,
+                number=part.number,
+                version=part.version,
+                file=part.file.file if part.file else "",
+                sha256=part.file.sha256 if part.file else "",
+                size=part.file.size if part.file else 0,
+                error=part.error,
+                pause_us=round(part.pause.total_seconds() * 1e6),
+            )
         )
     return message
 
@@ -198,12 +249,13 @@ def report_from_message(message: pb.AdvanceReply) -> Report:
         standing = Standing(message.standby)
     except ValueError as error:
         raise Malformed(str(error)) from error
-    return Report([_written(part) for part in message.written], standing)
+    return Report(_written(message.written) if message.HasField("written") else None, standing)
 
 
 def _written(part: pb.Written) -> Written:
     file = None if part.error else ShardFile(part.file, part.sha256, part.size)
-    return Written(part.version, file, part.error, timedelta(microseconds=part.pause_us))
+    pause = timedelta(microseconds=part.pause_us)
+    return Written(part.term, part.number, part.version, file, part.error, pause)
 
 
 def settings_from_message(text: str) -> Settings:

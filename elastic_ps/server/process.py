@@ -24,6 +24,12 @@ from elastic_ps.transport.base import Connection, Server
 logger = logging.getLogger(__name__)
 
 
+RELEASE = timedelta(seconds=25)
+"""For how long a shard that is asked to end waits for shard 0 to have its part of the last checkpoint."""
+
+QUIET = timedelta(seconds=15)
+"""A shard 0 that says nothing for this long, which is sixty times as long as usual, has gone."""
+
 STANDBY_TIMEOUT = timedelta(seconds=10)
 """Of a call to a standby; one that does not answer in time is left behind."""
 
@@ -58,6 +64,7 @@ class ParameterServer:
         self._remotes: list[RemoteShard] = []
         store = Store(environment.checkpoints) if environment.checkpoints else None
         leads, follower = environment.role == "ps", None
+        self._leads = leads
         if leads and connect_standby is not None and store is not None:
             follower = Follower(
                 RemoteShard(
@@ -75,7 +82,7 @@ class ParameterServer:
         )
         self._index, self._job, self._shards = index, environment.job, shards
         self.coordinator: Coordinator | None = None
-        self.epoch = 1
+        self.term = 1
         try:
             if index == 0 and leads:
                 self._coordinate(environment, store, connect, connect_standby)
@@ -92,7 +99,7 @@ class ParameterServer:
         connect_standby: Callable[[int], Connection] | None,
     ) -> None:
         """Shard 0: count this start, find the checkpoint, look after the members."""
-        self.epoch = store.next_epoch() if store else 1
+        self.term = store.next_term() if store else 1
         keeper, found = self._keeper(environment, store) if store else (None, None)
         remotes = [RemoteShard(environment.job, connect(shard)) for shard in range(1, self._shards)]
         controls: list[ShardControl] = [self.node, *remotes]
@@ -103,11 +110,11 @@ class ParameterServer:
                 for shard in range(self._shards)
             ]
         self._remotes = [*remotes, *standbys]
-        self._history.record("start", epoch=self.epoch)
+        self._history.record("start", term=self.term)
         coordinator = Coordinator(
             environment.job,
             environment.spec,
-            self.epoch,
+            self.term,
             controls,
             standbys=standbys,
             keeper=keeper,
@@ -127,7 +134,7 @@ class ParameterServer:
         keeper = Keeper(
             store,
             job=environment.job,
-            epoch=self.epoch,
+            term=self.term,
             shards=self._shards,
             interval=checkpoint.interval,
             every=checkpoint.every_versions,
@@ -158,7 +165,7 @@ class ParameterServer:
             job=self._job,
             shard=self._index,
             shards=self._shards,
-            epoch=self.epoch,
+            term=self.term,
             ready=self.node.configured,
         )
 
@@ -175,6 +182,8 @@ class ParameterServer:
         """Stop serving and end all threads; with `keep`, write a last checkpoint before. Blocks."""
         if self.coordinator is not None:
             self.coordinator.close(keep=keep)
+        elif keep and self._leads and self.node.configured:
+            self.node.await_release(RELEASE, quiet=QUIET)
         self.node.retire()
         self._server.close(timedelta(seconds=1))
         for remote in self._remotes:

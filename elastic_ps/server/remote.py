@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -10,6 +12,7 @@ from elastic_ps.errors import ConnectionLost, DeadlineExceeded
 from elastic_ps.server.orders import (
     Advance,
     Configuration,
+    OrderId,
     Report,
     advance_from_message,
     advance_to_message,
@@ -44,10 +47,14 @@ class RemoteShard:
         self._job = job
         self._connection = connection
         self._start, self._timeout = start, timeout
+        self._source, self._numbers = uuid.uuid4().hex, itertools.count(1)
+
+    def _order(self) -> OrderId:
+        return OrderId(self._source, next(self._numbers))
 
     def configure(self, configuration: Configuration) -> None:
         """See ShardControl. Waits until the shard is up; raises ConnectionLost if it does not come."""
-        request = configuration_to_message(self._job, configuration)
+        request = configuration_to_message(self._job, configuration, self._order())
         deadline = time.monotonic() + self._start.total_seconds()
         while True:
             try:
@@ -60,7 +67,7 @@ class RemoteShard:
 
     def advance(self, advance: Advance) -> Report:
         """See ShardControl."""
-        request = advance_to_message(self._job, advance)
+        request = advance_to_message(self._job, advance, self._order())
         answer = unary(self._connection, "Advance", request.SerializeToString(), timeout=self._timeout)
         return report_from_message(pb.AdvanceReply.FromString(answer))
 
@@ -70,26 +77,26 @@ class RemoteShard:
         data: memoryview,
         present: Sequence[bool],
         *,
-        epoch: int,
+        term: int,
         version: int,
         attempt: int,
     ) -> None:
         """To a standby: the sum of a bucket, in the open round that it was told of. Blocks."""
         request = pb.SumRequest(
-            job=self._job, epoch=epoch, bucket=bucket, version=version, attempt=attempt, present=present
+            job=self._job, term=term, bucket=bucket, version=version, attempt=attempt, present=present
         )
         frame = Frame(request.SerializeToString(), data)
         for _ in self._connection.call("Sum", frame, timeout=self._timeout):
             pass
 
-    def held(self, epoch: int) -> list[Advance]:
-        """To a standby: the orders that it can carry out, oldest first. It refuses older epochs from now on.
+    def held(self, term: int) -> list[Advance]:
+        """To a standby: the orders that it can carry out, oldest first. It refuses older terms from now on.
 
         Raises:
-            Refused: STALE_EPOCH; a newer parameter server has asked.
+            Refused: STALE_TERM; a newer parameter server has asked.
             TransportError: it does not answer.
         """
-        request = pb.HeldRequest(job=self._job, epoch=epoch)
+        request = pb.HeldRequest(job=self._job, term=term)
         answer = unary(self._connection, "Held", request.SerializeToString(), timeout=self._timeout)
         return [advance_from_message(order) for order in pb.HeldReply.FromString(answer).orders]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
-from elastic_ps.errors import CheckpointError, ElasticPSError, Refused, TransportError
+from elastic_ps.errors import CheckpointError, ElasticPSError, Fenced, Refused, TransportError
 from elastic_ps.server.follower import for_standby
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.orders import Advance, ShardControl
@@ -24,12 +24,18 @@ ANSWER = timedelta(seconds=5)
 """How long a parameter server that starts asks for its standby."""
 
 
-def held(standby: RemoteShard, epoch: int) -> list[Advance]:
-    """The orders that shard 0's standby can carry out, oldest first; none if it does not answer. Blocks."""
+def held(standby: RemoteShard, term: int) -> list[Advance]:
+    """The orders that shard 0's standby can carry out, oldest first; none if it does not answer. Blocks.
+
+    Raises:
+        Fenced: another parameter server has begun a newer term.
+    """
     deadline = time.monotonic() + ANSWER.total_seconds()
     while True:
         try:
-            return standby.held(epoch)
+            return standby.held(term)
+        except Refused as refusal:
+            raise Fenced(str(refusal)) from refusal
         except TransportError as error:
             if time.monotonic() > deadline:
                 logger.warning("the standby does not answer: %s", error)
@@ -68,14 +74,15 @@ def _save(
     keeper: Keeper, shards: Sequence[ShardControl], standbys: Sequence[RemoteShard], order: Advance
 ) -> None:
     """Raises TransportError, Refused, CheckpointError."""
-    write = replace(order, checkpoint=True, epoch=keeper.epoch, expected={}, prepare=False)
+    number = keeper.number()
+    write = replace(order, checkpoint=number, term=keeper.term, expected={}, prepare=False)
     writers = [_order(*pair, write) for pair in zip(shards, standbys, strict=True)]
-    keeper.begin(order.version, time.monotonic(), json.loads(order.state))
-    probe = Advance(order.version, 0, {}, epoch=keeper.epoch)
+    keeper.begin(order.version, time.monotonic(), json.loads(order.state), number=number)
+    probe = Advance(order.version, 0, {}, term=keeper.term)
 
     def ask() -> None:
         for index, writer in enumerate(writers):
-            keeper.parts(index, writer.advance(probe).written)
+            keeper.part(index, writer.advance(probe).written)
 
     keeper.await_whole(ask)
     if keeper.durable_version != order.version:

@@ -17,6 +17,7 @@ from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import (
+    OrderId,
     advance_from_message,
     advance_to_message,
     configuration_from_message,
@@ -91,10 +92,10 @@ class Service:
             raise Refused(
                 RefusalCode.WRONG_JOB, f"this is the parameter server of {self._job!r}, not {caller.job!r}"
             )
-        epoch = self._coordinator.epoch if self._coordinator is not None else self._node.epoch
-        if joined and caller.epoch != epoch:
-            text = f"message of epoch {caller.epoch}; this is epoch {epoch}"
-            raise Refused(RefusalCode.STALE_EPOCH if epoch else RefusalCode.NOT_READY, text)
+        term = self._coordinator.term if self._coordinator is not None else self._node.term
+        if joined and caller.term != term:
+            text = f"message of term {caller.term}; this is term {term}"
+            raise Refused(RefusalCode.STALE_TERM if term else RefusalCode.NOT_READY, text)
         return caller
 
     # --- what every shard answers
@@ -111,7 +112,7 @@ class Service:
         if request.codec != codec.NONE:
             raise Refused(RefusalCode.MALFORMED, f"codec {request.codec!r}; this job uses {codec.NONE!r}")
         key = PushKey(
-            epoch=caller.epoch,
+            term=caller.term,
             worker=caller.worker,
             incarnation=caller.incarnation,
             step=request.step,
@@ -147,7 +148,11 @@ class Service:
             attempt = request.attempt
         version = request.version
         for item in self._node.shard.pull(
-            request.buckets, request.version, attempt=attempt, contributor=request.contributor
+            request.buckets,
+            request.version,
+            term=caller.term,
+            attempt=attempt,
+            contributor=(caller.worker, caller.incarnation) if request.contributor else None,
         ):
             if item is None:
                 yield _frame(pb.PullReply(pending=True))
@@ -178,27 +183,29 @@ class Service:
     def _configure(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.ConfigureRequest, incoming.header)
         self._check(pb.Caller(job=request.job), joined=False)
-        self._node.configure(configuration_from_message(request))
+        order = OrderId(request.source, request.number)
+        self._node.configure(configuration_from_message(request), order)
         yield _done()
 
     def _advance(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.AdvanceRequest, incoming.header)
         self._check(pb.Caller(job=request.job), joined=False)
-        yield _frame(report_to_message(self._node.advance(advance_from_message(request))))
+        order = OrderId(request.source, request.number)
+        yield _frame(report_to_message(self._node.advance(advance_from_message(request), order)))
 
     # --- what a standby answers
 
     def _sum(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.SumRequest, incoming.header)
         self._check(pb.Caller(job=request.job), joined=False)
-        place = (request.epoch, request.bucket, request.version, request.attempt)
+        place = (request.term, request.bucket, request.version, request.attempt)
         self._node.take_sum(*place, request.present, incoming)
         yield _done()
 
     def _held(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.HeldRequest, incoming.header)
         self._check(pb.Caller(job=request.job), joined=False)
-        orders = self._node.held(request.epoch)
+        orders = self._node.held(request.term)
         yield _frame(pb.HeldReply(orders=[advance_to_message(self._job, order) for order in orders]))
 
     # --- what shard 0 answers
@@ -214,13 +221,15 @@ class Service:
             optimizer=request.optimizer.name,
             settings=settings_from_message(request.optimizer.groups),
             again=request.again,
+            instance=request.instance,
+            call=caller.call,
         )
         if joined is None:
             yield _frame(pb.JoinReply(pending=True))
             return
         yield _frame(
             pb.JoinReply(
-                epoch=joined.epoch,
+                term=joined.term,
                 incarnation=joined.stay.incarnation,
                 version=joined.version,
                 layout=layout_to_message(joined.layout),
@@ -243,10 +252,12 @@ class Service:
         taken = self._members.take(
             caller.worker,
             caller.incarnation,
+            call=caller.call,
             records=request.records,
             epochs=request.epochs,
             batch=request.batch,
             wait=request.wait,
+            abandoned=request.abandoned,
         )
         yield _frame(
             pb.TakeReply(
@@ -259,14 +270,19 @@ class Service:
         )
 
     def _release(self, incoming: Incoming) -> Iterator[Frame]:
-        caller = self._check(parse(pb.ReleaseRequest, incoming.header).caller)
-        self._members.release(caller.worker, caller.incarnation)
+        request = parse(pb.ReleaseRequest, incoming.header)
+        caller = self._check(request.caller)
+        self._members.release(
+            caller.worker, caller.incarnation, call=caller.call, abandoned=request.abandoned
+        )
         yield _done()
 
     def _begin(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.BeginRequest, incoming.header)
         caller = self._check(request.caller)
-        begun = self._members.begin(caller.worker, caller.incarnation, version=request.version)
+        begun = self._members.begin(
+            caller.worker, caller.incarnation, version=request.version, step=request.step
+        )
         if begun is None:
             yield _frame(pb.BeginReply(pending=True))
         else:
@@ -297,7 +313,7 @@ class Service:
 
     def _leave(self, incoming: Incoming) -> Iterator[Frame]:
         caller = self._check(parse(pb.LeaveRequest, incoming.header).caller)
-        self._members.leave(caller.worker, caller.incarnation)
+        self._members.leave(caller.worker, caller.incarnation, call=caller.call)
         yield _done()
 
     def _report(self, incoming: Incoming) -> Iterator[Frame]:
@@ -309,7 +325,7 @@ class Service:
     def _gone(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.GoneRequest, incoming.header)
         self._check(pb.Caller(job=request.job), joined=False)
-        self._members.gone(request.worker, request.pid)
+        self._members.gone(request.worker, request.instance)
         yield _done()
 
 

@@ -65,7 +65,7 @@ class Shard:
     Args:
         layout: of the whole model.
         index: of this shard.
-        epoch: how often this shard has been started.
+        term: how often this shard has been started.
         optimizer: name of the class, and its first settings.
         consistency: the job's. With `deterministic` contributions are added in the order of worker index.
     """
@@ -74,7 +74,7 @@ class Shard:
         self,
         layout: Layout,
         index: int,
-        epoch: int,
+        term: int,
         optimizer: tuple[str, Settings],
         *,
         consistency: Consistency,
@@ -84,7 +84,7 @@ class Shard:
         self.index = index
         self._changed = threading.Condition()
         self._advancing = threading.Lock()
-        self._log = PushLog(epoch=epoch)
+        self._log = PushLog(term=term)
         self._consistency = consistency
         self._retired: RefusalCode | None = None
         self._torn = False  # some buckets were stepped, others not: the values are of no version
@@ -107,9 +107,9 @@ class Shard:
             self._buffers.put(torch.empty(largest, dtype=torch.uint8))
 
     @property
-    def epoch(self) -> int:
-        """The job's epoch when the shard began."""
-        return self._log.epoch
+    def term(self) -> int:
+        """The job's term when the shard began."""
+        return self._log.term
 
     @property
     def version(self) -> int:
@@ -223,39 +223,54 @@ class Shard:
 
         def look() -> bool:
             if self._retired is not None:
-                raise Refused(self._retired, f"epoch {self._log.epoch} of this shard is over")
+                raise Refused(self._retired, f"term {self._log.term} of this shard is over")
             return ready()
 
         return self._changed.wait_for(look, timeout=WAIT.total_seconds())
 
     def retire(self, code: RefusalCode) -> None:
-        """Refuse whoever waits: STALE_EPOCH if another state takes this one's place, NOT_READY at the end."""
+        """Refuse whoever waits: STALE_TERM if another state takes this one's place, NOT_READY at the end."""
         with self._changed:
             self._retired = code
             self._changed.notify_all()
 
     def pull(
-        self, buckets: Sequence[int], version: int, *, attempt: int | None, contributor: bool
+        self,
+        buckets: Sequence[int],
+        version: int,
+        *,
+        term: int,
+        attempt: int | None,
+        contributor: tuple[int, int] | None,
     ) -> Iterator[Pulled | RestartedAs | None]:
         """Yield each bucket when it has reached `version`. Blocks; yields None after `WAIT` without one.
 
         Args:
+            term: in which the caller joined.
             attempt: of the open round; None not to be told when that is started again.
-            contributor: the values cannot change before the caller's next push, so they are not copied;
-                unless rounds may be made without the caller.
+            contributor: worker and incarnation of a caller that takes part in rounds. The values cannot
+                change before its next push, so they are not copied; unless rounds may be made without it.
+
+        Raises:
+            Refused: STALE_TERM: the values are of another term. STALE_INCARNATION: a contributor whose values
+                are not copied does not take part any more, so that they may be of several versions.
+                NOT_READY: the shard is about to end.
         """
-        stable = contributor and self._consistency.waits_for_all
+        stable = contributor is not None and self._consistency.waits_for_all
         for index in buckets:
             self.bucket(index)
             values = self._buckets[index]
             constant = values.bucket.rule is Rule.CONSTANT  # the same at every version
             with self._changed:
+                self._require_term(term)
 
                 def ready(values: BucketValues = values, constant: bool = constant) -> bool:
                     return constant or values.version >= version or self._restarted(version, attempt)
 
                 arrived = self._await(ready)
                 reached = constant or values.version >= version
+                if reached and stable:
+                    self._require_part(contributor)
                 data = values.values if stable or not reached else values.values.clone()
                 reached_version, now = values.version, self._log.attempt
             if not arrived:
@@ -265,6 +280,20 @@ class Shard:
                 yield RestartedAs(now)
                 return
             yield Pulled(index, reached_version, as_bytes(data))
+        if stable:
+            with self._changed:
+                self._require_part(contributor)
+
+    def _require_term(self, term: int) -> None:
+        if term != self._log.term:
+            raise Refused(RefusalCode.STALE_TERM, f"pull of term {term}; this is term {self._log.term}")
+
+    def _require_part(self, contributor: tuple[int, int] | None) -> None:
+        if contributor is not None and self._log.expected.get(contributor[0]) != contributor[1]:
+            raise Refused(
+                RefusalCode.STALE_INCARNATION,
+                f"worker {contributor[0]} with incarnation {contributor[1]} does not take part any more",
+            )
 
     def _restarted(self, version: int, attempt: int | None) -> bool:
         return attempt is not None and self._log.version == version - 1 and self._log.attempt > attempt
@@ -318,8 +347,17 @@ class Shard:
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
 
     def require_complete(self, version: int, apply: Application) -> None:
-        """Raise Refused (INVALID) unless the sums are those that `version` is to be made of."""
+        """Raise Refused unless the sums are those that `version` is to be made of.
+
+        Raises:
+            Refused: INVALID; the sums are others. NOT_READY; the shard lacks the version to go on from.
+        """
         with self._changed:
+            if self._torn or self._log.version < version - 1:
+                raise Refused(
+                    RefusalCode.NOT_READY,
+                    f"shard {self.index} has not got version {version - 1} to go on from",
+                )
             if self._log.version != version - 1 or self._log.attempt != apply.attempt:
                 raise Refused(
                     RefusalCode.INVALID,
@@ -343,7 +381,7 @@ class Shard:
         """Take the sum of a bucket over from the shard that this one follows. Blocks while it is received.
 
         Raises:
-            Refused: STALE_EPOCH, WRONG_VERSION; MALFORMED.
+            Refused: STALE_TERM, WRONG_VERSION; MALFORMED; NOT_READY: the same sum is being received already.
         """
         bucket = self.bucket(key.bucket)
         values = self._buckets[key.bucket]
@@ -353,13 +391,23 @@ class Shard:
                 f"sum of {incoming.size} bytes and {len(present)} flags for bucket {key.bucket}, "
                 f"which has {values.sum.nbytes} bytes and {len(bucket.pieces)} pieces",
             )
+        slot = (key.bucket, key.worker)
         with self._changed:
             self._log.require_open(key)
-        incoming.read_into(as_bytes(values.sum))
-        with self._changed:
-            self._log.require_open(key)
-            values.present = present
-            self._log.add(key)
+            if self._log.added.get(key.bucket):
+                return
+            if slot in self._receiving:
+                raise Refused(RefusalCode.NOT_READY, f"the sum of bucket {key.bucket} is being received")
+            self._receiving.add(slot)
+        try:
+            incoming.read_into(as_bytes(values.sum))
+            with self._changed:
+                self._log.require_open(key)
+                values.present = present
+                self._log.add(key)
+        finally:
+            with self._changed:
+                self._receiving.discard(slot)
 
     def load(self, stored: Assembled, version: int) -> None:
         """Take values and optimizer state over from a checkpoint of `version`."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from elastic_ps.core.backup import BackupRounds
 from elastic_ps.core.bounded import BoundedRounds
+from elastic_ps.core.calls import Calls
 from elastic_ps.core.consistency import Contribution, Entry, SyncRounds
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, Range
@@ -22,11 +23,12 @@ from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout, Rule, TensorSpec
 from elastic_ps.core.progress import Curve, Rate
 from elastic_ps.core.settings import Settings
+from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import Consistency
 from elastic_ps.status import Member, Progress
 
-INCARNATIONS_PER_EPOCH = 1 << 32
-"""Incarnations start at a multiple of this in each epoch, so that none is given twice after a roll-back."""
+INCARNATIONS_PER_TERM = 1 << 32
+"""Incarnations start at a multiple of this in each term, so that none is given twice after a roll-back."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +44,37 @@ class Model:
         return [asdict(t) for t in self.layout.tensors]
 
 
+@dataclass(frozen=True)
+class Taken:
+    """The answer to a worker that asks for records; `pending`: nothing has happened, ask again."""
+
+    ranges: Sequence[Range] = ()
+    version: int = 0
+    finished: bool = False
+    chief: bool = False
+    pending: bool = False
+
+
 @dataclass
 class JobState:
     """A job at a version.
 
     Attributes:
-        epoch: of the parameter server.
+        term: of the parameter server.
         lease: how long a member may be silent.
         consistency: which decides what rounds are made of.
         model: None before the first worker has come.
-        initialised: the first worker's values have arrived.
+        initialised: the first worker's values have arrived and are kept.
         initialiser: the worker that is sending them.
+        arrived: all of them are there, so that it does not matter any more what becomes of that worker.
         ledger: None before a worker has named its data set.
-        chief: the worker that was told to evaluate.
+        chief: the worker to evaluate and save, chosen when the last round is made.
+        told_chief: the stay that was told last that it is the chief.
         starved: workers that have asked for records when there were none to hand out.
         last_round: what the histories record of the version's commit; {} if it has not been made here.
     """
 
-    epoch: int
+    term: int
     lease: timedelta
     consistency: Consistency = field(default_factory=Consistency)
     members: Membership = field(init=False)
@@ -68,8 +83,10 @@ class JobState:
     model: Model | None = None
     initialised: bool = False
     initialiser: int | None = None
+    arrived: bool = False
     settings: Settings = field(default_factory=lambda: Settings(groups=()))
     chief: int | None = None
+    told_chief: Stay | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     loss: Curve = field(default_factory=Curve)
     rate: Rate = field(default_factory=Rate)
@@ -77,9 +94,10 @@ class JobState:
     starved: set[int] = field(default_factory=set)
     waiting: Waiting = field(default_factory=Waiting)
     pace: Pace = field(default_factory=Pace)
+    calls: Calls[Taken] = field(default_factory=Calls)
 
     def __post_init__(self) -> None:
-        first = self.epoch * INCARNATIONS_PER_EPOCH
+        first = self.term * INCARNATIONS_PER_TERM
         self.members = Membership(lease=self.lease, last_incarnation=first)
         self.rounds = _make_rounds(self.consistency)
 
@@ -123,8 +141,21 @@ class JobState:
         live = self.members.live
         return {worker: live[worker].incarnation if worker in live else 0 for worker in workers}
 
-    def begin(self, stay: Stay, *, version: int) -> Entry:
-        """A worker is about to push a step; LATE: its records go to others. See `SyncRounds.begin`."""
+    @property
+    def may_join(self) -> bool:
+        """Whether there is a model to join with, or none at all: not while its first values arrive."""
+        return self.initialised or (self.initialiser is None and not self.arrived)
+
+    def begin(self, stay: Stay, *, version: int, step: int) -> Entry:
+        """A worker is about to push a step; LATE: its records go to others. See `SyncRounds.begin`.
+
+        Raises:
+            Refused: STALE_CALL; the worker has begun a later step.
+        """
+        if step < stay.last_begun or step <= stay.last_step:
+            text = f"worker {stay.worker} asks about step {step} after its step {stay.last_begun}"
+            raise Refused(RefusalCode.STALE_CALL, text)
+        stay.last_begun = step
         took_part = self.rounds.takes_part(stay.worker)
         entry = self.rounds.begin(stay.worker, version=version)
         if entry is Entry.LATE:
@@ -153,6 +184,19 @@ class JobState:
         self.rounds.admit(worker, at_once=isinstance(self.ledger, Lanes))
         self.pace.idled(self.members.live[worker].incarnation)
 
+    def is_chief(self, stay: Stay) -> bool:
+        """Whether this member is the one to evaluate and save, all records being in the model.
+
+        The worker is chosen with the last round, and kept with its version. A process that takes its place is
+        the chief, too, unless the one before has come to its end.
+        """
+        if self.chief is None:
+            self.chief = stay.worker
+        if self.chief != stay.worker or (self.told_chief and self.told_chief.outcome == "left"):
+            return False
+        self.told_chief = stay
+        return True
+
     def hung(self, now: float, limit: timedelta) -> dict[int, float]:
         """The workers that have kept others waiting for longer than `limit`, and for how many seconds.
 
@@ -169,12 +213,26 @@ class JobState:
         overdue = self.waiting.overdue((rounds.version, rounds.attempt), awaited, now, limit)
         return {awaited[incarnation]: seconds for incarnation, seconds in overdue.items()}
 
+    def stop_computing(self, stay: Stay, *, abandoned: bool) -> None:
+        """A worker takes part in no round for now; what it holds goes to others.
+
+        Args:
+            abandoned: some of a step that it will not finish may be in the sums.
+        """
+        if abandoned:
+            for void in self.rounds.lose(stay.worker):
+                self.give_back(void.incarnation)
+        else:
+            self.rounds.withdraw(stay.worker)
+        self.give_back(stay.incarnation)
+
     def drop(self, worker: int, outcome: str, reason: str = "", now: float | None = None) -> Stay | None:
         """End a stay; what it holds goes to others, except the records of a step that it has finished."""
         stay = self.members.remove(worker, outcome=outcome, version=self.version, reason=reason, now=now)
         if stay is None:
             return None
         self.starved.discard(worker)
+        self.calls.forget(stay.incarnation)
         for void in self.rounds.lose(worker):
             self.give_back(void.incarnation)
         self.give_back(stay.incarnation)
@@ -189,8 +247,8 @@ class JobState:
             self.ledger.give_back(incarnation, keep=next(finished, ()))
 
     def restart_round(self) -> None:
-        """The shards' sums are void: the open round starts again."""
-        for void in self.rounds.restart():
+        """A shard's sums are not those of the round that was decided: it starts again."""
+        for void in self.rounds.undecide():
             self.give_back(void.incarnation)
 
     def settings_of(self, contributions: Sequence[Contribution]) -> str:
@@ -219,6 +277,8 @@ class JobState:
             stay.records += sum(r.records for r in c.records)
             self.metrics.update({k: v for k, v in c.metrics.items() if k != "loss"})
         self.rounds.end_commit()
+        if self.finished and self.chief is None:
+            self.chief = min(self.members.live, default=None)
         here = {stay.incarnation for stay in self.members.live.values()}
         bounded = self.consistency.mode == "bounded"
         self.pace.opened(here, now, beginning=here & sent if bounded else here)
@@ -228,7 +288,7 @@ class JobState:
             for c in contributions
         ]
         self.last_round = {
-            "epoch": self.epoch,
+            "term": self.term,
             "version": self.version,
             "decided": decided,
             "contributions": steps,
@@ -265,6 +325,7 @@ class JobState:
             "metrics": dict(self.metrics),
             "loss": list(self.loss.points),
             "round": self.last_round,
+            "chief": self.chief,
         }
 
     @staticmethod
@@ -277,15 +338,15 @@ class JobState:
         cls,
         saved: dict[str, Any],
         *,
-        epoch: int,
+        term: int,
         lease: timedelta,
         consistency: Consistency,
         version: int,
         model: Model,
         shard_records: int,
     ) -> JobState:
-        """The state of `version` as a new epoch begins with it: members are gone, the rest is as before."""
-        state = cls(epoch=epoch, lease=lease, consistency=consistency, model=model, initialised=True)
+        """The state of `version` as a new term begins with it: members are gone, the rest is as before."""
+        state = cls(term=term, lease=lease, consistency=consistency, model=model, initialised=True)
         state.settings = Settings.from_json(saved["settings"])
         for stay in (Stay(**stay) for stay in saved["members"]):
             if not stay.outcome:
@@ -298,6 +359,7 @@ class JobState:
             state.ledger = kind.from_state(saved["ledger"], shard_records=shard_records)
         state.metrics = dict(saved["metrics"])
         state.last_round = saved.get("round", {})
+        state.chief = saved["chief"]
         state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
         return state
 

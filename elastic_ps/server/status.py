@@ -91,7 +91,7 @@ def metrics(status: ServerStatus) -> str:
         "loss": ("gauge", "Last reported training loss.", progress.loss),
         "durable_version": ("gauge", "Version of the newest checkpoint.", progress.durable_version),
         "durable_age_seconds": ("gauge", "Age of the newest checkpoint.", status.durable_age_seconds),
-        "epoch": ("counter", "Starts of this parameter server.", status.epoch),
+        "term": ("counter", "Starts of this parameter server.", status.term),
         "checkpoint_pause_seconds": (
             "counter",
             "Time that training stood still for checkpoints.",

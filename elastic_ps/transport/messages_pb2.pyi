@@ -7,16 +7,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Caller(_message.Message):
-    __slots__ = ("job", "epoch", "worker", "incarnation")
+    __slots__ = ("job", "term", "worker", "incarnation", "call")
     JOB_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     job: str
-    epoch: int
+    term: int
     worker: int
     incarnation: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    call: int
+    def __init__(self, job: _Optional[str] = ..., term: _Optional[int] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "dtype", "rule", "group")
@@ -83,24 +85,26 @@ class Range(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("caller", "pid", "host", "tensors", "optimizer", "again")
+    __slots__ = ("caller", "pid", "host", "tensors", "optimizer", "again", "instance")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     pid: int
     host: str
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     optimizer: Optimizer
     again: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., again: _Optional[bool] = ...) -> None: ...
+    instance: str
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., again: _Optional[bool] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("epoch", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending")
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("term", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending")
+    TERM_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -108,7 +112,7 @@ class JoinReply(_message.Message):
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
-    epoch: int
+    term: int
     incarnation: int
     version: int
     layout: Layout
@@ -116,7 +120,7 @@ class JoinReply(_message.Message):
     lease_ms: int
     settings: str
     pending: bool
-    def __init__(self, epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: _Optional[bool] = ...) -> None: ...
+    def __init__(self, term: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: _Optional[bool] = ...) -> None: ...
 
 class InitRequest(_message.Message):
     __slots__ = ("caller", "bucket")
@@ -139,18 +143,20 @@ class Done(_message.Message):
     def __init__(self, duplicate: _Optional[bool] = ...) -> None: ...
 
 class TakeRequest(_message.Message):
-    __slots__ = ("caller", "records", "epochs", "batch", "wait")
+    __slots__ = ("caller", "records", "epochs", "batch", "wait", "abandoned")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
+    ABANDONED_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     records: int
     epochs: int
     batch: int
     wait: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: _Optional[bool] = ...) -> None: ...
+    abandoned: bool
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: _Optional[bool] = ..., abandoned: _Optional[bool] = ...) -> None: ...
 
 class TakeReply(_message.Message):
     __slots__ = ("ranges", "version", "finished", "chief", "pending")
@@ -167,18 +173,22 @@ class TakeReply(_message.Message):
     def __init__(self, ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., version: _Optional[int] = ..., finished: _Optional[bool] = ..., chief: _Optional[bool] = ..., pending: _Optional[bool] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("caller",)
+    __slots__ = ("caller", "abandoned")
     CALLER_FIELD_NUMBER: _ClassVar[int]
+    ABANDONED_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+    abandoned: bool
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., abandoned: _Optional[bool] = ...) -> None: ...
 
 class BeginRequest(_message.Message):
-    __slots__ = ("caller", "version")
+    __slots__ = ("caller", "version", "step")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     version: int
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ...) -> None: ...
+    step: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class BeginReply(_message.Message):
     __slots__ = ("version", "attempt", "pending")
@@ -319,76 +329,86 @@ class OptimizerStateReply(_message.Message):
     def __init__(self, tensor: _Optional[int] = ..., start: _Optional[int] = ..., key: _Optional[str] = ..., dtype: _Optional[str] = ..., scalar: _Optional[bool] = ..., done: _Optional[bool] = ...) -> None: ...
 
 class GoneRequest(_message.Message):
-    __slots__ = ("job", "worker", "pid")
+    __slots__ = ("job", "worker", "instance")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
-    PID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
-    pid: int
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    instance: str
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
-    __slots__ = ("job", "layout", "optimizer", "epoch", "load_version")
+    __slots__ = ("job", "layout", "optimizer", "term", "load_version", "source", "number")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     LOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     job: str
     layout: Layout
     optimizer: Optimizer
-    epoch: int
+    term: int
     load_version: int
-    def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., epoch: _Optional[int] = ..., load_version: _Optional[int] = ...) -> None: ...
+    source: str
+    number: int
+    def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., term: _Optional[int] = ..., load_version: _Optional[int] = ..., source: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class AdvanceRequest(_message.Message):
-    __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint", "epoch", "prepare", "state", "next")
+    __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint", "term", "prepare", "state", "next", "source", "number", "last")
     JOB_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FIELD_NUMBER: _ClassVar[int]
     APPLY_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     PREPARE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
     job: str
     version: int
     attempt: int
     expected: _containers.RepeatedCompositeFieldContainer[Participant]
     apply: Apply
-    checkpoint: bool
-    epoch: int
+    checkpoint: int
+    term: int
     prepare: bool
     state: str
     next: AdvanceRequest
-    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[Participant, _Mapping]]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[bool] = ..., epoch: _Optional[int] = ..., prepare: _Optional[bool] = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ...) -> None: ...
+    source: str
+    number: int
+    last: bool
+    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[Participant, _Mapping]]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[int] = ..., term: _Optional[int] = ..., prepare: _Optional[bool] = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
 
 class SumRequest(_message.Message):
-    __slots__ = ("job", "epoch", "bucket", "version", "attempt", "present")
+    __slots__ = ("job", "term", "bucket", "version", "attempt", "present")
     JOB_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     job: str
-    epoch: int
+    term: int
     bucket: int
     version: int
     attempt: int
     present: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., term: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class HeldRequest(_message.Message):
-    __slots__ = ("job", "epoch")
+    __slots__ = ("job", "term")
     JOB_FIELD_NUMBER: _ClassVar[int]
-    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     job: str
-    epoch: int
-    def __init__(self, job: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    term: int
+    def __init__(self, job: _Optional[str] = ..., term: _Optional[int] = ...) -> None: ...
 
 class HeldReply(_message.Message):
     __slots__ = ("orders",)
@@ -430,22 +450,26 @@ class AdvanceReply(_message.Message):
     __slots__ = ("written", "standby")
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
-    written: _containers.RepeatedCompositeFieldContainer[Written]
+    written: Written
     standby: int
-    def __init__(self, written: _Optional[_Iterable[_Union[Written, _Mapping]]] = ..., standby: _Optional[int] = ...) -> None: ...
+    def __init__(self, written: _Optional[_Union[Written, _Mapping]] = ..., standby: _Optional[int] = ...) -> None: ...
 
 class Written(_message.Message):
-    __slots__ = ("version", "file", "sha256", "size", "error", "pause_us")
+    __slots__ = ("version", "term", "number", "file", "sha256", "size", "error", "pause_us")
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     SHA256_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PAUSE_US_FIELD_NUMBER: _ClassVar[int]
     version: int
+    term: int
+    number: int
     file: str
     sha256: str
     size: int
     error: str
     pause_us: int
-    def __init__(self, version: _Optional[int] = ..., file: _Optional[str] = ..., sha256: _Optional[str] = ..., size: _Optional[int] = ..., error: _Optional[str] = ..., pause_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., term: _Optional[int] = ..., number: _Optional[int] = ..., file: _Optional[str] = ..., sha256: _Optional[str] = ..., size: _Optional[int] = ..., error: _Optional[str] = ..., pause_us: _Optional[int] = ...) -> None: ...

@@ -6,12 +6,14 @@ repeated. `Refused` is an answer and is passed on.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import random
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,9 +61,26 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Stay:
+    """One stay in the job, from a join on. What a worker sends names the stay that it belongs to."""
+
+    job: str
+    worker: int
+    term: int = 0
+    incarnation: int = 0
+
+    def caller(self, call: int = 0) -> pb.Caller:
+        """Who is speaking. `call`: the number of the call, for those that are counted."""
+        return pb.Caller(
+            job=self.job, worker=self.worker, term=self.term, incarnation=self.incarnation, call=call
+        )
+
+
+@dataclass(frozen=True)
 class Membership:
     """What the parameter server says to a worker that it has admitted."""
 
+    stay: Stay
     layout: Layout
     version: int
     initialise: bool
@@ -85,12 +104,14 @@ class Step:
     """What a step's pushes have in common.
 
     Attributes:
+        stay: in which it is made.
         number: the worker's own count.
         base: the version that the step is computed on.
         version: the open round's that it is pushed for; the same, unless staleness is allowed.
         samples: weight in the mean.
     """
 
+    stay: Stay
     number: int
     base: int
     version: int
@@ -108,39 +129,52 @@ class Ending:
 
 def expelled(error: BaseException) -> bool:
     """Whether the parameter server does not know this worker (any more), so that it has to join again."""
-    codes = (RefusalCode.STALE_EPOCH, RefusalCode.STALE_INCARNATION)
+    codes = (RefusalCode.STALE_TERM, RefusalCode.STALE_INCARNATION)
     return isinstance(error, Refused) and error.code in codes
 
 
 class Client:
-    """A worker's connections to all shards. Thread-safe after `join`.
+    """A worker's connections to all shards. `join`, `take`, `release` and `leave` belong to one thread.
 
     Args:
         job, worker: the job's name and the worker's index.
         connections: one for each shard, in order.
         patience: for how long a call that failed on the way is repeated.
+        instance: names this process for all time; a random text if it is not given.
+
+    Attributes:
+        stay: the present one, since the last `join`.
     """
 
     def __init__(
-        self, job: str, worker: int, connections: Sequence[Connection], *, patience: timedelta = PATIENCE
+        self,
+        job: str,
+        worker: int,
+        connections: Sequence[Connection],
+        *,
+        patience: timedelta = PATIENCE,
+        instance: str = "",
     ) -> None:
         self.worker = worker
+        self.stay = Stay(job, worker)
+        self._instance = instance or uuid.uuid4().hex
+        self._calls = itertools.count(1)
+        self._pending = 0  # the number of a Take that is to be asked again
         self.shards = len(connections)
         self._connections = connections
         self._patience = patience
         self._closed = threading.Event()
         self._noticed = 0.0
-        self._caller = pb.Caller(job=job, worker=worker)
 
     @property
-    def epoch(self) -> int:
+    def term(self) -> int:
         """Of the parameter server that was joined."""
-        return self._caller.epoch
+        return self.stay.term
 
     @property
     def incarnation(self) -> int:
         """The number of this stay in the job."""
-        return self._caller.incarnation
+        return self.stay.incarnation
 
     @property
     def closed(self) -> bool:
@@ -161,18 +195,19 @@ class Client:
         """Become a member. Blocks while another worker initialises the model.
 
         Args:
-            again: this process was a member before, so it does not take the place of a newer one.
+            again: this process was a member before, and the model is not as it was at first any more.
 
         Raises:
             ModelMismatch, InvalidModel: the parameter server cannot train this model in this job.
         """
         request = pb.JoinRequest(
-            caller=self._caller,
+            caller=self.stay.caller(time.monotonic_ns()),  # a process may have several sessions
             pid=os.getpid(),
             host=socket.gethostname(),
             tensors=tensors_to_message(tensors),
             optimizer=pb.Optimizer(name=optimizer, groups=settings.to_json()),
             again=again,
+            instance=self._instance,
         )
         while True:
             try:
@@ -188,10 +223,10 @@ class Client:
                 raise
             if not reply.pending:
                 break
-        self._caller = pb.Caller(
-            job=self._caller.job, worker=self.worker, epoch=reply.epoch, incarnation=reply.incarnation
-        )
+        self.stay = Stay(self.stay.job, self.worker, reply.term, reply.incarnation)
+        self._calls, self._pending = itertools.count(1), 0
         return Membership(
+            stay=self.stay,
             layout=layout_from_message(reply.layout),
             version=reply.version,
             initialise=reply.initialise,
@@ -200,50 +235,76 @@ class Client:
         )
 
     def initialise(self, bucket: int, shard: int, values: memoryview) -> None:
-        """Send a bucket's first values."""
-        header = pb.InitRequest(caller=self._caller, bucket=bucket).SerializeToString()
-        self._retry(lambda: _only(self._call(shard, "Init", Frame(header, values))))
+        """Send a bucket's first values.
+
+        Raises:
+            Refused: STALE_TERM, STALE_INCARNATION; also if only shard 0 knows, and this shard has just begun.
+        """
+        header = pb.InitRequest(caller=self.stay.caller(), bucket=bucket).SerializeToString()
+
+        def send() -> None:
+            try:
+                _only(self._call(shard, "Init", Frame(header, values)))
+            except Refused as refusal:
+                if refusal.code is RefusalCode.NOT_READY:
+                    self.heartbeat()
+                raise
+
+        self._retry(send)
 
     def initialised(self) -> None:
         """All first values were sent."""
-        self._ask(0, "InitDone", pb.InitDoneRequest(caller=self._caller), pb.Done)
+        self._ask(0, "InitDone", pb.InitDoneRequest(caller=self.stay.caller()), pb.Done)
 
     def heartbeat(self) -> None:
         """Raises Refused (STALE_INCARNATION) if this worker was declared gone."""
-        self._ask(0, "Heartbeat", pb.HeartbeatRequest(caller=self._caller), pb.Done)
+        self._ask(0, "Heartbeat", pb.HeartbeatRequest(caller=self.stay.caller()), pb.Done)
 
     def leave(self) -> None:
         """Say goodbye; what this worker holds goes to others. Tried for `GOODBYE` only."""
         self._patience = GOODBYE
-        self._ask(0, "Leave", pb.LeaveRequest(caller=self._caller), pb.Done)
+        self._ask(0, "Leave", pb.LeaveRequest(caller=self.stay.caller(next(self._calls))), pb.Done)
 
     def gone(self) -> None:
         """End the stay in the middle of a step, which is void by that. Tried for `GOODBYE` only."""
         self._patience = GOODBYE
-        request = pb.GoneRequest(job=self._caller.job, worker=self.worker, pid=os.getpid())
+        request = pb.GoneRequest(job=self.stay.job, worker=self.worker, instance=self._instance)
         self._ask(0, "Gone", request, pb.Done)
 
-    def release(self) -> None:
-        """Give back the records, without leaving."""
-        self._ask(0, "Release", pb.ReleaseRequest(caller=self._caller), pb.Done)
+    def release(self, *, abandoned: bool = False) -> None:
+        """Give back the records, without leaving. `abandoned`: a step has begun and will not be finished."""
+        caller = self.stay.caller(next(self._calls))
+        self._ask(0, "Release", pb.ReleaseRequest(caller=caller, abandoned=abandoned), pb.Done)
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Values outside a step."""
-        self._ask(0, "Report", pb.ReportRequest(caller=self._caller, metrics=metrics), pb.Done)
+        self._ask(0, "Report", pb.ReportRequest(caller=self.stay.caller(), metrics=metrics), pb.Done)
 
-    def take(self, *, records: int, epochs: int, batch: int, wait: bool) -> Granted:
+    def take(self, *, records: int, epochs: int, batch: int, wait: bool, abandoned: bool = False) -> Granted:
         """Ask for records; with `wait` it blocks for some seconds at most, then the answer is `pending`.
+
+        Args:
+            abandoned: a step has begun and will not be finished.
 
         Raises:
             InvalidModel: the data set is not the one that the job trains.
         """
-        request = pb.TakeRequest(caller=self._caller, records=records, epochs=epochs, batch=batch, wait=wait)
+        number = self._pending or next(self._calls)
+        request = pb.TakeRequest(
+            caller=self.stay.caller(number),
+            records=records,
+            epochs=epochs,
+            batch=batch,
+            wait=wait,
+            abandoned=abandoned,
+        )
         try:
             reply = self._ask(0, "Take", request, pb.TakeReply)
         except Refused as refusal:
             if refusal.code is RefusalCode.INVALID:
                 raise InvalidModel(str(refusal)) from refusal
             raise
+        self._pending = number if reply.pending else 0
         return Granted(
             ranges_from_message(reply.ranges), reply.version, reply.finished, reply.chief, reply.pending
         )
@@ -255,7 +316,7 @@ class Client:
 
         Returns version and attempt of the round that the step is to be pushed for. Raises Refused (LATE).
         """
-        request = pb.BeginRequest(caller=self._caller, version=step.base)
+        request = pb.BeginRequest(caller=step.stay.caller(), version=step.base, step=step.number)
         while (reply := self._ask(0, "Begin", request, pb.BeginReply)).pending:
             pass
         return reply.version, reply.attempt
@@ -272,7 +333,7 @@ class Client:
     ) -> None:
         """Send a gradient; with `ending`, end the step as well. Blocks until it is in the round's sum."""
         request = pb.PushRequest(
-            caller=self._caller,
+            caller=step.stay.caller(),
             step=step.number,
             bucket=bucket,
             version=step.version,
@@ -292,7 +353,7 @@ class Client:
 
     def _finish(self, step: Step, attempt: int, ending: Ending) -> pb.FinishRequest:
         return pb.FinishRequest(
-            caller=self._caller,
+            caller=step.stay.caller(),
             step=step.number,
             version=step.version,
             attempt=attempt,
@@ -303,18 +364,25 @@ class Client:
         )
 
     def pull(
-        self, shard: int, version: int, buckets: Sequence[int], *, attempt: int, contributor: bool
+        self,
+        stay: Stay,
+        shard: int,
+        version: int,
+        buckets: Sequence[int],
+        *,
+        attempt: int,
+        contributor: bool,
     ) -> Iterator[tuple[pb.PullReply, Incoming]]:
         """One try of a pull: (answer, body). Blocks. Raises TransportError: ask again for what is missing."""
         request = pb.PullRequest(
-            caller=self._caller, version=version, buckets=buckets, attempt=attempt, contributor=contributor
+            caller=stay.caller(), version=version, buckets=buckets, attempt=attempt, contributor=contributor
         )
         for incoming in self._call(shard, "Pull", Frame(request.SerializeToString())):
             yield pb.PullReply.FromString(incoming.header), incoming
 
     def optimizer_state(self, shard: int) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:
         """The entries of the optimizer's state on a shard, with their bytes."""
-        request = pb.OptimizerStateRequest(caller=self._caller)
+        request = pb.OptimizerStateRequest(caller=self.stay.caller())
         for incoming in self._call(shard, "OptimizerState", Frame(request.SerializeToString())):
             body = bytearray(incoming.size)
             incoming.read_into(memoryview(body))

@@ -35,6 +35,7 @@ def connect() -> Session:
         trace=Trace(environment.trace, process),
         history=History(environment.history, process),
         on_hung=end_hung,
+        instance=environment.instance,
     )
     atexit.register(_current.close)
     return _current

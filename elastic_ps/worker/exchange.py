@@ -33,15 +33,19 @@ from elastic_ps.errors import (
 )
 from elastic_ps.job import Consistency
 from elastic_ps.telemetry import History, Trace
-from elastic_ps.worker.client import PATIENCE, Client, Ending, Step
+from elastic_ps.worker.client import PATIENCE, Client, Ending, Stay, Step
 from elastic_ps.worker.model import Flat
 
 _FINISH = -1
 """Among the missing buckets' indexes: the acknowledgement of the step's end."""
 
 
+FETCHES = 10
+"""How often buckets are fetched that are older than the rest, because new versions are made meanwhile."""
+
+
 class _Push(NamedTuple):
-    """A bucket to be sent. `generation` tells one stay in the job from the next."""
+    """A bucket to be sent. `generation`: what was begun before a `reset` means nothing after it."""
 
     generation: int
     attempt: int
@@ -52,6 +56,7 @@ class _Push(NamedTuple):
 class _Pull(NamedTuple):
     """Buckets to be received."""
 
+    stay: Stay
     generation: int
     version: int
     contributor: bool
@@ -83,6 +88,7 @@ class Exchange:
         self._trace = trace
         self._history = history
         self._pushed = flat.layout.pushed
+        self._stepped = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
         self._changed = threading.Condition()
         self._step: Step | None = None
         self._attempt = 0
@@ -93,7 +99,9 @@ class Exchange:
         self._acknowledged = 0
         self._ending: Ending | None = None
         self._missing: set[int] = set()
-        self._pulled: int | None = None
+        self._versions: dict[
+            int, int
+        ] = {}  # of the buckets that have arrived; not of those that never change
         self._error: BaseException | None = None
         self._generation = 0
         self._closing = threading.Event()
@@ -173,7 +181,8 @@ class Exchange:
             self._step = step = replace(step, version=version)
         with self._changed:
             self._ending = ending
-            self._pull(step.version + 1, contributor=True)
+            self._versions.clear()
+            self._pull(step.version + 1, self._stepped, contributor=True)
             self._missing.add(_FINISH)
             self._queue_ready()
         self._wait()
@@ -185,31 +194,43 @@ class Exchange:
             version=step.version + 1,
             records=ending.ranges,
             samples=step.samples,
-            worker=self._client.worker,
-            incarnation=self._client.incarnation,
-            epoch=self._client.epoch,
+            worker=step.stay.worker,
+            incarnation=step.stay.incarnation,
+            term=step.stay.term,
         )
 
     def fetch(self, version: int, *, contributor: bool) -> None:
-        """Get all values of (at least) `version`. Blocks."""
-        with self._changed:
-            self._pull(version, contributor=contributor, constants=True)
-        self._wait()
+        """Get all values of (at least) `version`. Blocks.
+
+        A worker that takes part in the round gets all of one version. Otherwise new versions may be made
+        meanwhile; what is older than the rest is then fetched again, some times: the script may look at it,
+        though nothing is computed on it before the worker takes part.
+        """
+        every = wanted = self._flat.layout.pull_order
+        self._versions.clear()
+        for _ in range(FETCHES):
+            with self._changed:
+                self._pull(version, wanted, contributor=contributor)
+            self._wait()
+            newest = max(self._versions.values(), default=version)
+            wanted = [b for b in every if self._versions.get(b.index, newest) < newest]
+            if contributor or not wanted:
+                break
+            version = newest
         self.version = self._reached(version)
         self._flat.publish()
 
     def _reached(self, version: int) -> int:
         """Of which version the values are, after a pull of `version`: the oldest bucket's."""
-        return max(version, self._pulled or 0) if self._bounded else version
+        return max(version, min(self._versions.values(), default=version))
 
-    def _pull(self, version: int, *, contributor: bool, constants: bool = False) -> None:
-        wanted = [b for b in self._flat.layout.pull_order if constants or b.rule is not Rule.CONSTANT]
-        self._missing, self._pulled = {bucket.index for bucket in wanted}, None
+    def _pull(self, version: int, wanted: Sequence[Bucket], *, contributor: bool) -> None:
+        self._missing = {bucket.index for bucket in wanted}
         for shard, channel in enumerate(self._to_pull):
             own = [b.index for b in wanted if b.shard == shard]
             if own or shard == 0:
                 self._missing.add(_FINISH - 1 - shard)
-                channel.put(_Pull(self._generation, version, contributor, own))
+                channel.put(_Pull(self._client.stay, self._generation, version, contributor, own))
 
     def _wait(self) -> None:
         """Until nothing is missing any more, or something has gone wrong."""
@@ -258,8 +279,8 @@ class Exchange:
             attempt=push.attempt,
             version=step.version,
             base=step.base,
-            worker=self._client.worker,
-            incarnation=self._client.incarnation,
+            worker=step.stay.worker,
+            incarnation=step.stay.incarnation,
         )
         data = self._flat.contribution_bytes(bucket)
         self._client.push(bucket.index, bucket.shard, step, push.attempt, present, data, along)
@@ -322,7 +343,7 @@ class Exchange:
             missing, attempt = [b for b in pull.buckets if b in self._missing], self._attempt
         started = time.monotonic_ns()
         for reply, incoming in self._client.pull(
-            shard, pull.version, missing, attempt=attempt, contributor=pull.contributor
+            pull.stay, shard, pull.version, missing, attempt=attempt, contributor=pull.contributor
         ):
             kind = reply.WhichOneof("kind")
             if kind == "bucket":
@@ -349,7 +370,7 @@ class Exchange:
         with self._changed:
             if generation == self._generation:
                 if version is not None:
-                    self._pulled = version if self._pulled is None else min(version, self._pulled)
+                    self._versions[what] = version
                 self._missing.discard(what)
                 if not self._missing:
                     self._changed.notify_all()

@@ -22,7 +22,7 @@ from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection
 from elastic_ps.worker.batches import Batches
-from elastic_ps.worker.client import Client, Ending, Granted, Step, expelled
+from elastic_ps.worker.client import Client, Ending, Granted, Membership, Step, expelled
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.heart import Heart
 from elastic_ps.worker.loader import ElasticLoader
@@ -51,6 +51,7 @@ class Session:
         connections: one for each shard, in order. The session closes them.
         trace, history: where this process writes about itself.
         on_hung: called, on another thread, with the reason, if this worker is declared hung.
+        instance: names this process for all time; a random text if it is not given.
     """
 
     def __init__(
@@ -63,16 +64,18 @@ class Session:
         trace: Trace | None = None,
         history: History | None = None,
         on_hung: Callable[[str], None] | None = None,
+        instance: str = "",
     ) -> None:
         self.spec = spec
         self.worker = worker
-        self._client = Client(job, worker, connections)
+        self._client = Client(job, worker, connections, instance=instance)
         self._trace = trace or Trace(None, "")
         self._history = history or History(None, "")
         self._phases = Phases(self._trace)
         self._owner = os.getpid()
         self._exchange: Exchange | None = None
         self._optimizer: ElasticOptimizer | None = None
+        self._wrapped: torch.optim.Optimizer
         self._on_hung = on_hung
         self._heart: Heart | None = None
         self._batches = Batches()
@@ -134,7 +137,7 @@ class Session:
         """
         if self._optimizer is not None:
             raise UsageError("session.optimizer was called before; a job trains one model and optimizer")
-        described = Described(model, optimizer)
+        described, self._wrapped = Described(model, optimizer), optimizer
         member = self._client.join(described.specs, described.optimizer, Described.settings(optimizer))
         self._settings = member.settings
         flat = Flat(member.layout, described.tensors)
@@ -143,12 +146,7 @@ class Session:
         )
         self._exchange = exchange
         self._heart = Heart(self._client, member.lease / 3, self._on_hung)
-        if member.initialise:
-            for bucket in member.layout.buckets:
-                self._client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
-            self._client.initialised()
-        else:
-            exchange.fetch(member.version, contributor=False)
+        member = self._enter(member, described, flat)
         self._signature = (described.specs, described.optimizer)
         self._optimizer = ElasticOptimizer(optimizer, flat, self, overlap=overlap)
         if not member.initialise:
@@ -156,6 +154,32 @@ class Session:
         self._phases.watch(model)
         self._history.record("join", incarnation=self._client.incarnation, version=member.version)
         return self._optimizer
+
+    def _enter(self, member: Membership, described: Described, flat: Flat) -> Membership:
+        """Give the job this model's values, or get the job's. Blocks.
+
+        If the parameter server is lost meanwhile, this worker joins again: as at first, as long as the model
+        has its own values.
+        """
+        assert self._exchange is not None
+        own = True
+        while True:
+            try:
+                if member.initialise:
+                    for bucket in member.layout.buckets:
+                        self._client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
+                    self._client.initialised()
+                else:
+                    own = False
+                    self._exchange.fetch(member.version, contributor=False)
+                return member
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                logger.warning("joining again: %s", refusal)
+            self._exchange.reset()
+            settings = Described.settings(self._wrapped)
+            member = self._client.join(described.specs, described.optimizer, settings, again=not own)
 
     def loader(
         self, source: Any, batch_size: int | None = None, *, epochs: int = 1, **options: Any
@@ -263,7 +287,9 @@ class Session:
                 self._optimizer.step_schedulers(otherwise=True)
         self._phases.backward()
         base = self._exchange.version
-        step = Step(number=self._steps, base=base, version=base, samples=self._batches.samples)
+        step = Step(
+            stay=self._client.stay, number=self._steps, base=base, version=base, samples=self._batches.samples
+        )
         self._exchange.begin(step)
 
     def _exchange_ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
@@ -347,7 +373,7 @@ class Session:
             break
         self._settings = member.settings
         self._history.record(
-            "join", incarnation=self._client.incarnation, version=member.version, epoch=self._client.epoch
+            "join", incarnation=self._client.incarnation, version=member.version, term=self._client.term
         )
         logger.info("joined again at version %d", member.version)
 
@@ -366,7 +392,10 @@ class Session:
         while True:
             self._between_batches()
             try:
-                granted = self._client.take(records=records, epochs=epochs, batch=batch, wait=wait)
+                abandoned = self._exchange.under_way is not None
+                granted = self._client.take(
+                    records=records, epochs=epochs, batch=batch, wait=wait, abandoned=abandoned
+                )
                 if granted.pending:
                     continue
                 self._accept(granted, wait=wait)
@@ -423,7 +452,9 @@ class Session:
         if self._computing and not self._closed and not self._stopping:
             self._computing = False
             try:
-                self._client.release()
+                self._client.release(
+                    abandoned=self._exchange is not None and self._exchange.under_way is not None
+                )
             except Refused as refusal:
                 if not expelled(refusal):
                     raise

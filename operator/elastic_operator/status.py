@@ -150,16 +150,16 @@ def with_counts(
         }
     )
     progress = status.progress
-    epoch = status.parameter_server.epoch
+    term = status.parameter_server.term
     told = observed.server
     if told is not None:
-        epoch = told.epoch
+        term = told.term
         if told.ready and not status.completion_time:
             progress = told.progress
     server = status.parameter_server.model_copy(
         update={
             "ready": sum(p.active and p.ready and p.index < shards for p in observed.of("ps")),
-            "epoch": epoch,
+            "term": term,
             "standbys": None if told is None or not told.standbys else sum(told.standbys),
         }
     )

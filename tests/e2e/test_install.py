@@ -78,7 +78,7 @@ def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
     assert status["progress"]["metrics"]["test_accuracy"] >= 0.95
     assert status["progress"]["recordsApplied"] == status["progress"]["recordsExpected"]
     assert status["worker"]["failures"] == 0
-    assert status["parameterServer"]["epoch"] == 1
+    assert status["parameterServer"]["term"] == 1
     print(jobs.kubectl("describe", "tj", "digits").stdout.partition("Events:")[2])
     jobs.kubectl("delete", "tj", "digits")
     jobs.wait_gone("digits")
@@ -94,7 +94,7 @@ def test_suspended_training_goes_on_from_its_checkpoint(installed: None, jobs: J
     jobs.patch("digits", {"runPolicy": {"suspend": False}})
     jobs.wait_status("digits", phase="Running", timeout=timedelta(minutes=3))
     jobs.wait_version("digits", version)
-    assert jobs.job("digits")["status"]["parameterServer"]["epoch"] == 2
+    assert jobs.job("digits")["status"]["parameterServer"]["term"] == 2
 
 
 def test_helm_test_upgrade_and_schema(

@@ -141,8 +141,8 @@ def test_lost_parameter_server_and_lost_workers(
 
     jobs.kubectl("delete", "pod", "lost-ps-0", "--force", "--grace-period=0")
     wait_for(
-        lambda: jobs.job("lost")["status"]["parameterServer"].get("epoch") == 2,
-        what="another parameter server has begun a new epoch",
+        lambda: jobs.job("lost")["status"]["parameterServer"].get("term") == 2,
+        what="another parameter server has begun a new term",
         timeout=MINUTE,
     )
     wait_training(jobs, 1, local_cluster)
@@ -166,7 +166,7 @@ def test_lost_parameter_server_and_lost_workers(
     for worker in ("lost-worker-0", "lost-worker-1"):
         assert after[worker] == before[worker], "who trains is not restarted"
     status = jobs.job("lost")["status"]
-    assert status["parameterServer"]["epoch"] == 2
+    assert status["parameterServer"]["term"] == 2
     assert status["worker"]["failures"] == 0
     assert status["progress"]["recordsApplied"] == RECORDS * EPOCHS
     assert check(histories(jobs, tmp_path), Data(RECORDS, EPOCHS)) == []

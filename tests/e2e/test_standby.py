@@ -71,7 +71,7 @@ def test_no_round_is_lost_with_the_parameter_server(
 
     def gone_on() -> re.Match[str] | None:
         log = jobs.kubectl("logs", "digits-ps-0", check=False).stdout
-        return re.search(r"epoch 2 goes on from version (\d+)", log)
+        return re.search(r"term 2 goes on from version (\d+)", log)
 
     wait_for(
         lambda: gone_on() is not None,
@@ -84,7 +84,7 @@ def test_no_round_is_lost_with_the_parameter_server(
     assert int(found[1]) >= lost["version"], "rounds were lost"
     jobs.wait_status("digits", phase="Succeeded", timeout=TRAINED)
     status, after = jobs.job("digits")["status"], jobs.identities("digits")
-    assert status["parameterServer"]["epoch"] == 2
+    assert status["parameterServer"]["term"] == 2
     assert status["progress"]["recordsApplied"] == status["progress"]["recordsExpected"]
     workers = {"digits-worker-0", "digits-worker-1"}
     assert {name: after[name] for name in workers} == {name: before[name] for name in workers}

@@ -52,7 +52,7 @@ class Server:
             job=environment.job,
             shard=environment.index,
             shards=environment.spec.parameter_server.replicas,
-            epoch=1,
+            term=1,
             ready=False,
             progress=Progress(records_expected=self.expected, epochs=1),
         )

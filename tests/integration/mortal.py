@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -51,11 +52,9 @@ def serve(variables: Mapping[str, str], fate: Fate | None) -> None:
         yield next(items)
         die()
 
-    def write_shard(
-        store: Store, epoch: int, at: int, shard: int, shards: int, tensors: Iterator[Any]
-    ) -> Any:
+    def write_shard(store: Store, term: int, at: int, shard: int, shards: int, tensors: Iterator[Any]) -> Any:
         within = moment == "within a file" and at >= version
-        return write(store, epoch, at, shard, shards, until_dead(tensors) if within else tensors)
+        return write(store, term, at, shard, shards, until_dead(tensors) if within else tensors)
 
     def committed(store: Store, manifest: Any, *, keep: int) -> None:
         if moment == "before the manifest" and manifest.version >= version:
@@ -83,7 +82,9 @@ def work(variables: Mapping[str, str], fate: Fate | None, result: str) -> None:
     environment = env.read(variables)
     torch.set_num_threads(1)
     connections = [GrpcConnection(address) for address in environment.addresses]
-    session = Session(environment.job, environment.spec, environment.index, connections)
+    session = Session(
+        environment.job, environment.spec, environment.index, connections, instance=environment.instance
+    )
     model = make_mlp((6, 32, 32, 1), seed=0)
     optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
     if fate is not None:
@@ -158,12 +159,14 @@ class Mortals:
             addresses=self._addresses,
             bind=self._addresses[index] if role == "ps" else "127.0.0.1:0",
             checkpoints=self._root / "checkpoints",
+            instance=(name := f"{role}-{index}-{uuid.uuid4().hex}"),
         )
         variables, target = environment.to_variables(), serve if role == "ps" else work
         arguments: list[Any] = [variables, fate]
         process = self._context.Process(
             target=target,
             args=[*arguments, *([self._result(index)] if role == "worker" else [])],
+            name=name,
             daemon=True,
         )
         process.start()
@@ -190,8 +193,7 @@ class Mortals:
                 assert fate is not None, f"{role} {index} was killed by nobody"
                 self.deaths.append((role, fate))
                 if role == "worker":
-                    assert process.pid is not None
-                    tell_parameter_server("mortals", self._addresses, index, process.pid)
+                    tell_parameter_server("mortals", self._addresses, index, process.name)
                 start(role, index)
 
         try:

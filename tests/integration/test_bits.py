@@ -107,7 +107,7 @@ def test_the_parameter_server_dies(
     def disturb(job: Job) -> None:
         _at_version(job, version)
         job.restart(0)
-        assert job.servers[0].epoch == 2
+        assert job.servers[0].term == 2
 
     assert torch.equal(final_parameters(tmp_path, disturb, optimizer=optimizer), undisturbed[1, optimizer])
 
@@ -133,7 +133,7 @@ def test_one_of_two_shards_dies(
     def disturb(job: Job) -> None:
         _at_version(job, 12)
         job.restart(shard)
-        eventually(lambda: job.status().epoch == 2, "all shards go back to a checkpoint")
+        eventually(lambda: job.status().term == 2, "all shards go back to a checkpoint")
 
     assert torch.equal(final_parameters(tmp_path, disturb, shards=2), undisturbed[2, "SGD"])
 

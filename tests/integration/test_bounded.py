@@ -241,12 +241,12 @@ def test_a_lost_parameter_server_loses_nothing(tmp_path: Path, durability: str) 
     ) as job:
         for worker in range(3):
             job.start(worker, script)
-        for epoch, (shard, version) in enumerate([(0, 15), (1, 35), (0, 55)], start=2):
+        for term, (shard, version) in enumerate([(0, 15), (1, 35), (0, 55)], start=2):
             job.until(lambda v=version: job.version >= v, f"version {version}")  # type: ignore[misc]
             if durability == "standby":
                 job.until(lambda: job.followed, "the standbys have every round")
             job.restart(shard)
-            job.until(lambda e=epoch: job.status().epoch >= e, f"epoch {epoch}")  # type: ignore[misc]
+            job.until(lambda e=term: job.status().term >= e, f"term {term}")  # type: ignore[misc]
         job.join()
     histories = read(job.history)
     assert check(histories, Data(len(data), 1), max_staleness=3) == []

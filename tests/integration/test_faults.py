@@ -121,12 +121,10 @@ def test_the_parameter_server_is_killed_frozen_and_taken_over_from(tmp_path: Pat
     result = drill(tmp_path, ["kill-ps", "corrupt-checkpoint", "freeze-ps", "rival-ps"], seed=seed)
     assert [each.state for each in result.injections] == ["recovered"] * 4
     histories = read(tmp_path / "history")
-    epochs = [1, 2, 3, 4, 5]
-    assert [started.epoch for started in histories.started] == epochs
-    rival = next(
-        epoch for epoch in epochs if f"epoch {epoch} took over" in injected(result, "rival-ps").detail
-    )
-    assert {commit.epoch for commit in histories.committed} == {*epochs} - {rival}
+    terms = [1, 2, 3, 4, 5]
+    assert [started.term for started in histories.started] == terms
+    rival = next(term for term in terms if f"term {term} took over" in injected(result, "rival-ps").detail)
+    assert {commit.term for commit in histories.committed} == {*terms} - {rival}
     assert len(list((tmp_path / "history").glob("worker-*"))) == 2, "no worker restarted"
     assert result.result.failures == 0
 
@@ -194,7 +192,7 @@ def test_strangers_and_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
     assert [p.restarts for p in outcome.status.processes if p.role == "ps"] == [0]
     assert len(list(history.glob("worker-0-*"))) == 1, "worker 0 went on"
     histories = read(history)
-    assert [started.epoch for started in histories.started] == [1]
+    assert [started.term for started in histories.started] == [1]
     assert check(histories, Data(1200, 1)) == []
 
 
@@ -202,7 +200,7 @@ def test_strangers_and_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
 def stalled_calls(name: str, address: str, *, count: int) -> Iterator[list[Any]]:
     """Pushes whose senders stop: half of them within the header, the others within a body of 8 MiB."""
     leave = threading.Event()
-    request = pb.PushRequest(caller=pb.Caller(job=name, epoch=1, worker=1), bucket=0, samples=1, codec="none")
+    request = pb.PushRequest(caller=pb.Caller(job=name, term=1, worker=1), bucket=0, samples=1, codec="none")
     body = memoryview(bytes(8 * MIB))
 
     def send(number: int) -> Iterator[bytes]:
@@ -257,12 +255,12 @@ def flood_of_joins(name: str, address: str, *, threads: int, each: int) -> None:
     assert len(refused) == threads * each, refused[:3]
 
 
-def test_an_older_epoch_cannot_finish_a_checkpoint(tmp_path: Path) -> None:
+def test_an_older_term_cannot_finish_a_checkpoint(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    old, new = store.next_epoch(), store.next_epoch()
+    old, new = store.next_term(), store.next_term()
     file = store.write_shard(old, 3, 0, 1, iter(()))
-    manifest = Manifest(job="j", version=3, epoch=old, tensors=[], optimizer="SGD", state={}, files=[file])
-    with pytest.raises(Fenced, match=f"epoch {new} has taken over"):
+    manifest = Manifest(job="j", version=3, term=old, tensors=[], optimizer="SGD", state={}, files=[file])
+    with pytest.raises(Fenced, match=f"term {new} has taken over"):
         store.commit(manifest, keep=3)
     assert store.versions() == []
 
@@ -276,9 +274,9 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     store = Store(tmp_path)
-    epoch = store.next_epoch()
+    term = store.next_term()
     before = sorted(tmp_path.iterdir())
     monkeypatch.setattr("elastic_ps.checkpoint.store._flush", full)
     with pytest.raises(CheckpointError, match="No space left"):
-        store.write_shard(epoch, 3, 0, 1, iter(()))
+        store.write_shard(term, 3, 0, 1, iter(()))
     assert sorted(tmp_path.iterdir()) == before

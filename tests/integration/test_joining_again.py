@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
@@ -11,9 +10,15 @@ import torch
 
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.harness import Job, Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, mse
 from tests.polling import LIMIT, eventually
+
+
+def instance_of(job: Job, worker: int) -> str:
+    """The name of the process that is a worker."""
+    assert job.servers[0].coordinator is not None
+    return job.servers[0].coordinator._state.members.live[worker].instance
 
 
 def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path) -> None:
@@ -28,7 +33,7 @@ def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path
             mse(model, x, y).backward()
             if session.worker == 0 and step == 3:
                 assert job.servers[0].coordinator is not None
-                job.servers[0].coordinator.gone(0, os.getpid())
+                job.servers[0].coordinator.gone(0, instance_of(job, 0))
                 gone.set()
                 eventually(lambda: taken[0] >= 3, "worker 1 has taken what worker 0 held")
             if session.worker == 1 and gone.is_set():
@@ -59,9 +64,10 @@ def test_who_was_declared_gone_does_not_wait_for_a_version(tmp_path: Path) -> No
             mse(model, x, y).backward()
             if step == 3:
                 assert job.servers[0].coordinator is not None
-                job.servers[0].coordinator.gone(0, os.getpid())
+                job.servers[0].coordinator.gone(0, instance_of(job, 0))
+                stay, version = session._client.stay, session.version + 1
                 with pytest.raises(Refused) as refusal:
-                    list(session._client.pull(0, session.version + 1, [0], attempt=9, contributor=True))
+                    list(session._client.pull(stay, 0, version, [0], attempt=9, contributor=True))
                 refused.append(refusal.value.code)
             optimizer.step()
 

@@ -95,7 +95,7 @@ def test_stopping_and_going_on_with_other_shards(tmp_path: Path, name: str, befo
         for worker in range(3):
             job.start(worker, trainer(make, seed=1 + worker, models=models))
         job.join()
-        assert job.status().epoch == 2
+        assert job.status().term == 2
         assert job.status().progress.records_applied == RECORDS * EPOCHS
         check_replay(first + job.commits(), models[0], make, job)
 
@@ -207,9 +207,9 @@ def test_a_new_run_does_not_begin_among_the_checkpoints_of_another(tmp_path: Pat
     """Its own would be the oldest and be removed, and after a crash it would go on from the other's."""
     checkpoints = tmp_path / "checkpoints"
     store = Store(checkpoints)
-    epoch = store.next_epoch()
-    file = store.write_shard(epoch, 7, 0, 1, iter(()))
-    manifest = Manifest(job="j", version=7, epoch=epoch, tensors=[], optimizer="SGD", state={}, files=[file])
+    term = store.next_term()
+    file = store.write_shard(term, 7, 0, 1, iter(()))
+    manifest = Manifest(job="j", version=7, term=term, tensors=[], optimizer="SGD", state={}, files=[file])
     store.commit(manifest, keep=3)
     with (
         pytest.raises(InvalidJob, match="checkpoints of an earlier run, up to version 7"),

@@ -14,7 +14,7 @@ from elastic_ps.drill import history
 from elastic_ps.drill.recorded import read
 from elastic_ps.server.follower import Follower
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Report
+from elastic_ps.server.orders import Advance, OrderId, Report
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
@@ -69,10 +69,10 @@ def train(tmp_path: Path, disturb: Callable[[Job], None], *, workers: int = 2, *
 
 def lose(job: Job, shard: int) -> None:
     """Lose a shard some rounds from now, and wait until nothing more can be lost."""
-    reached, epoch = job.version, job.status().epoch
+    reached, term = job.version, job.status().term
     job.until(lambda: job.version > reached + 5, "the job goes on")
     job.restart(shard)
-    job.until(lambda: bool(job.status().epoch > epoch), "a new epoch begins")
+    job.until(lambda: bool(job.status().term > term), "a new term begins")
     job.until(lambda: job.followed, "the standbys follow again")
 
 
@@ -118,7 +118,7 @@ def test_a_parameter_server_that_was_replaced_applies_nothing(tmp_path: Path) ->
         job.start(0, script)
         job.until(lambda: job.followed, "the standby follows")
         with job.rival() as rival:
-            assert rival.epoch == 2
+            assert rival.term == 2
             base = rival.status().progress.version
             job.until(lambda: job.servers[0].fenced, "the first one sees it")
             assert job.version <= base, "it has gone on alone"
@@ -146,14 +146,14 @@ class Crash:
             self._reached("between two sums")
             send(*arguments, **named)
 
-        def advanced(node: Node, order: Advance) -> Report:
+        def advanced(node: Node, order: Advance, number: OrderId | None = None) -> Report:
             if node is self._dead:
                 raise RuntimeError("this parameter server has crashed")
             if node._follower is None:
-                return advance(node, order)
+                return advance(node, order, number)
             self._here.node = node
             try:
-                report = advance(node, order)
+                report = advance(node, order, number)
                 if order.apply is not None and not order.prepare:
                     self._reached("after it was applied")
                 return report

@@ -189,7 +189,7 @@ def test_a_handler_that_fails_half_way_has_its_first_answers_delivered(world: Wo
 
 def test_a_refusal_without_reading_a_large_body_arrives(world: World) -> None:
     def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
-        raise Refused(RefusalCode.STALE_EPOCH, "too late")
+        raise Refused(RefusalCode.STALE_TERM, "too late")
 
     with pytest.raises(Refused, match="too late"):
         next(world.pair(handler).call("push", Frame(b"", memoryview(bytes(64_000_000))), timeout=LONG))

@@ -19,7 +19,7 @@ from elastic_ps.server.orders import Application
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import Trace
 
-EPOCH = 3
+TERM = 3
 LR = Settings(groups=({"lr": 1.0},))
 SYNC = Consistency()
 
@@ -76,7 +76,7 @@ class Rig:
         self.shard = Shard(
             layout,
             index,
-            EPOCH,
+            TERM,
             (optimizer, settings),
             consistency=consistency,
             trace=Trace(None, ""),
@@ -94,7 +94,7 @@ class Rig:
     def key(self, worker: int, bucket: int = 0, **change: int) -> PushKey:
         """The push of `worker`'s step, whose incarnation is 10 + worker and number the version."""
         values = {"incarnation": 10 + worker, "step": self.version, "version": self.version}
-        values |= {"epoch": EPOCH, "attempt": self.attempt}
+        values |= {"term": TERM, "attempt": self.attempt}
         return PushKey(worker=worker, bucket=bucket, **{**values, **change})
 
     def push(

@@ -90,7 +90,7 @@ def test_settings_that_no_optimizer_can_step_with_are_refused_before_the_round_i
     assert joined is not None
     incarnation = joined.stay.incarnation
     coordinator.initialised(0, incarnation)
-    taken = coordinator.take(0, incarnation, records=100, epochs=1, batch=10, wait=True)
+    taken = coordinator.take(0, incarnation, call=1, records=100, epochs=1, batch=10, wait=True)
 
     def finish(settings: Settings) -> bool:
         contribution = Contribution(

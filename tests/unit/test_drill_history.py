@@ -44,7 +44,7 @@ class Simulation:
     crashes: int
     histories: Histories = field(default_factory=Histories)
     now: float = 0.0
-    epoch: int = 0
+    term: int = 0
     version: int = 0
 
     def run(self) -> Histories:
@@ -59,7 +59,7 @@ class Simulation:
             rounds += 1
             contributions: dict[StepId, tuple[Range, ...]] = {}
             for worker in range(2):
-                incarnation = self.epoch * 100 + worker
+                incarnation = self.term * 100 + worker
                 taken = ledger.take(incarnation, batch=4, workers=2)
                 if not taken:
                     continue
@@ -82,23 +82,23 @@ class Simulation:
         return self.histories
 
     def begin(self, version: int | None) -> None:
-        self.epoch += 1
+        self.term += 1
         self.now += 1
-        self.histories.started.append(Started(self.now, self.epoch))
+        self.histories.started.append(Started(self.now, self.term))
         if version is not None:
-            self.histories.restored.append(Restored(self.now, self.epoch, version))
+            self.histories.restored.append(Restored(self.now, self.term, version))
             self.version = version
         for worker in range(2):
-            self.histories.joined.append(Joined(self.now, worker, self.epoch * 100 + worker))
+            self.histories.joined.append(Joined(self.now, worker, self.term * 100 + worker))
 
     def commit(self, contributions: dict[StepId, tuple[Range, ...]], *, recorded: bool = True) -> None:
         self.version += 1
         at = self.now + 0.5
         if recorded:
-            made = Committed(at, self.epoch, self.version, contributions, at - 0.1)
+            made = Committed(at, self.term, self.version, contributions, at - 0.1)
             self.histories.committed.append(made)
         for step, ranges in contributions.items():
-            seen = Acknowledged(at, step, self.epoch, self.version, ranges)
+            seen = Acknowledged(at, step, self.term, self.version, ranges)
             self.histories.acknowledged.append(seen)
 
     def crash(
@@ -181,7 +181,7 @@ def compute_on_an_older_version(histories: Histories, rng: random.Random) -> Non
 def commit_when_frozen_before(histories: Histories, rng: random.Random) -> None:
     at = of_model(histories, rng)
     commit = histories.committed[at]
-    histories.started.append(Started(commit.decided - 0.01, commit.epoch + 1))
+    histories.started.append(Started(commit.decided - 0.01, commit.term + 1))
 
 
 def send_when_replaced(histories: Histories, rng: random.Random) -> None:
@@ -192,7 +192,7 @@ def send_when_replaced(histories: Histories, rng: random.Random) -> None:
 
 def forget_a_commit(histories: Histories, rng: random.Random) -> None:
     surviving = fate(histories).surviving
-    followed = [a for a, b in pairwise(surviving) if a.epoch == b.epoch]
+    followed = [a for a, b in pairwise(surviving) if a.term == b.term]
     assume(followed)
     histories.committed.remove(rng.choice(followed))
 
@@ -204,7 +204,7 @@ def acknowledge_what_was_not_taken(histories: Histories, rng: random.Random) -> 
 
 def come_from_nowhere(histories: Histories, rng: random.Random) -> None:
     last = histories.committed[-1]
-    histories.restored.append(Restored(last.time + 1, last.epoch + 1, last.version + 5))
+    histories.restored.append(Restored(last.time + 1, last.term + 1, last.version + 5))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def come_from_nowhere(histories: Histories, rng: random.Random) -> None:
         (apply_to_another_version, "step not sent"),
         (send_in_part, "step in part"),
         (compute_on_an_older_version, "step too stale"),
-        (commit_when_frozen_before, "stale epoch"),
+        (commit_when_frozen_before, "stale term"),
         (send_when_replaced, "stale incarnation"),
         (forget_a_commit, "version gap"),
         (forget_a_commit, "acknowledged step lost"),
@@ -265,15 +265,15 @@ def test_a_restore_undoes_what_was_committed_above_it() -> None:
 def test_files_are_read_even_if_their_last_line_is_cut_off(tmp_path: Path) -> None:
     contribution = {"worker": 0, "incarnation": 7, "step": 1, "records": [[0, 0, 4]]}
     server = [
-        {"event": "start", "time": 1.0, "epoch": 1},
-        {"event": "join", "time": 1.5, "worker": 0, "incarnation": 7, "version": 0, "epoch": 1},
-        {"event": "commit", "time": 3.0, "decided": 2.9, "epoch": 1, "version": 1}
+        {"event": "start", "time": 1.0, "term": 1},
+        {"event": "join", "time": 1.5, "worker": 0, "incarnation": 7, "version": 0, "term": 1},
+        {"event": "commit", "time": 3.0, "decided": 2.9, "term": 1, "version": 1}
         | {"contributions": [contribution]},
     ]
     push = {"event": "push", "time": 2.0, "worker": 0, "incarnation": 7, "step": 1, "bucket": 0}
     worker = [
         push | {"version": 0, "base": 0, "attempt": 0},
-        {"event": "applied", "time": 3.1, "epoch": 1, "version": 1, "samples": 4} | contribution,
+        {"event": "applied", "time": 3.1, "term": 1, "version": 1, "samples": 4} | contribution,
     ]
     for name, events in (("ps-0-11", server), ("worker-0-12", worker)):
         text = "".join(json.dumps(event) + "\n" for event in events) + '{"event": "comm'
@@ -288,9 +288,9 @@ def test_a_process_goes_on_in_the_file_of_one_that_was_killed(tmp_path: Path) ->
     """In containers all have the same id; a line that was cut off does not swallow the next one."""
     for number in range(2):
         history = History(tmp_path, "ps-0")
-        history.record("start", epoch=number + 1)
+        history.record("start", term=number + 1)
         history.close()
         (file,) = tmp_path.iterdir()
         with file.open("a") as cut:
             cut.write('{"event": "commi')
-    assert [started.epoch for started in read(tmp_path).started] == [1, 2]
+    assert [started.term for started in read(tmp_path).started] == [1, 2]

@@ -91,9 +91,9 @@ class Job(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = JobState(epoch=1, lease=timedelta(hours=1), initialised=True)
+        self.state = JobState(term=1, lease=timedelta(hours=1), initialised=True)
         self.ledger = self.state.ledger = Ledger(RECORDS, 1, BATCH)
-        self.shards = [PushLog(epoch=1) for _ in range(SHARDS)]
+        self.shards = [PushLog(term=1) for _ in range(SHARDS)]
         self.processes: list[Ghost] = []
         self.trained: Counter[int] = Counter()
 
@@ -148,7 +148,7 @@ class Job(RuleBasedStateMachine):
         rounds, log = self.state.rounds, self.shards[shard]
         attempt = max(0, rounds.attempt - late)
         key = PushKey(
-            epoch=1,
+            term=1,
             worker=process.worker,
             incarnation=process.incarnation,
             step=process.step,

@@ -27,7 +27,7 @@ def keeper(store: Store) -> Iterator[Keeper]:
     made = Keeper(
         store,
         job="job",
-        epoch=store.next_epoch(),
+        term=store.next_term(),
         shards=1,
         interval=timedelta(seconds=30),
         every=100,
@@ -52,7 +52,7 @@ def test_due(keeper: Keeper, version: int, now: float, wanted: bool, due: bool) 
 
 
 def test_versions_count_from_the_last_checkpoint(keeper: Keeper) -> None:
-    keeper.begin(150, 10.0, dict(STATE))
+    keeper.begin(150, 10.0, dict(STATE), number=keeper.number())
     assert not keeper.due(1000, 1000.0, wanted=True), "one at a time"
     keeper._pending = None
     assert not keeper.due(249, 11.0)
@@ -60,24 +60,24 @@ def test_versions_count_from_the_last_checkpoint(keeper: Keeper) -> None:
 
 
 def test_a_disk_that_fails_is_not_tried_for_a_standby_again_and_again(keeper: Keeper) -> None:
-    keeper.problem = "No space left on device"
+    keeper._problem = "No space left on device"
     assert not keeper.due(1, 0.1, wanted=True)
     assert keeper.due(1, 30.0, wanted=True)
 
 
 def test_a_roll_back_is_not_taken_for_a_rival(store: Store, keeper: Keeper) -> None:
-    """A checkpoint that was being finished in the epoch before is given up; the process is not fenced."""
+    """A checkpoint that was being finished in the term before is given up; the process is not fenced."""
     for version in (1, 2):
-        keeper.begin(version, 0.0, dict(STATE))
-        file = store.write_shard(keeper.epoch, version, 0, 1, iter(()))
-        written = Written(version, file, "", timedelta(0))
+        keeper.begin(version, 0.0, dict(STATE), number=version)
+        file = store.write_shard(keeper.term, version, 0, 1, iter(()))
+        written = Written(keeper.term, version, version, file, "", timedelta(0))
         if version == 1:
-            keeper.parts(0, [written])
+            keeper.part(0, written)
             eventually(lambda: keeper.durable_version == 1, "version 1 is on disk")
     with store._locked():  # version 2 waits here to be finished
-        keeper.parts(0, [written])
-        rolled = threading.Thread(target=keeper.roll_back)
+        keeper.part(0, written)
+        rolled = threading.Thread(target=keeper.begin_term)
         rolled.start()
     rolled.join()
-    assert keeper.epoch == 2
+    assert keeper.term == 2
     assert not keeper.check_fence()

@@ -139,7 +139,7 @@ def test_who_has_been_given_up_and_lives_on_is_stuck(
     member = Member(
         worker=1, incarnation=3, pid=101, host="h", state=state, joined_version=0, gone_seconds=gone
     )
-    status = ServerStatus(job="j", shard=0, shards=1, epoch=1, ready=True, members=[member])
+    status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=[member])
     limit = timedelta(seconds=timeout)
     assert bool(stuck(process, status, limit)) == kill
     again = member.model_copy(update={"incarnation": 4, "state": "training", "gone_seconds": None})

@@ -35,7 +35,7 @@ def member(worker: int, *, state: str = "training", joined: int = 0, left: int |
 
 def status(version: int, *, finished: bool = False) -> ServerStatus:
     progress = Progress(version=version, records_applied=8 * version, loss=1.0, finished=finished)
-    return ServerStatus(job="j", shard=0, shards=1, epoch=1, ready=True, progress=progress)
+    return ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress)
 
 
 def test_workers_that_came_and_went_are_told_once() -> None:

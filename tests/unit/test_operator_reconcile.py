@@ -32,7 +32,7 @@ def _names(plan: Plan) -> list[str]:
 
 def finish(simulation: Simulation) -> None:
     progress = Progress(finished=True, records_expected=10, records_applied=10, percent=100)
-    simulation.server = ServerStatus(job="digits", shard=0, shards=1, epoch=1, ready=True, progress=progress)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
 
 
 def test_job_becomes_services_claims_and_pods() -> None:
@@ -109,7 +109,7 @@ def test_workers_that_a_node_drain_took_away_are_not_done() -> None:
     """Their pods are being deleted, and have left in order, so that nothing fails and nothing is over."""
     simulation = running(worker={"replicas": 2})
     progress = Progress(records_expected=10, records_applied=4)
-    simulation.server = ServerStatus(job="digits", shard=0, shards=1, epoch=1, ready=True, progress=progress)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
     for name in simulation.workers():
         simulation.end(name, 251)
         simulation.pods[name]["metadata"]["deletionTimestamp"] = stamp(simulation.now)
@@ -129,9 +129,7 @@ def test_a_worker_that_is_hung_and_does_not_end_is_deleted_and_its_successor_is_
 
     def gone_for(seconds: float) -> None:
         members = [member.model_copy(update={"gone_seconds": seconds})]
-        simulation.server = ServerStatus(
-            job="digits", shard=0, shards=1, epoch=1, ready=True, members=members
-        )
+        simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, members=members)
 
     simulation.now += timedelta(minutes=5)
     gone_for(10)
@@ -191,7 +189,7 @@ def test_success_is_final_and_cleans_up_what_runs() -> None:
 def test_workers_that_end_with_records_left_fail_the_job() -> None:
     simulation = running()
     progress = Progress(records_expected=10, records_applied=4)
-    simulation.server = ServerStatus(job="digits", shard=0, shards=1, epoch=1, ready=True, progress=progress)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
     simulation.end("digits-worker-0", 0)
     simulation.settle()
     assert simulation.condition("Failed")["reason"] == "RecordsLeft"
@@ -376,9 +374,9 @@ def test_pod_whose_processes_have_ended_is_not_waited_for() -> None:
 
 
 def test_fields_of_other_versions_are_dropped() -> None:
-    answer = {"job": "digits", "shard": 0, "shards": 1, "epoch": 2, "ready": True, "new": 1}
+    answer = {"job": "digits", "shard": 0, "shards": 1, "term": 2, "ready": True, "new": 1}
     status = read_server_status({**answer, "progress": {"version": 3, "alsoNew": {}}})
-    assert (status.epoch, status.progress.version) == (2, 3)
+    assert (status.term, status.progress.version) == (2, 3)
     old = read_status({"status": {"phase": "Running", "gone": 1, "worker": {"failures": 2, "gone": 1}}})
     assert (old.phase, old.worker.failures) == ("Running", 2)
 

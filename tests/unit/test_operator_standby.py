@@ -26,7 +26,7 @@ def told(*following: bool, finished: bool = False) -> ServerStatus:
         job="digits",
         shard=0,
         shards=len(following),
-        epoch=1,
+        term=1,
         ready=True,
         progress=progress,
         standbys=list(following),
@@ -62,7 +62,7 @@ def test_each_shard_has_a_standby_that_sees_the_same_checkpoints() -> None:
     shared = {"claimName": "digits-ps-0"}
     for name in servers:
         assert volumes(simulation.pods[name])["checkpoints"]["persistentVolumeClaim"] == shared
-    assert simulation.status["parameterServer"] == {"ready": 2, "epoch": 1, "standbys": 2}
+    assert simulation.status["parameterServer"] == {"ready": 2, "term": 1, "standbys": 2}
 
 
 def test_a_standby_is_told_who_it_is_and_its_shard_where_it_is() -> None:
@@ -140,7 +140,7 @@ def test_without_standbys_everything_is_as_it_was() -> None:
         "bucketBytes": 4 * 1024 * 1024,
         "checkpoint": {"volumeClaim": {"storage": "1Gi", "storageClassName": None}},
     }
-    simulation.server = ServerStatus(job="digits", shard=0, shards=1, epoch=1, ready=True)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True)
     simulation.settle()
     assert simulation.condition("Degraded")["status"] == "False"
     assert "standbys" not in simulation.status["parameterServer"]
@@ -215,7 +215,7 @@ def test_what_shard_0_does_not_tell_is_not_known() -> None:
     simulation = running()
     simulation.server = None
     simulation.step()
-    assert simulation.status["parameterServer"] == {"ready": 1, "epoch": 1}
+    assert simulation.status["parameterServer"] == {"ready": 1, "term": 1}
     assert simulation.condition("Degraded")["status"] == "False"
 
 

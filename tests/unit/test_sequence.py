@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.errors import RefusalCode, Refused
 
-KEY = PushKey(epoch=2, worker=1, incarnation=5, step=9, bucket=0, version=7, attempt=1)
+KEY = PushKey(term=2, worker=1, incarnation=5, step=9, bucket=0, version=7, attempt=1)
 
 
 @pytest.fixture
 def log() -> PushLog:
-    return PushLog(epoch=2, version=7, attempt=1, expected={0: 4, 1: 5, 2: 6})
+    return PushLog(term=2, version=7, attempt=1, expected={0: 4, 1: 5, 2: 6})
 
 
 def code(log: PushLog, key: PushKey) -> RefusalCode:
@@ -36,8 +36,8 @@ def test_a_push_is_added_once(log: PushLog) -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"epoch": 1}, RefusalCode.STALE_EPOCH),
-        ({"epoch": 3}, RefusalCode.STALE_EPOCH),
+        ({"term": 1}, RefusalCode.STALE_TERM),
+        ({"term": 3}, RefusalCode.STALE_TERM),
         ({"version": 6}, RefusalCode.STALE_ATTEMPT),
         ({"version": 6, "attempt": 9}, RefusalCode.STALE_ATTEMPT),
         ({"attempt": 0}, RefusalCode.STALE_ATTEMPT),
@@ -83,7 +83,7 @@ def test_another_attempt_or_version_voids_the_sums(log: PushLog) -> None:
 def test_in_deterministic_order_exactly_one_worker_has_its_turn(
     expected: set[int], arrivals: list[int]
 ) -> None:
-    log = PushLog(epoch=2, expected=dict.fromkeys(expected, 5))
+    log = PushLog(term=2, expected=dict.fromkeys(expected, 5))
     for turn in sorted(expected):
         able = [w for w in arrivals if w in expected and log.turn(w, 0)]
         assert [w for w in able if not _has(log, w)] == [turn]
@@ -107,7 +107,7 @@ def test_a_vanished_worker_is_not_waited_for(log: PushLog) -> None:
 def test_sums_are_complete_if_made_of_exactly_the_contributions(
     pushes: set[tuple[int, int]], contributors: set[int]
 ) -> None:
-    log = PushLog(epoch=2)
+    log = PushLog(term=2)
     for bucket, worker in pushes:
         log.add(replace(KEY, bucket=bucket, worker=worker))
     entries = [(worker, KEY.incarnation, KEY.step) for worker in contributors]

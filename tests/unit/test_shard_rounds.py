@@ -15,7 +15,7 @@ from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.orders import Application
 from elastic_ps.server.shard import Pulled, RestartedAs
 from elastic_ps.server.values import BucketValues
-from tests.unit.shard_rig import LR, Rig, one_bucket, ones, tensor
+from tests.unit.shard_rig import LR, TERM, Rig, one_bucket, ones, tensor
 
 
 def test_nothing_is_applied_unless_the_sums_are_exactly_the_contributions() -> None:
@@ -93,14 +93,14 @@ def test_an_optimizer_that_cannot_be_built_is_refused_in_words() -> None:
 
 def pull(rig: Rig, version: int, **options: Any) -> list[Pulled | RestartedAs | None]:
     """Pull all buckets; the values are copied at once."""
-    options = {"attempt": None, "contributor": False, **options}
+    options = {"term": TERM, "attempt": None, "contributor": None, **options}
     numbers = [bucket.index for bucket in rig.layout.pull_order]
     return list(rig.shard.pull(numbers, version, **options))
 
 
 def test_a_pull_waits_for_its_version(threads: ThreadPoolExecutor) -> None:
     rig = Rig(one_bucket(tensor("w", 4)))
-    pulled = threads.submit(pull, rig, 1, contributor=True, attempt=0)
+    pulled = threads.submit(pull, rig, 1, contributor=(0, 10), attempt=0)
     rig.push(0, ones(4))
     assert not pulled.done()
     rig.commit(0, samples=1)
@@ -112,11 +112,11 @@ def test_a_pull_waits_for_its_version(threads: ThreadPoolExecutor) -> None:
 
 def test_a_pull_that_waits_is_told_that_the_round_starts_again(threads: ThreadPoolExecutor) -> None:
     rig = Rig(one_bucket(tensor("w", 4)))
-    pulled = threads.submit(pull, rig, 1, contributor=True, attempt=0)
+    pulled = threads.submit(pull, rig, 1, contributor=(0, 10), attempt=0)
     watching = threads.submit(pull, rig, 1)
     rig.restart(0)
     assert pulled.result(10) == [RestartedAs(1)]
-    assert pull(rig, 1, contributor=True, attempt=0) == [RestartedAs(1)], "also who asks afterwards"
+    assert pull(rig, 1, contributor=(0, 10), attempt=0) == [RestartedAs(1)], "also who asks afterwards"
     rig.push(0, ones(4))
     rig.commit(0, samples=1)
     assert isinstance(watching.result(10)[0], Pulled), "who takes no part is not told"
@@ -128,7 +128,7 @@ def test_a_pull_for_which_nothing_happens_says_so(short_wait: None) -> None:
 
 def test_a_copy_stays_as_it_was_and_a_contributor_gets_the_memory_itself() -> None:
     rig = Rig(one_bucket(tensor("w", 4)))
-    (copy,), (live,) = pull(rig, 0), pull(rig, 0, contributor=True)
+    (copy,), (live,) = pull(rig, 0), pull(rig, 0, contributor=(0, 10))
     rig.push(0, ones(4))
     rig.commit(0, samples=1)
     assert isinstance(copy, Pulled)
@@ -149,7 +149,7 @@ def test_who_joins_later_gets_frozen_parameters_too(short_wait: None) -> None:
 
 def test_a_pull_of_another_shards_bucket_is_refused() -> None:
     with pytest.raises(Refused, match="bucket 3 is not on shard 0"):
-        list(Rig(one_bucket(tensor("w", 4))).shard.pull([3], 0, attempt=None, contributor=False))
+        list(Rig(one_bucket(tensor("w", 4))).shard.pull([3], 0, term=TERM, attempt=None, contributor=None))
 
 
 def test_a_shard_that_fails_in_the_middle_of_a_step_has_lost_the_model(

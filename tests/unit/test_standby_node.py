@@ -20,11 +20,11 @@ from tests.unit.shard_rig import LR, Body, one_bucket, ones, tensor
 
 @pytest.fixture
 def standby() -> Iterator[Node]:
-    """It has been told of the round that makes version 1, in epoch 1; the sum is still to come."""
+    """It has been told of the round that makes version 1, in term 1; the sum is still to come."""
     node = Node(0, 1, store=None, consistency=Consistency(), trace=Trace(None, ""))
     node.configure(Configuration(one_bucket(tensor("w", 4)), "SGD", Settings(LR.groups), 1, None))
-    order = Advance(1, 0, {}, Application(0, [(0, 10, 0)], 1, LR), epoch=1, state="{}")
-    node.advance(Advance(0, 0, {}, epoch=1, next=order))
+    order = Advance(1, 0, {}, Application(0, [(0, 10, 0)], 1, LR), term=1, state="{}")
+    node.advance(Advance(0, 0, {}, term=1, next=order))
     yield node
     node.close()
 
@@ -45,17 +45,17 @@ def test_what_is_not_in_the_answer_is_refused(standby: Node) -> None:
         gate.set()
         with pytest.raises(Refused) as refused:
             sent.result(10)
-    assert refused.value.code is RefusalCode.STALE_EPOCH
+    assert refused.value.code is RefusalCode.STALE_TERM
 
 
 def test_after_the_question_the_old_one_is_refused(standby: Node) -> None:
     assert standby.held(2) == []
     for call in (
         lambda: standby.take_sum(1, 0, 0, 0, [True], Body(ones(4))),
-        lambda: standby.advance(Advance(0, 0, {}, epoch=1)),
+        lambda: standby.advance(Advance(0, 0, {}, term=1)),
         lambda: standby.held(1),
     ):
         with pytest.raises(Refused) as refused:
             call()
-        assert refused.value.code is RefusalCode.STALE_EPOCH
+        assert refused.value.code is RefusalCode.STALE_TERM
     assert not any(torch.any(values) for _, values in standby.shard.values())

@@ -14,14 +14,14 @@ from elastic_ps.server.follower import for_standby, sum_key
 from elastic_ps.server.orders import Advance, Application
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import Trace
-from tests.unit.shard_rig import EPOCH, Body, Rig, one_bucket, tensor
+from tests.unit.shard_rig import TERM, Body, Rig, one_bucket, tensor
 
 ADAM = Settings(groups=({"lr": 0.01},))
 
 
 def follow(rig: Rig) -> Shard:
     """A standby of the rig's shard with the same first values."""
-    standby = Shard(rig.layout, 0, EPOCH, ("Adam", ADAM), consistency=Consistency(), trace=Trace(None, ""))
+    standby = Shard(rig.layout, 0, TERM, ("Adam", ADAM), consistency=Consistency(), trace=Trace(None, ""))
     standby.advance(0, 0, {0: 1}, None)
     standby.initialise(0, 0, 1, Body(rig.values()))
     return standby
@@ -29,7 +29,7 @@ def follow(rig: Rig) -> Shard:
 
 def send(rig: Rig, standby: Shard, **change: int) -> None:
     """What a follower sends of the open round."""
-    place = {"epoch": EPOCH, "bucket": 0, "version": rig.version, "attempt": rig.attempt} | change
+    place = {"term": TERM, "bucket": 0, "version": rig.version, "attempt": rig.attempt} | change
     for part in rig.shard.sums():
         standby.take_sum(sum_key(**place), part.present, Body(part.total))
 
@@ -81,7 +81,7 @@ def test_a_round_of_which_a_sum_is_missing_is_not_applied() -> None:
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        ({"epoch": EPOCH - 1}, RefusalCode.STALE_EPOCH),
+        ({"term": TERM - 1}, RefusalCode.STALE_TERM),
         ({"version": 1}, RefusalCode.WRONG_VERSION),
         ({"attempt": 1}, RefusalCode.WRONG_VERSION),
         ({"bucket": 7}, RefusalCode.MALFORMED),
@@ -101,7 +101,7 @@ def test_a_sum_of_the_wrong_size_is_refused() -> None:
     rig = Rig(one_bucket(tensor("a", 4)), optimizer="Adam", settings=ADAM, workers=(0,))
     standby = follow(rig)
     with pytest.raises(Refused, match="12 bytes and 1 flags for bucket 0, which has 16 bytes"):
-        standby.take_sum(sum_key(EPOCH, 0, 0, 0), [True], Body(torch.ones(3)))
+        standby.take_sum(sum_key(TERM, 0, 0, 0), [True], Body(torch.ones(3)))
 
 
 def test_no_worker_can_push_to_a_standby() -> None:

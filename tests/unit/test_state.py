@@ -19,7 +19,7 @@ from elastic_ps.server.state import JobState, Model
 
 @pytest.fixture
 def state() -> JobState:
-    state = JobState(epoch=1, lease=timedelta(seconds=10), initialised=True)
+    state = JobState(term=1, lease=timedelta(seconds=10), initialised=True)
     state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
     return state
 
@@ -137,7 +137,7 @@ def test_with_a_fixed_schedule_nobody_stands_in_for_a_worker_that_has_not_come(s
 
 
 def test_before_there_is_a_model_shards_are_told_who_brings_it() -> None:
-    state = JobState(epoch=1, lease=timedelta(seconds=10))
+    state = JobState(term=1, lease=timedelta(seconds=10))
     assert state.expected == {}
     stay = state.members.join(4, pid=1, host="here", version=0, now=0)
     state.initialiser = 4
@@ -201,14 +201,14 @@ def test_what_is_foreseen_is_what_comes_and_nothing_changes_before(state: JobSta
 
 def bounded(*workers: int) -> tuple[JobState, list[Stay]]:
     consistency = Consistency(mode="bounded", max_staleness=8)
-    state = JobState(epoch=1, lease=timedelta(seconds=10), consistency=consistency, initialised=True)
+    state = JobState(term=1, lease=timedelta(seconds=10), consistency=consistency, initialised=True)
     state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
     return state, [join(state, worker) for worker in workers]
 
 
 def bounded_step(state: JobState, stay: Stay, *, schedule: int) -> str:
     """A round of the worker's step alone; returns the settings that it was made with."""
-    assert state.begin(stay, version=state.version) is Entry.IN
+    assert state.begin(stay, version=state.version, step=stay.last_step + 1) is Entry.IN
     done = replace(contribution(state, stay, step=stay.last_step + 1), settings=str(schedule))
     state.rounds.finish(done, version=state.version, attempt=state.rounds.attempt)
     contributions = state.rounds.begin_commit()
@@ -238,9 +238,9 @@ def test_with_bounded_staleness_only_who_holds_others_up_is_hung() -> None:
     limit = timedelta(seconds=5)
     state, (sends, done, asks) = bounded(0, 1, 2)
     for stay in (sends, done):
-        assert state.begin(stay, version=0) is Entry.IN
+        assert state.begin(stay, version=0, step=0) is Entry.IN
     finish(state, done)
-    assert state.begin(asks, version=0) is Entry.LATER
+    assert state.begin(asks, version=0, step=0) is Entry.LATER
     state.starved.add(done.worker)
     assert state.hung(0, limit) == {}
     assert state.hung(9, limit) == {0: 9}

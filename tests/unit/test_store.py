@@ -21,14 +21,14 @@ from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoChec
 from elastic_ps.server.values import BucketValues
 
 SHARDS = 2
-EPOCH = 1
+TERM = 1
 
 
-def manifest(version: int, *, epoch: int = EPOCH) -> Manifest:
+def manifest(version: int, *, term: int = TERM) -> Manifest:
     return Manifest(
         job="job",
         version=version,
-        epoch=epoch,
+        term=term,
         tensors=[{"name": "w", "shape": [4]}],
         optimizer="SGD",
         state={"ledger": {"applied": 10 * version}, "loss": [[1, 0.1 + version], [2, float("nan")]]},
@@ -45,7 +45,7 @@ def content(version: int, shard: int) -> list[Stored]:
 def write(store: Store, version: int, *, keep: int = 3) -> Path:
     found = manifest(version)
     for shard in range(SHARDS):
-        found.files.append(store.write_shard(EPOCH, version, shard, SHARDS, iter(content(version, shard))))
+        found.files.append(store.write_shard(TERM, version, shard, SHARDS, iter(content(version, shard))))
     return store.commit(found, keep=keep)
 
 
@@ -58,7 +58,7 @@ def same(stored: Iterator[Stored], version: int) -> bool:
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     store = Store(tmp_path / "checkpoints")
-    assert store.next_epoch() == EPOCH
+    assert store.next_term() == TERM
     return store
 
 
@@ -72,7 +72,7 @@ def test_what_is_written_is_read_again(store: Store) -> None:
     assert path.name == "version-0000001290"
     found, problems = store.newest()
     assert problems == []
-    assert (found.version, found.job, found.epoch, found.optimizer) == (1290, "job", 1, "SGD")
+    assert (found.version, found.job, found.term, found.optimizer) == (1290, "job", 1, "SGD")
     assert found.tensors == [{"name": "w", "shape": [4]}]
     assert found.state["ledger"] == {"applied": 12900}
     assert same(store.read(found), 1290)
@@ -205,7 +205,7 @@ def test_a_version_that_breaks_again_is_set_aside_again(store: Store) -> None:
 
 def test_an_interrupted_write_is_not_seen_and_can_be_discarded(store: Store) -> None:
     write(store, 1)
-    store.write_shard(EPOCH, 2, 0, SHARDS, iter(content(2, 0)))
+    store.write_shard(TERM, 2, 0, SHARDS, iter(content(2, 0)))
     assert store.newest()[0].version == 1
     assert len(names(store)) == 2
     store.discard_partial()
@@ -216,11 +216,11 @@ def test_what_unfinished_writes_left_does_not_pile_up(store: Store, monkeypatch:
     """When the disk is full, the next try needs the place that the last one took."""
     write(store, 1)
     for version in range(2, 6):
-        store.write_shard(EPOCH, version, 0, SHARDS, iter(content(version, 0)))
+        store.write_shard(TERM, version, 0, SHARDS, iter(content(version, 0)))
         with monkeypatch.context() as patch:
             patch.setattr(safetensors.torch, "save_file", _half_then_full)
             with pytest.raises(CheckpointError, match="No space left"):
-                store.write_shard(EPOCH, version, 1, SHARDS, iter(content(version, 1)))
+                store.write_shard(TERM, version, 1, SHARDS, iter(content(version, 1)))
     left = {p.parent.name for p in store.directory.glob("partial-*/*")}
     assert left == set()
     write(store, 6)
@@ -235,7 +235,7 @@ def _half_then_full(tensors: object, path: Path) -> None:
 def test_a_full_disk_leaves_the_older_ones_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     write(store, 1)
     found = manifest(2)
-    found.files.extend(store.write_shard(EPOCH, 2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS))
+    found.files.extend(store.write_shard(TERM, 2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS))
 
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -271,41 +271,41 @@ def test_a_directory_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
     blocked.write_text("not a directory")
     store = Store(blocked / "checkpoints")
     with pytest.raises(CheckpointError, match="cannot write shard-0-of-1"):
-        store.write_shard(EPOCH, 1, 0, 1, iter(content(1, 0)))
+        store.write_shard(TERM, 1, 0, 1, iter(content(1, 0)))
     with pytest.raises(CheckpointError, match="cannot finish"):
         store.commit(manifest(1), keep=1)
-    with pytest.raises(CheckpointError, match=r"epoch\.json"):
-        store.next_epoch()
+    with pytest.raises(CheckpointError, match=r"term\.json"):
+        store.next_term()
 
 
-def test_epochs_grow(store: Store) -> None:
-    assert [store.next_epoch() for _ in range(2)] == [2, 3]
-    assert Store(store.directory).next_epoch() == 4
+def test_terms_grow(store: Store) -> None:
+    assert [store.next_term() for _ in range(2)] == [2, 3]
+    assert Store(store.directory).next_term() == 4
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"epoch": "x"}', '{"epoch": null}', '{"epoch": 1.5}'])
-def test_a_broken_epoch_is_said_so_and_not_begun_anew(store: Store, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"term": "x"}', '{"term": null}', '{"term": 1.5}'])
+def test_a_broken_term_is_said_so_and_not_begun_anew(store: Store, text: str) -> None:
     """From 1 again, a parameter server that was thought dead could pass for the present one."""
-    store.next_epoch()
-    (store.directory / "epoch.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"epoch\.json"):
-        store.next_epoch()
+    store.next_term()
+    (store.directory / "term.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"term\.json"):
+        store.next_term()
 
 
 def test_who_was_replaced_neither_commits_nor_deletes(store: Store) -> None:
     """Two parameter servers at once: the older one may still be writing."""
     write(store, 1)
-    store.write_shard(EPOCH, 2, 0, SHARDS, iter(content(2, 0)))
-    epoch = Store(store.directory).next_epoch()
-    store.write_shard(epoch, 2, 0, SHARDS, iter(content(2, 0)))
-    files = [store.write_shard(EPOCH, 9, s, SHARDS, iter(content(9, s))) for s in range(SHARDS)]
+    store.write_shard(TERM, 2, 0, SHARDS, iter(content(2, 0)))
+    term = Store(store.directory).next_term()
+    store.write_shard(term, 2, 0, SHARDS, iter(content(2, 0)))
+    files = [store.write_shard(TERM, 9, s, SHARDS, iter(content(9, s))) for s in range(SHARDS)]
     late = manifest(9)
     late.files.extend(files)
-    with pytest.raises(Fenced, match="epoch 2 has taken over from epoch 1"):
+    with pytest.raises(Fenced, match="term 2 has taken over from term 1"):
         store.commit(late, keep=1)
     assert store.versions() == [1]
-    new = manifest(2, epoch=epoch)
-    new.files.extend(store.write_shard(epoch, 2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS))
+    new = manifest(2, term=term)
+    new.files.extend(store.write_shard(term, 2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS))
     store.commit(new, keep=3)
     assert names(store) == ["version-0000000001", "version-0000000002"]
 
@@ -329,7 +329,7 @@ def test_nothing_is_pickled(store: Store, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_manifest_says_what_is_in_the_checkpoint(store: Store) -> None:
     """For people and other programs: it is JSON, with a digest for each file."""
     data = json.loads((write(store, 3) / "manifest.json").read_text())
-    assert (data["format"], data["version"], data["job"]) == (1, 3, "job")
+    assert (data["format"], data["version"], data["job"]) == (2, 3, "job")
     assert [len(file["sha256"]) for file in data["files"]] == [64, 64]
 
 
@@ -394,7 +394,7 @@ def test_a_checkpoint_can_be_cut_otherwise(
     found = manifest(2)
     for shard in range(first.shards):
         own = [values for values in buckets if values.bucket.shard == shard]
-        found.files.append(store.write_shard(EPOCH, 2, shard, first.shards, stored(own)))
+        found.files.append(store.write_shard(TERM, 2, shard, first.shards, stored(own)))
     store.commit(found, keep=1)
 
     sizes = {i: spec.elements for i, spec in enumerate(specs)}

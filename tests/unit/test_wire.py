@@ -64,7 +64,7 @@ def test_messages_of_the_schema_are_frames(header_size: int, body_size: int) -> 
 
 @pytest.mark.parametrize("kind", list(Kind))
 def test_refusals_are_messages_of_the_schema(kind: Kind) -> None:
-    refusal = Refusal(kind, RefusalCode.STALE_EPOCH, "no")
+    refusal = Refusal(kind, RefusalCode.STALE_TERM, "no")
     parsed = frame_pb2.Message.FromString(encode_refusal(refusal))
     assert parsed.refusal == frame_pb2.Refusal(kind=frame_pb2.Refusal.Kind.Name(kind), code=1, message="no")
     with pytest.raises(type(refusal.error()), match="no"):

@@ -33,7 +33,7 @@ def test_what_is_on_disk_and_since_when(version: int | None, phase: Phase, text:
     progress = Progress(durable_version=version)
     age = None if version is None else 4.2
     server = ServerStatus(
-        job="j", shard=0, shards=1, epoch=1, ready=True, progress=progress, durable_age_seconds=age
+        job="j", shard=0, shards=1, term=1, ready=True, progress=progress, durable_age_seconds=age
     )
     status = LocalStatus.model_construct(phase=phase, server=server)
     assert words.on_disk(status) == text
