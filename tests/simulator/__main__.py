@@ -1,0 +1,51 @@
+"""`python -m tests.simulator`: run schedules, and say which broke a promise."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.simulator.explore import draw, listen, run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--schedules", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=None, help="stop after this time")
+    parser.add_argument("--log", action="store_true", help="print what happened in each schedule")
+    parser.add_argument("--stop", action="store_true", help="stop at the first that broke a promise")
+    arguments = parser.parse_args()
+    listen(loudly=arguments.log)
+    started, broken = time.monotonic(), Counter[str]()
+    count = 0
+    base = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    with tempfile.TemporaryDirectory(dir=base) as directory:
+        for seed in range(arguments.seed, arguments.seed + arguments.schedules):
+            if arguments.seconds is not None and time.monotonic() - started > arguments.seconds:
+                break
+            outcome = run(draw(seed), Path(directory))
+            count += 1
+            if arguments.log:
+                print(f"seed {seed}: {outcome.plan}\n" + "\n".join(outcome.log))
+                print(
+                    f"{outcome.turns} turns, {outcome.points} points, {outcome.seconds:.1f} virtual seconds"
+                )
+            if outcome.problems:
+                print(f"seed {seed}: {outcome.plan}")
+                for problem in outcome.problems[:6]:
+                    print(f"    {problem[:400]}")
+                broken[outcome.problems[0].partition(":")[0]] += 1
+                if arguments.stop:
+                    break
+    took = time.monotonic() - started
+    print(f"{count} schedules in {took:.1f} s; {sum(broken.values())} broke a promise: {dict(broken)}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

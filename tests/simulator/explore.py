@@ -1,0 +1,146 @@
+"""Schedules from seeds: draw a plan, run it, judge it."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from elastic_ps.checkpoint.store import Store
+from tests.simulator.cluster import Cluster, Plan, pid_of, scratch
+from tests.simulator.faults import FAULTS
+from tests.simulator.judge import checkpoint_sight, judge
+from tests.simulator.network import Weather
+from tests.simulator.patches import Disk, contextlib_stack, simulated
+from tests.simulator.world import Killed, Stuck, World, world
+
+
+@dataclass
+class Outcome:
+    """What became of a schedule; `problems` is empty if every promise was kept."""
+
+    plan: Plan
+    problems: list[str]
+    cluster: Cluster
+    log: list[str] = field(default_factory=list)
+    turns: int = 0
+    points: int = 0
+    seconds: float = 0.0
+
+
+def draw(seed: int, **fixed: Any) -> Plan:
+    """The plan of a seed; `fixed` overrides what is drawn."""
+    chance = random.Random(seed)
+    workers = chance.choice([1, 2, 2, 3])
+    modes: list[Mapping[str, Any]] = [
+        {"mode": "sync"},
+        {"mode": "sync"},
+        {"mode": "sync", "deterministic": True},
+        {"mode": "sync", "backupWorkers": 1},
+        {"mode": "bounded", "maxStaleness": chance.choice([1, 3])},
+    ]
+    consistency = dict(chance.choice(modes))
+    faults = tuple(chance.choice(sorted(FAULTS)) for _ in range(chance.choice([0, 1, 2, 3, 5])))
+    if consistency.get("deterministic"):
+        faults = tuple(f for f in faults if f != "grow")
+    windy = chance.random() < 0.5
+    plan = Plan(
+        seed=seed,
+        workers=workers,
+        shards=chance.choice([1, 2, 2, 3]),
+        standby=chance.random() < 0.35,
+        consistency=consistency,
+        records=chance.choice([6, 12]),
+        epochs=chance.choice([1, 2]),
+        batch=chance.choice([1, 2, 3]),
+        accumulate=chance.choice([1, 1, 1, 1]),
+        overlap=chance.random() < 0.8,
+        shard_records=chance.choice([2, 6]),
+        every_versions=chance.choice([1, 2, 3]),
+        faults=faults,
+        weather=Weather(lost_request=0.01, lost_answer=0.01, twice=0.02, late=0.02) if windy else Weather(),
+        switching=chance.choice([0.02, 0.1, 0.3]),
+        stalling=chance.choice([0.0, 0.0, 0.0005, 0.003]),
+        stop_after=chance.choice([None, None, None, None, 0.5 + chance.random()]),
+    )
+    return replace(plan, **fixed)
+
+
+def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None) -> Outcome:
+    """Run a plan and judge it. `arrange` may prepare mishaps, before anything starts."""
+    here = World(plan.seed, switching=plan.switching, stalling=plan.stalling)
+    disk = Disk(here)
+    torch.manual_seed(plan.seed)
+    with scratch(base, plan.seed) as directory, simulated(disk), contextlib_stack() as patch:
+        cluster = Cluster(plan, here, disk, directory)
+        _Notes.here = here
+        client = importlib.import_module("elastic_ps.worker.client")
+        patch(client, "os", SimpleNamespace(getpid=lambda: pid_of(world().process.name)))
+        patch(Store, "commit", _watched(cluster))
+        patch(Store, "newest", _found(cluster))
+        if arrange is not None:
+            arrange(cluster)
+        problems: list[str] = []
+        try:
+            here.run(cluster.run)
+        except Stuck as error:
+            problems.append(f"stuck: {error}")
+        problems += [f"{name} died: {error!r}" for name, error in here.failures]
+        problems += judge(cluster)
+        return Outcome(plan, problems, cluster, here.log, here.turns, here.points, here.now - 1000)
+
+
+def _found(cluster: Cluster) -> Any:
+    """`Store.newest`, and a look at what it found: its writer may have been killed before the look."""
+    real = Store.newest
+
+    def newest(self: Store) -> Any:
+        manifest, problems = real(self)
+        cluster.sights.append(checkpoint_sight(self, manifest.version, manifest.term))
+        return manifest, problems
+
+    return newest
+
+
+def _watched(cluster: Cluster) -> Any:
+    """`Store.commit`, and a look at what it wrote."""
+    real = Store.commit
+
+    def commit(self: Store, manifest: Any, *, keep: int) -> Path:
+        path = real(self, manifest, keep=keep)
+        cluster.here.note(f"checkpoint of version {manifest.version} in term {manifest.term}")
+        cluster.sights.append(checkpoint_sight(self, manifest.version, manifest.term))
+        return path
+
+    return commit
+
+
+class _Notes(logging.Handler):
+    """What processes log is noted, with the virtual time and the process."""
+
+    here: World | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.here is not None and World.current is self.here:
+            self.here.note(f"{self.here.process.name}: {record.getMessage()}")
+
+
+def listen(*, loudly: bool) -> None:
+    """What processes log is kept with the outcome, if wanted, and printed nowhere."""
+    logger = logging.getLogger("elastic_ps")
+    logger.setLevel(logging.INFO if loudly else logging.CRITICAL)
+    logger.propagate = False
+    logger.handlers = [_Notes()]
+    sys.unraisablehook = lambda _: None  # generators of killed threads
+    torch.set_num_threads(1)
+
+
+__all__ = ["Killed", "Outcome", "draw", "listen", "run"]

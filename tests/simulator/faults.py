@@ -1,0 +1,116 @@
+"""What happens to a job in the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.simulator.network import Weather
+
+Fault = Callable[[Any], None]
+
+
+def _worker(cluster: Any) -> int:
+    return int(cluster.here.random.randrange(cluster.wanted))
+
+
+def _shard(cluster: Any) -> int:
+    return int(cluster.here.random.randrange(cluster.plan.shards))
+
+
+def kill_worker(cluster: Any) -> None:
+    cluster.kill("worker", _worker(cluster), tell=cluster.here.random.random() < 0.5)
+
+
+def kill_ps(cluster: Any) -> None:
+    cluster.kill("ps", _shard(cluster))
+
+
+def kill_standby(cluster: Any) -> None:
+    if cluster.plan.standby:
+        cluster.kill("standby", _shard(cluster))
+
+
+def freeze(cluster: Any) -> None:
+    """Somebody does not run for a while: longer than a lease, or shorter."""
+    random = cluster.here.random
+    process = random.choice(
+        sorted((p for p in cluster.processes.values() if not p.dead), key=lambda p: p.name)
+    )
+    seconds = random.choice([1, 8, 15, 40]) * random.random()
+    cluster.here.note(f"freeze {process.name} for {seconds:.3f} s")
+    cluster.here.freeze(process, seconds)
+
+
+def replace_ps(cluster: Any) -> None:
+    """A parameter server is taken for dead and replaced, while it lives: frozen, or as ever."""
+    random = cluster.here.random
+    index = _shard(cluster)
+    old = cluster.processes.get(("ps", index))
+    if old is None or old.dead:
+        return
+    if random.random() < 0.7:
+        cluster.here.freeze(old, random.choice([0.5, 3, 20]) * random.random())
+    cluster.here.note(f"replace {old.name}")
+    cluster.start("ps", index)
+
+
+def replace_worker(cluster: Any) -> None:
+    """A worker is taken for dead and replaced, while it lives."""
+    random = cluster.here.random
+    index = _worker(cluster)
+    old = cluster.processes.get(("worker", index))
+    if old is None or old.dead:
+        return
+    cluster.here.freeze(old, random.choice([0.1, 3, 20]) * random.random())
+    cluster.here.note(f"replace {old.name}")
+    cluster.start("worker", index)
+
+
+def cut(cluster: Any) -> None:
+    """A worker, or a shard, does not reach an address for a while."""
+    random = cluster.here.random
+    source = random.choice([f"worker-{_worker(cluster)}", "ps-0", f"ps-{_shard(cluster)}"])
+    kinds = ["ps", "standby"] if cluster.plan.standby else ["ps"]
+    address = f"{random.choice(kinds)}-{_shard(cluster)}"
+    cluster.here.note(f"cut {source} from {address}")
+    cluster.network.cut.add((source, address))
+    cluster.here.sleep(random.choice([0.3, 3, 15]) * random.random())
+    cluster.network.cut.discard((source, address))
+
+
+def storm(cluster: Any) -> None:
+    """The network is bad for a while."""
+    before = cluster.network.weather
+    cluster.network.weather = Weather(lost_request=0.1, lost_answer=0.1, twice=0.1, late=0.1)
+    cluster.here.sleep(cluster.here.random.uniform(0.1, 5))
+    cluster.network.weather = before
+
+
+def fill_disk(cluster: Any) -> None:
+    seconds = cluster.here.random.uniform(0.05, 5)
+    cluster.here.note(f"the disk is full for {seconds:.3f} s")
+    cluster.disk.full_until = cluster.here.now + seconds
+
+
+def grow(cluster: Any) -> None:
+    """One more worker."""
+    cluster.wanted += 1
+    cluster.start("worker", cluster.wanted - 1)
+
+
+FAULTS: dict[str, Fault] = {
+    f.__name__: f
+    for f in (
+        kill_worker,
+        kill_ps,
+        kill_standby,
+        freeze,
+        replace_ps,
+        replace_worker,
+        cut,
+        storm,
+        fill_disk,
+        grow,
+    )
+}

@@ -1,0 +1,139 @@
+"""Whether a schedule broke a promise: by the histories, and by the values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.drill import history
+from elastic_ps.drill.recorded import read
+from elastic_ps.errors import CheckpointError
+from elastic_ps.worker.loader import permutation
+from tests.simulator.cluster import MOMENTUM, PARAMETERS, Cluster, Sight
+
+
+def judge(cluster: Cluster) -> list[str]:
+    """In words what must not be."""
+    plan = cluster.plan
+    found = list(cluster.problems)
+    histories = read(cluster.history)
+    completed = not found and not cluster.stopped_early
+    data = history.Data(plan.records, plan.epochs) if completed else None
+    most = plan.consistency.get("maxStaleness", 0)
+    found += [str(v) for v in history.check(histories, data, max_staleness=most)]
+    replayed = Replay(cluster, histories)
+    for sight in cluster.sights:
+        if not _equal_rows(sight.values) and (sight.what.startswith(("end", "checkpoint")) or _waits(plan)):
+            versions = [replayed.version_like(row) for row in sight.values]
+            found.append(
+                f"torn: {sight.what} of version {sight.version} has parameters of versions {versions}"
+            )
+    for sight in cluster.sights:
+        if sight.what.startswith("checkpoint"):
+            expected = replayed.at(sight.version, sight.term)
+            if expected is None or not torch.allclose(expected, sight.values[0], rtol=0, atol=1e-9):
+                found.append(f"wrong: {sight.what} of version {sight.version} in term {sight.term}")
+    if completed:
+        ends = [s for s in cluster.sights if s.what.startswith("end")]
+        for sight in ends:
+            expected = replayed.final()
+            if not torch.allclose(expected, sight.values[0], rtol=0, atol=1e-9):
+                found.append(f"wrong: {sight.what}, version {sight.version}, is not the final model")
+        if len(cluster.chiefs) != 1:
+            found.append(f"chiefs: {cluster.chiefs}")
+    if completed or (cluster.stopped_well and not found):
+        found += _last_checkpoint(cluster, histories)
+    return found
+
+
+def _waits(plan: Any) -> bool:
+    return plan.consistency.get("mode", "sync") == "sync" and not plan.consistency.get("backupWorkers")
+
+
+def _equal_rows(values: torch.Tensor) -> bool:
+    return bool(torch.equal(values, values[:1].expand_as(values)))
+
+
+def _last_checkpoint(cluster: Cluster, histories: history.Histories) -> list[str]:
+    """Servers that were asked to end leave the last version."""
+    last = max((c.version for c in history.fate(histories).surviving), default=0)
+    if not last and cluster.stopped_early:
+        return []  # there may be none yet
+    try:
+        manifest, problems = Store(cluster.checkpoints).newest()
+    except CheckpointError as error:
+        return [f"no checkpoint at the end: {error}"]
+    if manifest.version != last or problems:
+        return [f"the last checkpoint is of version {manifest.version}, not {last}; {problems}"]
+    return []
+
+
+class Replay:
+    """The model as the commits say that it must be."""
+
+    def __init__(self, cluster: Cluster, histories: history.Histories) -> None:
+        self._plan, self._cluster, self._histories = cluster.plan, cluster, histories
+        self._lineages: dict[int, list[torch.Tensor]] = {}
+
+    def final(self) -> torch.Tensor:
+        return self._values(history.fate(self._histories).surviving, self._last_term)[-1]
+
+    def at(self, version: int, term: int) -> torch.Tensor | None:
+        """The model of a version as it was in a term; None if no commits lead there."""
+        if term not in self._lineages:
+            known = [c for c in self._histories.committed if c.term <= term]
+            restored = [r for r in self._histories.restored if r.term <= term]
+            until = history.Histories(committed=known, restored=restored)
+            self._lineages[term] = self._values(history.fate(until).surviving, term)
+        values = self._lineages[term]
+        return values[version] if version < len(values) else None
+
+    def version_like(self, row: torch.Tensor) -> int | str:
+        surviving = history.fate(self._histories).surviving
+        for version, values in enumerate(self._values(surviving, self._last_term)):
+            if torch.allclose(values, row, rtol=0, atol=1e-9):
+                return version
+        return "?"
+
+    @property
+    def _last_term(self) -> int:
+        return max((s.term for s in self._cluster.sights), default=0)
+
+    def _first(self, term: int) -> float:
+        """What the model began with, which is on disk before anything is trained."""
+        firsts = [
+            s for s in self._cluster.sights if (s.what, s.version) == ("checkpoint", 0) and s.term <= term
+        ]
+        return float(firsts[-1].values[0, 0]) if firsts else 0.0
+
+    def _values(self, commits: list[history.Committed], term: int) -> list[torch.Tensor]:
+        plan = self._plan
+        first = torch.full((plan.records * plan.epochs,), self._first(term), dtype=torch.float64)
+        value = torch.nn.Parameter(first)
+        optimizer = torch.optim.SGD([value], lr=1.0, momentum=MOMENTUM)
+        made = [value.detach().clone()]
+        for commit in commits:
+            value.grad = torch.zeros_like(value)
+            samples = sum(r.records for ranges in commit.steps.values() for r in ranges)
+            for ranges in commit.steps.values():
+                weight = sum(r.records for r in ranges) / samples
+                for r in ranges:
+                    order = permutation(plan.records, r.epoch, shuffle=True, seed=0)
+                    for index in order[r.start : r.stop]:
+                        value.grad[r.epoch * plan.records + index] += weight
+            optimizer.step()
+            made.append(value.detach().clone())
+        return made
+
+
+def checkpoint_sight(store: Store, version: int, term: int) -> Sight:
+    """What is on the disk under a version."""
+    manifest = store.manifest(version)
+    places = manifest.tensors[0]["shape"][0]
+    values = torch.full((PARAMETERS, places), float("nan"), dtype=torch.float64)
+    for stored in store.read(manifest):
+        if stored.key == "value":
+            values[stored.tensor, stored.start : stored.start + stored.value.numel()] = stored.value
+    return Sight("checkpoint", term, version, values)

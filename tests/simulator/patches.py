@@ -1,0 +1,154 @@
+"""Where the program uses threads, clocks, queues, locks of files and disks, it gets the simulator's."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from tests.simulator.primitives import Condition, Queue, Threading, Time
+from tests.simulator.world import Process, World, world
+
+MODULES = {
+    "threading": Threading,
+    "queue": Queue,
+    "time": Time,
+}
+
+PACKAGES = (
+    "elastic_ps.telemetry",
+    "elastic_ps.server.coordinator",
+    "elastic_ps.server.driver",
+    "elastic_ps.server.follower",
+    "elastic_ps.server.keeper",
+    "elastic_ps.server.node",
+    "elastic_ps.server.process",
+    "elastic_ps.server.remote",
+    "elastic_ps.server.rescue",
+    "elastic_ps.server.shard",
+    "elastic_ps.worker.client",
+    "elastic_ps.worker.exchange",
+    "elastic_ps.worker.heart",
+    "elastic_ps.worker.phases",
+)
+
+
+@contextmanager
+def simulated(disk: Disk) -> Iterator[None]:
+    """The program's modules use the simulator's primitives, and the disk asks `disk`."""
+    with contextlib_stack() as patch:
+        for name in PACKAGES:
+            module = importlib.import_module(name)
+            for attribute, replacement in MODULES.items():
+                if hasattr(module, attribute):
+                    patch(module, attribute, replacement)
+        patch(importlib.import_module("elastic_ps.server.driver"), "ThreadPoolExecutor", Executor)
+        client = importlib.import_module("elastic_ps.worker.client")
+        patch(client, "random", SimpleNamespace(random=lambda: world().random.random()))
+        store = importlib.import_module("elastic_ps.checkpoint.store")
+        patch(store, "fcntl", SimpleNamespace(LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB, flock=disk.flock))
+        patch(store, "_flush", disk.flush)
+        yield
+
+
+@contextmanager
+def contextlib_stack() -> Iterator[Any]:
+    patches: list[Any] = []
+
+    def patch(module: Any, name: str, replacement: Any) -> None:
+        patches.append(mock.patch.object(module, name, replacement))
+        patches[-1].start()
+
+    try:
+        yield patch
+    finally:
+        for each in reversed(patches):
+            each.stop()
+
+
+class Disk:
+    """What all processes write to.
+
+    Attributes:
+        full_until: virtual time until which nothing more fits.
+    """
+
+    def __init__(self, here: World) -> None:
+        self.full_until = 0.0
+        self._here = here
+        self._held: dict[str, tuple[Any, Process]] = {}
+        self._changed: Condition | None = None
+
+    def flock(self, file: Any, operation: int) -> None:
+        """As the system's: the lock goes with the open file, or with the process."""
+        here = world()
+        path = str(Path(file.name).resolve())
+        while True:
+            here.preempt()
+            owner = self._held.get(path)
+            if owner is None or owner[0].closed or owner[1].dead or owner[0] is file:
+                self._held[path] = (file, here.process)
+                return
+            if operation & fcntl.LOCK_NB:
+                raise BlockingIOError(errno.EAGAIN, "locked")
+            here.sleep(0.001)
+
+    def flush(self, path: Path) -> None:
+        """A write takes a moment, and may find no room."""
+        here = world()
+        here.sleep(10 ** here.random.uniform(-4, -1.5))
+        if here.now < self.full_until:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+class Future:
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._done = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+
+    def set(self, value: Any, error: BaseException | None) -> None:
+        with self._changed:
+            self._value, self._error, self._done = value, error, True
+            self._changed.notify_all()
+
+    def result(self, timeout: float | None = None) -> Any:
+        with self._changed:
+            self._changed.wait_for(lambda: self._done, timeout)
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
+class Executor:
+    """`ThreadPoolExecutor`, with a thread for each call."""
+
+    def __init__(self, max_workers: int, thread_name_prefix: str = "") -> None:
+        self._name = thread_name_prefix
+        self._closed = False
+
+    def submit(self, function: Any, *args: Any) -> Future:
+        if self._closed:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        future = Future()
+
+        def run() -> None:
+            try:
+                value = function(*args)
+            except Exception as error:  # noqa: BLE001
+                future.set(None, error)
+            else:
+                future.set(value, None)
+
+        Threading.Thread(target=run, name=self._name).start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._closed = True
