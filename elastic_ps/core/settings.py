@@ -33,6 +33,9 @@ ALLOWED = (
 NOT_SENT = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "param_names"})
 """Keys of a parameter group that say how to compute on the worker's device, not what."""
 
+CONSTRUCTED = frozenset({"initial_accumulator_value"})
+"""Hyperparameters that torch takes from the constructor only, whatever a parameter group says (Adagrad)."""
+
 
 @dataclass(frozen=True)
 class Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -74,10 +75,12 @@ class BucketValues:
         for parameter, group in zip(self._parameters, piece_groups, strict=True):
             members.setdefault(group, []).append(parameter)
         self._groups = sorted(members)
+        kind = getattr(torch.optim, name)
+        # Some arguments are not looked up in the groups: Adagrad's first state is made by the constructor.
+        known = inspect.signature(kind).parameters
+        arguments = {key: value for key, value in groups[self._groups[0]].items() if key in known}
         try:
-            self._optimizer = getattr(torch.optim, name)(
-                [{**groups[g], "params": members[g]} for g in self._groups]
-            )
+            self._optimizer = kind([{**groups[g], "params": members[g]} for g in self._groups], **arguments)
         except (TypeError, ValueError) as error:
             raise InvalidModel(f"torch.optim.{name} does not take these hyperparameters: {error}") from error
 

@@ -14,7 +14,7 @@ import torch
 
 from elastic_ps.codec import as_bytes, dtype_of, name_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec
-from elastic_ps.core.settings import Settings, check_optimizer, plain_group
+from elastic_ps.core.settings import CONSTRUCTED, Settings, check_optimizer, plain_group
 from elastic_ps.errors import InvalidModel, UsageError
 
 
@@ -43,6 +43,7 @@ class Described:
         # Adagrad has a state from the beginning, of step 0.
         if any(not isinstance(state, dict) or state.get("step", 1) > 0 for state in optimizer.state.values()):
             raise InvalidModel("the optimizer has made steps already; give session.optimizer a new one")
+        _check_arguments(optimizer)
         groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         parameters = dict(model.named_parameters())
         unknown = groups.keys() - {id(p) for p in parameters.values()}
@@ -82,6 +83,23 @@ class Described:
     def settings(optimizer: torch.optim.Optimizer) -> Settings:
         """The optimizer's hyperparameters as they are now. Raises InvalidModel if one is not plain."""
         return Settings(tuple(plain_group(group, i) for i, group in enumerate(optimizer.param_groups)))
+
+
+def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
+    """Raise InvalidModel for what the optimizer was told and the parameter server would not do."""
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise InvalidModel(
+                f"param_groups[{index}] has differentiable=True, but the parameter server makes the step, "
+                "where no gradient flows through it; leave it at False"
+            )
+        for key in CONSTRUCTED & group.keys():
+            if group[key] != optimizer.defaults[key]:
+                raise InvalidModel(
+                    f"param_groups[{index}] has {key}={group[key]}, but torch.optim."
+                    f"{type(optimizer).__name__} takes it from its constructor only, which was given "
+                    f"{optimizer.defaults[key]}; give it to the constructor"
+                )
 
 
 class Flat:

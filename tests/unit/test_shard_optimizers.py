@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,17 +14,43 @@ from elastic_ps.core.partition import Bucket, Rule, TensorSpec, partition
 from elastic_ps.core.settings import ALLOWED, Settings, plain_group
 from tests.unit.shard_rig import Rig, one_bucket, ones, tensor
 
-VARIANTS: dict[str, list[Mapping[str, Any]]] = {
-    "SGD": [{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}, {"lr": 0.1}],
-    "Adam": [{"amsgrad": True, "betas": (0.8, 0.9)}, {"weight_decay": 0.1}],
-    "RMSprop": [{"centered": True, "momentum": 0.5}],
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": {"momentum": 0.9}},
+    "Adam": {"betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1, "amsgrad": True}
+    | {"decoupled_weight_decay": {"weight_decay": 0.1}},
+    "AdamW": {"betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1, "amsgrad": True},
+    "Adagrad": {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 1.0, "eps": 0.1},
+    "RMSprop": {"alpha": 0.5, "eps": 0.1, "weight_decay": 0.1, "momentum": 0.5, "centered": True},
+    "Adadelta": {"rho": 0.5, "eps": 0.1, "weight_decay": 0.1},
+    "Adamax": {"betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1},
+    "NAdam": {"betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1, "momentum_decay": 0.1}
+    | {"decoupled_weight_decay": {"weight_decay": 0.1}},
+    "RAdam": {"betas": (0.8, 0.9), "eps": 0.1, "weight_decay": 0.1}
+    | {"decoupled_weight_decay": {"weight_decay": 0.1}},
+    "ASGD": {"lambd": 0.1, "alpha": 0.5, "t0": 2.0, "weight_decay": 0.1},
+    "Rprop": {"etas": (0.3, 1.5), "step_sizes": (0.02, 0.06)},
 }
+"""For every constructor argument a value that is not its default. A dict: what it needs beside True."""
+
+COMMON = {"lr": torch.tensor(0.05), "maximize": True}
+"""Arguments that all classes take."""
+
+HOW = ("foreach", "fused", "capturable")
+"""Arguments that say how to compute, not what."""
 
 
 def cases() -> Iterator[Any]:
     for name in ALLOWED:
-        for number, options in enumerate(VARIANTS.get(name, [{"lr": 0.05}])):
-            yield pytest.param(name, options, id=f"{name}-{number}")
+        yield pytest.param(name, {}, id=name)
+        for argument, value in {**COMMON, **ARGUMENTS[name]}.items():
+            options = {argument: True, **value} if isinstance(value, dict) else {argument: value}
+            yield pytest.param(name, {"lr": 0.05, **options}, id=f"{name}-{argument}")
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_every_argument_of_the_constructor_is_tried(name: str) -> None:
+    known = set(inspect.signature(getattr(torch.optim, name)).parameters) - {"params", "differentiable"}
+    assert known - set(HOW) == {*COMMON, *ARGUMENTS[name]}
 
 
 @pytest.mark.parametrize(("name", "options"), list(cases()))
@@ -35,7 +62,7 @@ def test_steps_are_those_of_torchs_own_optimizer_for_any_cut(
     shapes = [(13, 40), (40,), (), (5, 40, 2), (3,)]
     parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
     groups = [{"params": parameters[:2], "lr": 0.02}, {"params": parameters[2:]}]
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(groups, **options)
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, name)(groups, **options, foreach=False)
     specs = [
         TensorSpec(str(i), tuple(p.shape), "float32", Rule.GRADIENT, 0 if i < 2 else 1)
         for i, p in enumerate(parameters)
