@@ -14,10 +14,12 @@
     │   ├── DeadlineExceeded      no answer within the time given. May be retried
     │   └── Malformed             bytes that do not follow the protocol
     ├── Refused                   the parameter server understood the request and says no; see `code`
-    └── CheckpointError
-        ├── NoCheckpoint          the directory holds no whole checkpoint
-        ├── Fenced                another parameter server has taken over
-        └── CheckpointCorrupt     a file's digest or content does not match its manifest
+    ├── CheckpointError
+    │   ├── NoCheckpoint          the directory holds no whole checkpoint
+    │   ├── Fenced                another parameter server has taken over
+    │   ├── StorageUnavailable    the directory cannot be read or written at the moment. May be retried
+    │   └── CheckpointCorrupt     a file's digest or content does not match its manifest
+    └── AskedToEnd                the process was asked to end while it waited for something
 
 `UserError` is what a person can act on: the command line prints its message without a traceback and
 exits with 2, a worker process exits with `env.EXIT_INVALID` so that nobody starts it again.
@@ -128,5 +130,13 @@ class Fenced(CheckpointError):
     """Another start of the parameter server has taken over; this one may apply and write nothing."""
 
 
+class StorageUnavailable(CheckpointError):
+    """The directory cannot be read or written now: a full disk, a failing network, no permission."""
+
+
 class CheckpointCorrupt(CheckpointError):
     """A checkpoint's content does not match its manifest."""
+
+
+class AskedToEnd(ElasticPSError):
+    """The process was asked to end while it waited for something."""

@@ -80,11 +80,15 @@ class ServerStatus(CamelModel):
     job: str
     shard: int
     shards: int
-    term: int = Field(description="How often this parameter server has been started.")
+    term: int = Field(
+        description="How often this parameter server has been started; 0 while it waits for its storage."
+    )
     ready: bool = Field(description="Whether the model is initialised.")
     progress: Progress = Field(default_factory=Progress)
     durable_age_seconds: float | None = Field(default=None, description="Age of the newest whole checkpoint.")
-    problem: str = Field(default="", description="What is wrong though training goes on, e.g. a full disk.")
+    problem: str = Field(
+        default="", description="What is wrong, though training goes on or will go on, e.g. a full disk."
+    )
     checkpoint_pause_seconds: float = Field(
         default=0.0,
         description="Time that training stood still for checkpoints since this parameter server's start.",
@@ -96,6 +100,11 @@ class ServerStatus(CamelModel):
     members: list[Member] = Field(
         default_factory=list, description="Live members and those gone, in joining order."
     )
+
+    @property
+    def begun(self) -> bool:
+        """Whether it knows of the job: one that still waits for its storage tells of nothing but that."""
+        return self.term > 0
 
 
 class Condition(CamelModel):

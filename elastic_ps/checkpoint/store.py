@@ -6,6 +6,7 @@ process at a time commits and prunes. Nothing here is pickled.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -24,7 +25,10 @@ import safetensors
 import safetensors.torch
 import torch
 
-from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint, StorageUnavailable
+
+NEVER = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
+"""Errors that say what there is, and not that the storage fails: to wait for their end would be no use."""
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -123,7 +127,9 @@ class Store:
             return ShardFile(name, _digest(path), path.stat().st_size)
         except (OSError, safetensors.SafetensorError) as error:
             shutil.rmtree(self._partial(term, version), ignore_errors=True)  # else it keeps the disk full
-            raise CheckpointError(f"cannot write {name} of version {version}: {error}") from error
+            if isinstance(error, OSError):
+                raise _failure(error, f"cannot write {name} of version {version}") from error
+            raise StorageUnavailable(f"cannot write {name} of version {version}: {error}") from error
 
     def commit(self, manifest: Manifest, *, keep: int) -> Path:
         """Make a checkpoint of the files written; then delete all but the newest `keep`, as far as possible.
@@ -139,8 +145,7 @@ class Store:
                 self._prune(manifest, keep)
         except OSError as error:
             shutil.rmtree(self._partial(manifest.term, manifest.version), ignore_errors=True)
-            text = f"cannot finish the checkpoint of version {manifest.version}: {error}"
-            raise CheckpointError(text) from error
+            raise _failure(error, f"cannot finish the checkpoint of version {manifest.version}") from error
         return self.path(manifest.version)
 
     def _finish(self, manifest: Manifest) -> None:
@@ -225,14 +230,14 @@ class Store:
         try:
             return self.path(version).stat().st_mtime
         except OSError as error:
-            raise CheckpointError(f"cannot look at {self.path(version)}: {error}") from error
+            raise _failure(error, f"cannot look at {self.path(version)}") from error
 
     def _set_aside(self, version: int) -> None:
         names = (self.directory / f"corrupt-{version:010d}-{number}" for number in itertools.count(1))
         try:
             self.path(version).rename(next(name for name in names if not name.exists()))
         except OSError as error:
-            raise CheckpointError(f"cannot set {self.path(version)} aside: {error}") from error
+            raise _failure(error, f"cannot set {self.path(version)} aside") from error
 
     def read(self, manifest: Manifest) -> Iterator[Stored]:
         """All tensors of a checkpoint, from the files of all shards."""
@@ -270,7 +275,9 @@ class Store:
                 raise TypeError(f"the term is {term!r}")
         except FileNotFoundError:
             return 0
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            raise _failure(error, f"cannot read {self._term_file}") from error
+        except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{self._term_file}, which counts the starts of the parameter server, cannot be read: "
                 f"{error!r}. If its content is broken, put a larger number there than any term in the logs"
@@ -299,7 +306,7 @@ class Store:
                 temporary.rename(self._term_file)
                 _flush(self.directory)
         except OSError as error:
-            raise CheckpointError(f"cannot write {self._term_file}: {error}") from error
+            raise _failure(error, f"cannot write {self._term_file}") from error
         return term
 
     def require_term(self, term: int) -> None:
@@ -307,6 +314,11 @@ class Store:
         current = self.term()
         if current != term:
             raise Fenced(f"term {current} has taken over from term {term}, which may write nothing any more")
+
+
+def _failure(error: OSError, text: str) -> CheckpointError:
+    """What has failed, as an exception that says whether trying again may help."""
+    return (CheckpointError if error.errno in NEVER else StorageUnavailable)(f"{text}: {error}")
 
 
 class Assembled:

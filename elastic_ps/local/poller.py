@@ -57,7 +57,9 @@ class Poller:
         status = fetch_status(self._addresses[0])
         if status is not None:
             with self._lock:
-                if self._polled.asked_at is None or self._polled.asked_at <= asked_at:
+                if not status.begun:
+                    self._polled = replace(self._polled, status=_waiting(self._polled.status, status))
+                elif self._polled.asked_at is None or self._polled.asked_at <= asked_at:
                     self._polled = replace(self._polled, status=status, asked_at=asked_at)
         return self.polled()
 
@@ -73,6 +75,11 @@ class Poller:
                         self._polled = replace(self._polled, ready=self._polled.ready | {shard})
             if 0 in self.polled().ready:
                 self.ask()
+
+
+def _waiting(before: ServerStatus | None, now: ServerStatus) -> ServerStatus:
+    """Of a shard 0 that cannot serve yet: how far training is, it does not know."""
+    return now if before is None else before.model_copy(update={"problem": now.problem})
 
 
 def fetch_status(address: str) -> ServerStatus | None:

@@ -44,8 +44,11 @@ def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:
             raise UserError(
                 f"--resume {resume}: no whole checkpoint in it (a directory version-* with a manifest.json)"
             )
+        prepare_directory(resume, option="--resume")
         return
     path = job.spec.parameter_server.checkpoint.path
+    if path is not None:
+        prepare_directory(Path(path), option="spec.parameterServer.checkpoint.path")
     if path is not None and any(Path(path).glob("version-*")):
         raise UserError(
             f"the directory {path} (spec.parameterServer.checkpoint.path) holds checkpoints already: go on "

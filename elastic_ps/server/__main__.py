@@ -8,7 +8,7 @@ import sys
 import threading
 
 from elastic_ps import env, process
-from elastic_ps.errors import CheckpointError, Fenced, UserError
+from elastic_ps.errors import AskedToEnd, CheckpointError, Fenced, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,8 @@ def main() -> int:
     """
     process.end_on_request(0)
     from elastic_ps import compiler
-    from elastic_ps.server.process import ParameterServer
+    from elastic_ps.server.patience import Patience
+    from elastic_ps.server.process import ParameterServer, waiting_status
     from elastic_ps.server.status import StatusServer
     from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 
@@ -36,16 +37,23 @@ def main() -> int:
         process.begin(environment)
         compiler.defer()
         transport = GrpcServer(environment.bind)
+        patience = Patience(stop.is_set)
+        # Before anything that may have to wait, so that the waiting is seen.
+        http = StatusServer(environment.http, lambda: waiting_status(environment, patience), list)
         server = ParameterServer(
             environment,
             transport,
             lambda shard: GrpcConnection(environment.addresses[shard]),
             (lambda shard: GrpcConnection(environment.standbys[shard])) if environment.standbys else None,
+            patience=patience,
         )
-        http = StatusServer(environment.http, server.status, server.loss)
+        http.show(server.status, server.loss)
     except Fenced as error:
         logger.info("%s", error)
         return env.EXIT_FENCED
+    except AskedToEnd as error:
+        logger.info("%s", error)
+        return 0
     except (UserError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return env.EXIT_INVALID

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 from elastic_ps.checkpoint.store import Manifest
 from elastic_ps.core.consistency import Contribution
@@ -26,6 +27,7 @@ from elastic_ps.errors import CheckpointError, NoCheckpoint, RefusalCode, Refuse
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.keeper import PATIENCE, Keeper
 from elastic_ps.server.orders import Advance, Application, Configuration, Report, ShardControl, Standing
+from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.rescue import held, rescue
 from elastic_ps.server.state import JobState, Model
@@ -98,14 +100,18 @@ class Driver:
         self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
-    def start(self, found: Manifest | None) -> None:
-        """Begin, with the checkpoint `found` if there is one, or with what a standby has beyond it."""
+    def start(self, found: Manifest | None, patience: Patience | None = None) -> None:
+        """Begin, with the checkpoint `found` if there is one, or with what a standby has beyond it.
+
+        Blocks while the shards load it, and while the storage does not let them.
+        """
+        patience = patience or Patience()
         if self._keeper is not None and self._standbys and self.term > 1:
             orders = held(self._standbys[0], self.term)
             if rescue(self._keeper, self._shards, self._standbys, orders):
-                found = self._keeper.newest()
+                found = patience.until_done(self._keeper.newest)
         if found is not None:
-            self._restore(found, self.term)
+            patience.until_done(partial(self._restore, found, self.term))
         self._ticker.start()
 
     def abandon(self) -> None:
@@ -340,7 +346,10 @@ class Driver:
                 term = self._keeper.term if self._keeper else self._state.term + 1
                 self._state = JobState(term, self.lease, self._spec.consistency)
         except (TransportError, Refused, CheckpointError) as error:
-            logger.warning("the checkpoint is not restored yet: %s", error)
+            text = f"the checkpoint is not restored yet: {error}"
+            logger.warning("%s", text)
+            if self._keeper is not None:
+                self._keeper.failed(text)
             return False
         with self._changed:
             self._spoiled = False

@@ -92,6 +92,11 @@ class Keeper:
         with self._lock:
             return self._problem
 
+    def failed(self, problem: str) -> None:
+        """Going back to a checkpoint has failed; `problem` says so until there is a newer outcome."""
+        with self._lock:
+            self._problem = problem
+
     def problem(self, version: int, now: float) -> str:
         """What is wrong with the checkpoints while the model is at `version`; "" if nothing is."""
         with self._lock:

@@ -15,6 +15,7 @@ from elastic_ps.server.follower import Follower
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import ShardControl
+from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.service import Service
 from elastic_ps.status import ServerStatus
@@ -42,10 +43,12 @@ class ParameterServer:
         server: the transport to serve on; closed by `close`.
         connect: how shard 0 reaches another shard, by its index.
         connect_standby: how a shard reaches its standby, and shard 0 all of them; None if there are none.
+        patience: with which shard 0 waits for a checkpoint directory that cannot be used at the moment.
 
     Raises:
         NoCheckpoint: a checkpoint is required and there is none.
-        CheckpointError: the checkpoint directory cannot be used.
+        CheckpointError: the checkpoint directory cannot be used, now or later.
+        AskedToEnd: see `Patience`.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class ParameterServer:
         server: Server,
         connect: Callable[[int], Connection],
         connect_standby: Callable[[int], Connection] | None = None,
+        *,
+        patience: Patience | None = None,
     ) -> None:
         spec, index = environment.spec, environment.index
         shards = spec.parameter_server.replicas
@@ -61,6 +66,7 @@ class ParameterServer:
         self._trace = Trace(environment.trace, process)
         self._history = History(environment.history, process)
         self._server = server
+        self._patience = patience or Patience()
         self._remotes: list[RemoteShard] = []
         store = Store(environment.checkpoints) if environment.checkpoints else None
         leads, follower = environment.role == "ps", None
@@ -99,7 +105,9 @@ class ParameterServer:
         connect_standby: Callable[[int], Connection] | None,
     ) -> None:
         """Shard 0: count this start, find the checkpoint, look after the members."""
-        self.term = store.next_term() if store else 1
+        if store is not None:
+            # What an interrupted write left behind may be what fills the disk.
+            self.term = self._patience.until_done(store.next_term, between=store.discard_partial)
         keeper, found = self._keeper(environment, store) if store else (None, None)
         remotes = [RemoteShard(environment.job, connect(shard)) for shard in range(1, self._shards)]
         controls: list[ShardControl] = [self.node, *remotes]
@@ -121,7 +129,7 @@ class ParameterServer:
             history=self._history,
         )
         try:
-            coordinator.start(found)
+            coordinator.start(found, self._patience)
         except BaseException:
             coordinator.abandon()
             raise
@@ -141,21 +149,28 @@ class ParameterServer:
             keep=checkpoint.keep,
             now=time.monotonic(),
         )
-        found = None
-        if environment.resume == "no" and (versions := store.versions()):
+        try:
+            return keeper, self._find(environment, store, keeper)
+        except BaseException:
             keeper.close()
+            raise
+
+    def _find(self, environment: ProcessEnvironment, store: Store, keeper: Keeper) -> Manifest | None:
+        """The checkpoint to go on from; None begins anew."""
+        if environment.resume == "no":
+            versions = self._patience.until_done(store.versions)
+            if not versions:
+                return None
             raise InvalidJob(
                 f"{store.directory} holds checkpoints of an earlier run, up to version {versions[-1]}. "
                 "Go on from them with --resume, or name an empty directory"
             )
-        if environment.resume != "no":
-            try:
-                found = keeper.newest()
-            except NoCheckpoint:
-                if environment.resume == "require":
-                    keeper.close()
-                    raise
-        return keeper, found
+        try:
+            return self._patience.until_done(keeper.newest)
+        except NoCheckpoint:
+            if environment.resume == "require":
+                raise
+            return None
 
     def status(self) -> ServerStatus:
         """What GET /status says; only shard 0 knows of members and progress."""
@@ -191,3 +206,15 @@ class ParameterServer:
         self.node.close()
         self._history.close()
         self._trace.close()
+
+
+def waiting_status(environment: ProcessEnvironment, patience: Patience) -> ServerStatus:
+    """What GET /status says of a parameter server that cannot serve yet."""
+    return ServerStatus(
+        job=environment.job,
+        shard=environment.index,
+        shards=environment.spec.parameter_server.replicas,
+        term=0,
+        ready=False,
+        problem=patience.problem,
+    )

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from elastic_ps import codec
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.sequence import PushKey
-from elastic_ps.errors import Malformed, RefusalCode, Refused
+from elastic_ps.errors import Malformed, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import (
@@ -184,7 +184,10 @@ class Service:
         request = parse(pb.ConfigureRequest, incoming.header)
         self._check(pb.Caller(job=request.job), joined=False)
         order = OrderId(request.source, request.number)
-        self._node.configure(configuration_from_message(request), order)
+        try:
+            self._node.configure(configuration_from_message(request), order)
+        except StorageUnavailable as error:
+            raise Refused(RefusalCode.NOT_READY, str(error)) from error
         yield _done()
 
     def _advance(self, incoming: Incoming) -> Iterator[Frame]:

@@ -35,12 +35,15 @@ class StatusServer:
         status: Callable[[], ServerStatus],
         loss: Callable[[], list[tuple[int, float]]],
     ) -> None:
+        self.show(status, loss)
         pages: dict[str, Callable[[], tuple[int, str, str]]] = {
-            "/status": lambda: (200, "application/json", status().model_dump_json(by_alias=True)),
-            "/loss": lambda: (200, "application/json", json.dumps(loss())),
+            "/status": lambda: (200, "application/json", self._status().model_dump_json(by_alias=True)),
+            "/loss": lambda: (200, "application/json", json.dumps(self._loss())),
             "/healthz": lambda: (200, "text/plain", "ok\n"),
-            "/readyz": lambda: (200, "text/plain", "ok\n") if status().ready else (503, "text/plain", "no\n"),
-            "/metrics": lambda: (200, "text/plain; version=0.0.4", metrics(status())),
+            "/readyz": lambda: (
+                (200, "text/plain", "ok\n") if self._status().ready else (503, "text/plain", "no\n")
+            ),
+            "/metrics": lambda: (200, "text/plain; version=0.0.4", metrics(self._status())),
         }
 
         class Handler(BaseHTTPRequestHandler):
@@ -71,6 +74,10 @@ class StatusServer:
     @property
     def port(self) -> int:
         return self._server.server_address[1]
+
+    def show(self, status: Callable[[], ServerStatus], loss: Callable[[], list[tuple[int, float]]]) -> None:
+        """Serve what these return from now on."""
+        self._status, self._loss = status, loss
 
     def close(self) -> None:
         """Stop serving. Blocks for a moment."""

@@ -153,7 +153,7 @@ def with_counts(
     term = status.parameter_server.term
     told = observed.server
     if told is not None:
-        term = told.term
+        term = told.term or term
         if told.ready and not status.completion_time:
             progress = told.progress
     server = status.parameter_server.model_copy(

@@ -56,7 +56,7 @@ def _workers_done(
     wanted = sum(pod.index < desired.replicas for pod in done)
     if wanted < desired.replicas and not progress.finished:
         return None
-    if observed.server is None and not progress.finished:
+    if (observed.server is None or not observed.server.begun) and not progress.finished:
         last = max((pod.ended for pod in done if pod.ended), default=now)
         if status.parameter_server.ready < desired.spec.parameter_server.replicas:
             return None
@@ -138,6 +138,8 @@ def _problems(observed: Observed) -> list[Problem]:
     for pod in observed.of("ps", "worker"):
         if pod.deleting is None and pod.problem is not None:
             problems.append(pod.problem)
+    if observed.server is not None and observed.server.problem:
+        problems.append(Problem("ParameterServerProblem", observed.server.problem))
     return problems
 
 

@@ -16,6 +16,7 @@ import torch
 from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import ElasticPSError, Fenced, RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec, parse_spec
+from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
@@ -230,6 +231,7 @@ class Cluster:
                 listener,
                 self._connect("ps"),
                 self._connect("standby") if self.plan.standby else None,
+                patience=Patience(lambda: self.stopping),
             )
         except Fenced:
             return True

@@ -28,6 +28,7 @@ PACKAGES = (
     "elastic_ps.server.follower",
     "elastic_ps.server.keeper",
     "elastic_ps.server.node",
+    "elastic_ps.server.patience",
     "elastic_ps.server.process",
     "elastic_ps.server.remote",
     "elastic_ps.server.rescue",

@@ -425,3 +425,28 @@ def test_from_anywhere_it_comes_to_rest_where_it_should(happened: list[tuple[str
     plan = simulation.step()
     assert simulation.writes == before
     assert not any(isinstance(action, Create | DeletePod) for action in plan.actions)
+
+
+def test_what_the_parameter_server_says_is_wrong_makes_the_job_degraded() -> None:
+    """One that waits for room on its disk tells of nothing else: what was known before stays."""
+    simulation = Simulation(job_document())
+    simulation.settle()
+    server = ServerStatus(
+        job="digits", shard=0, shards=1, term=3, ready=True, progress=Progress(version=7, loss=0.5)
+    )
+    simulation.server = server
+    simulation.step()
+    assert simulation.condition("Degraded")["status"] == "False"
+    waiting = ServerStatus(
+        job="digits", shard=0, shards=1, term=0, ready=False, problem="No space left on device"
+    )
+    simulation.server = waiting
+    simulation.step()
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "ParameterServerProblem")
+    assert degraded["message"] == "No space left on device"
+    assert simulation.status["parameterServer"]["term"] == 3
+    assert simulation.status["progress"]["version"] == 7
+    simulation.server = server
+    simulation.step()
+    assert simulation.condition("Degraded")["status"] == "False"

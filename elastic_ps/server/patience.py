@@ -1,0 +1,77 @@
+"""Waiting for a checkpoint directory that cannot be used at the moment: a full disk, a network that fails.
+
+A parameter server that starts needs the directory before it can serve. It waits instead of failing the job,
+tells in `problem` what it waits for, and still ends when it is asked to.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from elastic_ps.errors import AskedToEnd, RefusalCode, Refused, StorageUnavailable
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PAUSE = timedelta(milliseconds=500)
+"""Between two tries."""
+
+LOOK = timedelta(milliseconds=50)
+"""Between two looks whether the process was asked to end."""
+
+
+class Patience:
+    """Tries again what the storage does not allow at the moment. One thread waits; any may read `problem`.
+
+    Args:
+        asked_to_end: whether the process was asked to end, so that it must not wait any longer.
+
+    Attributes:
+        problem: what is waited for, in words; "" while nothing is.
+    """
+
+    def __init__(self, asked_to_end: Callable[[], bool] = lambda: False) -> None:
+        self.problem = ""
+        self._asked_to_end = asked_to_end
+
+    def until_done(self, action: Callable[[], T], *, between: Callable[[], object] = lambda: None) -> T:
+        """Call `action` until the storage lets it through. Blocks without a limit.
+
+        Args:
+            between: called after each failure.
+
+        Raises:
+            AskedToEnd: the process was asked to end meanwhile.
+            Exception: whatever else `action` raises.
+        """
+        while True:
+            try:
+                result = action()
+            except StorageUnavailable as error:
+                self._tell(str(error))
+            except Refused as refusal:  # another shard waits for its storage
+                if refusal.code is not RefusalCode.NOT_READY:
+                    raise
+                self._tell(str(refusal))
+            else:
+                self.problem = ""
+                return result
+            between()
+            self._pause()
+
+    def _tell(self, problem: str) -> None:
+        if problem != self.problem:
+            logger.warning("waiting: %s", problem)
+        self.problem = problem
+
+    def _pause(self) -> None:
+        deadline = time.monotonic() + PAUSE.total_seconds()
+        while time.monotonic() < deadline:
+            if self._asked_to_end():
+                raise AskedToEnd(f"asked to end while waiting: {self.problem}")
+            time.sleep(LOOK.total_seconds())

@@ -1,0 +1,55 @@
+"""A parameter server waits for its checkpoint directory, and for nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ps.errors import AskedToEnd, CheckpointCorrupt, RefusalCode, Refused, StorageUnavailable
+from elastic_ps.server import patience as patience_module
+from elastic_ps.server.patience import Patience
+
+FULL = StorageUnavailable("no space left")
+AWAY = Refused(RefusalCode.NOT_READY, "shard 1 cannot read its part")
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience_module, "PAUSE", patience_module.PAUSE / 100)
+    monkeypatch.setattr(patience_module, "LOOK", patience_module.LOOK / 100)
+
+
+class Flaky:
+    """An action that raises these errors first; it keeps what `patience` said meanwhile."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.told = list(errors), [""]
+        self.patience = Patience(lambda: len(self.told) > 5)
+
+    def __call__(self) -> int:
+        self.told.append(self.patience.problem)
+        if self.errors:
+            raise self.errors.pop(0)
+        return 7
+
+
+def test_it_tries_again_until_there_is_room_and_says_what_it_waits_for() -> None:
+    action, cleared = Flaky(FULL, FULL, AWAY), []
+    assert action.patience.until_done(action, between=lambda: cleared.append(1)) == 7
+    assert action.told[1:] == ["", str(FULL), str(FULL), str(AWAY)]
+    assert action.patience.problem == ""
+    assert len(cleared) == 3
+
+
+def test_it_ends_when_it_is_asked_to() -> None:
+    action = Flaky(*[FULL] * 100)
+    with pytest.raises(AskedToEnd, match="no space left"):
+        action.patience.until_done(action)
+
+
+@pytest.mark.parametrize(
+    "error", [CheckpointCorrupt("broken"), Refused(RefusalCode.STALE_TERM, "old"), OSError("unforeseen")]
+)
+def test_what_waiting_cannot_mend_is_raised(error: Exception) -> None:
+    action = Flaky(error)
+    with pytest.raises(type(error)):
+        action.patience.until_done(action)
