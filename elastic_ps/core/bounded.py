@@ -71,7 +71,18 @@ class BoundedRounds(AskedRounds):
 
     @property
     def held_up(self) -> set[int]:
-        return super().held_up | self.asking
+        return super().held_up | (self.asking - self.gone)
+
+    def computes_on(self, worker: int, version: int) -> bool:
+        """`worker` has pulled a newer version than it was handed, so the others may go on for longer.
+
+        Others make versions while a worker pulls. Without its word the bound would count from the version
+        that it asked for, and the others would wait for it too early.
+        """
+        if not self.takes_part(worker) or worker in self.begun or version <= self.bases[worker]:
+            return False
+        self.bases[worker] = version
+        return True
 
     def begin(self, worker: int, *, version: int) -> Entry:
         """IN, unless the open round waits only for those who are sending, for whom others have waited.

@@ -179,6 +179,14 @@ class SyncRounds:
         reason = f"worker {worker} need not ask before it pushes its step on version {version}"
         raise Refused(RefusalCode.INVALID, reason)
 
+    def computes_on(self, worker: int, version: int) -> bool:
+        """`worker` has pulled `version`, to compute its next step on. Returns whether that was news.
+
+        A contributor cannot find another version than the open round's where rounds wait for everybody.
+        """
+        del worker, version
+        return False
+
     def _begun(self, worker: int) -> bool:
         """Whether something of the worker's step may be in the sums."""
         return worker in self.expected

@@ -167,6 +167,14 @@ class Coordinator(Driver):
         with self._changed:
             self._check(worker, incarnation)
 
+    def computes_on(self, worker: int, incarnation: int, *, version: int) -> None:
+        """See `SyncRounds.computes_on`. Raises Refused: the worker is not a member (any more)."""
+        with self._settled() as state:
+            self._check(worker, incarnation)
+            if state.rounds.computes_on(worker, version):
+                self._told()
+        self._drive()
+
     def leave(self, worker: int, incarnation: int, *, call: int) -> None:
         """A worker says goodbye, between two steps; what it holds goes to others."""
         with self._settled() as state:
@@ -232,6 +240,7 @@ class Coordinator(Driver):
                     taken = Taken(finished=True, version=state.version, chief=state.is_chief(stay))
                     return state.calls.answered(incarnation, taken)
                 if held and state.rounds.takes_part(worker) and not (self._stale or self._driving):
+                    state.rounds.computes_on(worker, state.version)
                     return state.calls.answered(incarnation, Taken(held, state.version))
                 left = deadline - self._clock()
                 if left <= 0:

@@ -310,8 +310,11 @@ class Service:
         return self._members.finish(contribution, version=request.version, attempt=request.attempt)
 
     def _heartbeat(self, incoming: Incoming) -> Iterator[Frame]:
-        caller = self._check(parse(pb.HeartbeatRequest, incoming.header).caller)
+        request = parse(pb.HeartbeatRequest, incoming.header)
+        caller = self._check(request.caller)
         self._members.heartbeat(caller.worker, caller.incarnation)
+        if request.version:
+            self._members.computes_on(caller.worker, caller.incarnation, version=request.version)
         yield _done()
 
     def _leave(self, incoming: Incoming) -> Iterator[Frame]:

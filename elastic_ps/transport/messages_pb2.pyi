@@ -280,10 +280,12 @@ class PullReply(_message.Message):
     def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: _Optional[bool] = ..., done: _Optional[bool] = ..., version: _Optional[int] = ..., settings: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
-    __slots__ = ("caller",)
+    __slots__ = ("caller", "version")
     CALLER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+    version: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("caller",)

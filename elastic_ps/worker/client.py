@@ -256,9 +256,15 @@ class Client:
         """All first values were sent."""
         self._ask(0, "InitDone", pb.InitDoneRequest(caller=self.stay.caller()), pb.Done)
 
-    def heartbeat(self) -> None:
-        """Raises Refused (STALE_INCARNATION) if this worker was declared gone."""
-        self._ask(0, "Heartbeat", pb.HeartbeatRequest(caller=self.stay.caller()), pb.Done)
+    def heartbeat(self, *, computes_on: int = 0) -> None:
+        """Raises Refused (STALE_INCARNATION) if this worker was declared gone.
+
+        Args:
+            computes_on: with bounded staleness, the version that this worker has pulled, if it is newer than
+                the one that it asked for.
+        """
+        request = pb.HeartbeatRequest(caller=self.stay.caller(), version=computes_on)
+        self._ask(0, "Heartbeat", request, pb.Done)
 
     def leave(self) -> None:
         """Say goodbye; what this worker holds goes to others. Tried for `GOODBYE` only."""

@@ -14,6 +14,7 @@ goes into waits for it from its first push on, so others would have to wait for 
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -35,6 +36,8 @@ from elastic_ps.job import Consistency
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.worker.client import PATIENCE, Client, Ending, Stay, Step
 from elastic_ps.worker.model import Flat
+
+logger = logging.getLogger(__name__)
 
 _FINISH = -1
 """Among the missing buckets' indexes: the acknowledgement of the step's end."""
@@ -186,8 +189,8 @@ class Exchange:
             self._missing.add(_FINISH)
             self._queue_ready()
         self._wait()
-        self._step, self.version = None, self._reached(step.version + 1)
-        self._flat.publish()
+        self._step = None
+        self._arrived_at(step.version + 1)
         self._history.record(
             "applied",
             step=step.number,
@@ -198,6 +201,7 @@ class Exchange:
             incarnation=step.stay.incarnation,
             term=step.stay.term,
         )
+        self._say_what_is_newer(step.version + 1)
 
     def fetch(self, version: int, *, contributor: bool) -> None:
         """Get all values of (at least) `version`. Blocks.
@@ -217,12 +221,22 @@ class Exchange:
             if contributor or not wanted:
                 break
             version = newest
-        self.version = self._reached(version)
+        self._arrived_at(version)
+        if contributor:
+            self._say_what_is_newer(version)
+
+    def _arrived_at(self, version: int) -> None:
+        """The values of `version` are there, or newer ones: their version is the oldest bucket's."""
+        self.version = max(version, min(self._versions.values(), default=version))
         self._flat.publish()
 
-    def _reached(self, version: int) -> int:
-        """Of which version the values are, after a pull of `version`: the oldest bucket's."""
-        return max(version, min(self._versions.values(), default=version))
+    def _say_what_is_newer(self, version: int) -> None:
+        """The parameter server believes that the next step is computed on `version`, as it was asked for."""
+        if self._bounded and self.version > version:
+            try:
+                self._client.heartbeat(computes_on=self.version)
+            except Refused as refusal:
+                logger.debug("%s", refusal)  # the next call is refused, too
 
     def _pull(self, version: int, wanted: Sequence[Bucket], *, contributor: bool) -> None:
         self._missing = {bucket.index for bucket in wanted}

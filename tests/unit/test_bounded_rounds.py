@@ -48,6 +48,23 @@ def test_a_version_is_made_as_soon_as_somebody_has_a_step() -> None:
     assert rounds.bases == {0: 7, 1: 6, 2: 5}
 
 
+def test_the_bound_counts_from_the_version_that_a_worker_has_pulled() -> None:
+    rounds = opened(0, 1)
+    for _ in range(2):
+        push(rounds, 0)
+        commit(rounds)
+    push(rounds, 0)
+    assert rounds.awaited == {1}
+    assert rounds.computes_on(1, 7), "it was handed 5, and found 7 when it pulled"
+    assert (rounds.awaited, rounds.ready) == (set(), True)
+    assert not rounds.computes_on(1, 6), "said before, and arrived late"
+    assert not rounds.computes_on(9, 7), "not a worker of these rounds"
+    commit(rounds)
+    push(rounds, 1)
+    assert rounds.staleness == {1: 1}
+    assert not rounds.computes_on(1, 8), "its step is being sent already"
+
+
 def test_at_the_bound_the_others_wait_for_the_slowest_and_share_its_round() -> None:
     rounds = opened(0, 1, 2)
     for _ in range(2):
@@ -200,6 +217,17 @@ def test_a_round_that_was_decided_is_made_of_the_same_steps() -> None:
     assert rounds.begin_commit() == decided
     rounds.end_commit()
     assert rounds.bases == {0: 6, 1: 5, 3: 6}
+
+
+def test_a_worker_that_vanishes_while_it_waits_for_a_decided_round_is_not_held_up() -> None:
+    rounds = opened(0, 1)
+    push(rounds, 0)
+    rounds.begin_commit()
+    rounds.committing = False  # a shard's answer was lost
+    assert rounds.begin(1, version=5) is Entry.LATER
+    assert rounds.held_up == {0, 1}
+    rounds.lose(1)
+    assert rounds.held_up == {0}
 
 
 class BoundedRoundsMachine(RuleBasedStateMachine):
