@@ -327,6 +327,9 @@ class Cluster:
         self.network.cut.clear()
         self.disk.full_until = 0.0
         self.stopping = True
+        for (role, _), process in self.processes.items():
+            if role != "worker" and process.name not in self.servers:
+                self.here.kill(process)  # one that starts ends at once when it is asked to
         limit = here.now + 300
         while any(not p.dead for (role, _), p in self.processes.items() if role != "worker"):
             here.sleep(0.1)
@@ -339,11 +342,16 @@ class Cluster:
         self.here.note("the job is stopped")
         self.stopped_early = True
         shards = [self.processes["ps", index] for index in range(self.plan.shards)]
-        running = all(not p.dead and p.thaws <= self.here.now for p in shards)
+        running = all(not p.dead and p.thaws <= self.here.now for p in shards) and self._calm
         terms = {self.servers[p.name].node.term for p in shards if p.name in self.servers}
         self.stopped_well = running and all(p.name in self.servers for p in shards) and len(terms) == 1
         for index in range(self.wanted):
             self.kill("worker", index, again=False)
+
+    @property
+    def _calm(self) -> bool:
+        """Whether no message is under way for so long that a server ends before it arrives."""
+        return not self.plan.weather.late and "storm" not in self.plan.faults
 
     def _over(self) -> bool:
         return all(index in self.finished for index in range(self.wanted)) and all(

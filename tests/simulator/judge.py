@@ -22,7 +22,12 @@ def judge(cluster: Cluster) -> list[str]:
     completed = not found and not cluster.stopped_early
     data = history.Data(plan.records, plan.epochs) if completed else None
     most = plan.consistency.get("maxStaleness", 0)
-    found += [str(v) for v in history.check(histories, data, max_staleness=most)]
+    violations = history.check(histories, data, max_staleness=most)
+    if cluster.stopped_early and not cluster.stopped_well:
+        # A server that was killed after the workers had seen a step, and before it was recorded, and that
+        # nobody started again, went back to no checkpoint.
+        violations = [v for v in violations if v.kind != "acknowledged step lost"]
+    found += [str(v) for v in violations]
     replayed = Replay(cluster, histories)
     for sight in cluster.sights:
         if not _equal_rows(sight.values) and (sight.what.startswith(("end", "checkpoint")) or _waits(plan)):
@@ -41,7 +46,8 @@ def judge(cluster: Cluster) -> list[str]:
             expected = replayed.final()
             if not torch.allclose(expected, sight.values[0], rtol=0, atol=1e-9):
                 found.append(f"wrong: {sight.what}, version {sight.version}, is not the final model")
-        if len(cluster.chiefs) != 1:
+        # A process that was killed before it had ended may have been told already that it is the chief.
+        if len({worker for worker, _ in cluster.chiefs}) != 1:
             found.append(f"chiefs: {cluster.chiefs}")
     if completed or (cluster.stopped_well and not found):
         found += _last_checkpoint(cluster, histories)
