@@ -97,6 +97,7 @@ class Driver:
         self._keep_again = 0.0  # it has failed, and is not tried again before
         self._finished_at: float | None = None
         self._closing = False
+        self._over = False  # the shards are told nothing any more
         self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
@@ -130,6 +131,7 @@ class Driver:
             self._keep_now()
         with self._changed:
             self._changed.wait_for(lambda: not self._driving, timeout=PATIENCE.total_seconds())
+            self._over = True
         self._release()
         self.abandon()
 
@@ -144,7 +146,7 @@ class Driver:
                     return False
                 if not state.rounds.decided:
                     return True
-            if not self._commit_or_tell():
+            if not self._commit_or_tell(closing=True):
                 time.sleep(RETRY.total_seconds())
 
     def _release(self) -> None:
@@ -238,16 +240,19 @@ class Driver:
 
     def _drive(self) -> None:
         """Tell the shards what they have to be told, unless another thread is at it."""
-        while not self._closing and self._commit_or_tell():
+        while self._commit_or_tell():
             pass
 
-    def _commit_or_tell(self) -> bool:
+    def _commit_or_tell(self, *, closing: bool = False) -> bool:
         """Do one thing that the shards have to be told, if there is one and nobody else is at it.
+
+        Args:
+            closing: the caller is the one that closes; nobody else tells the shards anything from then on.
 
         Returns whether it was done, so that there may be more to do.
         """
         with self._changed:
-            if self._driving or self._state.model is None:
+            if self._driving or self._closing != closing or self._state.model is None:
                 return False
             spoiled = self._spoiled
             contributions = self._state.rounds.begin_commit() if self._state.ready else []
@@ -472,9 +477,14 @@ class Driver:
         """Nobody else tells the shards anything meanwhile; yields the order as things stand.
 
         Blocks until it is this thread's turn.
+
+        Raises:
+            Refused: NOT_READY; the shards are told nothing any more.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._driving)
+            if self._over:
+                raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
             self._driving = True
             current = self._current()
         try:

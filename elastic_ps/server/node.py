@@ -126,6 +126,8 @@ class Node:
             elements = {i: t.elements for i, t in enumerate(configuration.layout.tensors)}
             shard.load(Assembled(elements, self.store.read(manifest)), configuration.load_version)
         with self._lock:
+            if order is not None and not self._log.is_last(order):
+                return  # it has been repeated while this one was carried out
             before, self._shard = self._shard, shard
             self._term, self._configuration, self._orders = configuration.term, configuration, []
             self._begun, self._written = (0, 0), None

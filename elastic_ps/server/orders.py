@@ -127,6 +127,10 @@ class OrderLog:
         self._last[order.source] = order.number
         return False
 
+    def is_last(self, order: OrderId) -> bool:
+        """Whether no later one of the same source has come, nor a new term."""
+        return self._last.get(order.source) == order.number
+
     def clear(self) -> None:
         """A new term: what older ones ordered is refused by that."""
         self._last.clear()

@@ -54,9 +54,9 @@ class RemoteShard:
 
     def configure(self, configuration: Configuration) -> None:
         """See ShardControl. Waits until the shard is up; raises ConnectionLost if it does not come."""
-        request = configuration_to_message(self._job, configuration, self._order())
         deadline = time.monotonic() + self._start.total_seconds()
         while True:
+            request = configuration_to_message(self._job, configuration, self._order())
             try:
                 unary(self._connection, "Configure", request.SerializeToString(), timeout=CALL_TIMEOUT)
                 return
