@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server import driver
 from elastic_ps.server.coordinator import Coordinator, Joined
 from elastic_ps.server.orders import Advance, Configuration, Report
+from elastic_ps.server.state import Taken
 from elastic_ps.telemetry import History
+from tests.polling import eventually
 
 TENSORS = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
 SETTINGS = Settings(({"lr": 0.1},))
 
 
 class Notes:
-    """A `ShardControl` that does what it is told by noting it down."""
+    """A `ShardControl` that does what it is told by noting it down, unless `refuse` raises."""
 
     def __init__(self) -> None:
         self.orders: list[Advance] = []
+        self.refuse: Callable[[Advance], None] = lambda _: None
 
     def configure(self, configuration: Configuration) -> None:
         pass
 
     def advance(self, advance: Advance) -> Report:
         self.orders.append(advance)
+        self.refuse(advance)
         return Report()
+
+    @property
+    def applied(self) -> list[int]:
+        return [order.version for order in self.orders if order.apply is not None and not order.prepare]
 
 
 @pytest.fixture
@@ -42,17 +54,62 @@ def shard() -> Notes:
 
 @pytest.fixture
 def coordinator(shard: Notes) -> Iterator[Coordinator]:
+    with running([shard]) as coordinator:
+        yield coordinator
+
+
+@contextmanager
+def running(shards: Sequence[Notes]) -> Iterator[Coordinator]:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
-    coordinator = Coordinator("job", spec, 1, [shard], keeper=None, history=History(None, ""))
+    coordinator = Coordinator("job", spec, 1, shards, keeper=None, history=History(None, ""))
     coordinator.start(None)
-    yield coordinator
-    coordinator.close()
+    try:
+        yield coordinator
+    finally:
+        for shard in shards:
+            shard.refuse = lambda _: None
+        coordinator.close()
 
 
-def join(coordinator: Coordinator, worker: int) -> Joined | None:
+def join(coordinator: Coordinator, worker: int, *, instance: str = "", call: int = 0) -> Joined | None:
     return coordinator.join(
-        worker, pid=worker, host="here", tensors=TENSORS, optimizer="SGD", settings=SETTINGS
+        worker,
+        pid=worker,
+        host="here",
+        tensors=TENSORS,
+        optimizer="SGD",
+        settings=SETTINGS,
+        instance=instance,
+        call=call,
     )
+
+
+def start(coordinator: Coordinator, worker: int = 0, *, instance: str = "", call: int = 0) -> Stay:
+    """A worker joins, and brings the model if there is none."""
+    joined = join(coordinator, worker, instance=instance, call=call)
+    assert joined is not None
+    if joined.initialise:
+        coordinator.initialised(worker, joined.stay.incarnation)
+    return joined.stay
+
+
+def take(coordinator: Coordinator, stay: Stay, *, call: int, wait: bool = True) -> Taken:
+    return coordinator.take(
+        stay.worker, stay.incarnation, call=call, records=100, epochs=1, batch=10, wait=wait
+    )
+
+
+def finish(coordinator: Coordinator, stay: Stay, taken: Taken, *, step: int = 0) -> bool:
+    contribution = Contribution(
+        worker=stay.worker,
+        incarnation=stay.incarnation,
+        step=step,
+        samples=10,
+        records=tuple(taken.ranges),
+        settings=SETTINGS.to_json(),
+    )
+    attempt = coordinator._state.rounds.attempt
+    return coordinator.finish(contribution, version=taken.version, attempt=attempt)
 
 
 def test_one_worker_initialises_the_model_also_when_two_come_at_once(
@@ -86,16 +143,13 @@ def test_settings_that_no_optimizer_can_step_with_are_refused_before_the_round_i
     coordinator: Coordinator, shard: Notes, groups: tuple[dict[str, Any], ...]
 ) -> None:
     """A shard would fail in the middle of the optimizer's step, and every worker with it."""
-    joined = join(coordinator, 0)
-    assert joined is not None
-    incarnation = joined.stay.incarnation
-    coordinator.initialised(0, incarnation)
-    taken = coordinator.take(0, incarnation, call=1, records=100, epochs=1, batch=10, wait=True)
+    stay = start(coordinator)
+    taken = take(coordinator, stay, call=1)
 
     def finish(settings: Settings) -> bool:
         contribution = Contribution(
             worker=0,
-            incarnation=incarnation,
+            incarnation=stay.incarnation,
             step=0,
             samples=10,
             records=tuple(taken.ranges),
@@ -106,6 +160,171 @@ def test_settings_that_no_optimizer_can_step_with_are_refused_before_the_round_i
     with pytest.raises(Refused, match=r"parameter groups|lr|params") as refused:
         finish(Settings(groups))
     assert refused.value.code is RefusalCode.INVALID
-    assert all(order.apply is None for order in shard.orders)
+    assert not shard.applied
     assert finish(Settings(({"lr": 0.05},)))
-    assert [order.version for order in shard.orders if order.apply is not None] == [1]
+    assert shard.applied == [1]
+
+
+def refused_with(code: RefusalCode) -> Callable[[Advance], None]:
+    def refuse(advance: Advance) -> None:
+        if advance.apply is not None:
+            raise Refused(code, "made up")
+
+    return refuse
+
+
+def test_no_shard_applies_a_round_that_one_of_them_cannot() -> None:
+    """Else some are a version ahead, for good."""
+    shards = [Notes(), Notes(), Notes()]
+    with running(shards) as coordinator:
+        stay = start(coordinator)
+        taken = take(coordinator, stay, call=1)
+        shards[2].refuse = refused_with(RefusalCode.INVALID)
+        finish(coordinator, stay, taken)
+        assert [shard.applied for shard in shards] == [[], [], []]
+        eventually(lambda: shards[0].orders[-1].attempt == 1, "the round has started again")
+        assert coordinator.status().progress.version == 0
+        shards[2].refuse = lambda _: None
+        finish(coordinator, stay, taken)
+        assert [shard.applied for shard in shards] == [[1], [1], [1]]
+
+
+def test_a_round_that_all_can_apply_is_applied_whatever_becomes_of_the_answers() -> None:
+    """It is not started again: a shard may have applied it."""
+    shards = [Notes(), Notes()]
+    with running(shards) as coordinator:
+        stay = start(coordinator)
+        taken = take(coordinator, stay, call=1)
+
+        def lose(advance: Advance) -> None:
+            if advance.apply is not None and not advance.prepare and len(shards[1].applied) < 3:
+                raise ConnectionLost("reset before the answer")
+
+        shards[1].refuse = lose
+        finish(coordinator, stay, taken)
+        eventually(lambda: coordinator.status().progress.version == 1, "the round is committed")
+        assert shards[1].applied == [1, 1, 1]
+        assert shards[0].applied == [1]
+        assert {order.attempt for order in shards[1].orders} == {0}
+
+
+@pytest.mark.parametrize("code", [RefusalCode.INVALID, RefusalCode.NOT_READY])
+def test_a_shard_that_refuses_what_it_voted_for_has_lost_the_model(code: RefusalCode) -> None:
+    """The others may have applied the round, so that it can neither go on nor start again."""
+    shards = [Notes(), Notes()]
+    with running(shards) as coordinator:
+        stay = start(coordinator)
+        taken = take(coordinator, stay, call=1)
+        shards[1].refuse = lambda a: refused_with(code)(a) if not a.prepare else None
+        finish(coordinator, stay, taken)
+        eventually(lambda: coordinator.term == 2, "the job goes back")
+        with pytest.raises(Refused):
+            coordinator.heartbeat(stay.worker, stay.incarnation)
+
+
+def test_an_answer_that_was_lost_is_given_again(coordinator: Coordinator) -> None:
+    """A worker that asks again for records gets the same ones, whether it waits or not."""
+    stay = start(coordinator)
+    first = take(coordinator, stay, call=1)
+    assert take(coordinator, stay, call=1) == first
+    more = take(coordinator, stay, call=2, wait=False)
+    assert take(coordinator, stay, call=2, wait=False) == more
+    assert more.ranges != first.ranges
+    finish(coordinator, stay, first)
+    with pytest.raises(Refused) as refused:
+        take(coordinator, stay, call=1)
+    assert refused.value.code is RefusalCode.STALE_CALL
+
+
+def test_a_late_copy_of_a_call_does_not_take_a_worker_out_of_the_round(coordinator: Coordinator) -> None:
+    """It has pushed to some shards already: the others would commit without it, and those refuse."""
+    stay = start(coordinator)
+    taken = take(coordinator, stay, call=1)
+    take(coordinator, stay, call=2, wait=False)
+    for late in (
+        lambda: take(coordinator, stay, call=1),
+        lambda: coordinator.release(0, stay.incarnation, call=1),
+    ):
+        with pytest.raises(Refused) as refused:
+            late()
+        assert refused.value.code is RefusalCode.STALE_CALL
+    assert coordinator._state.rounds.takes_part(0)
+    assert finish(coordinator, stay, taken), "it holds its records"
+
+
+def test_a_process_that_was_replaced_does_not_expel_the_one_in_its_place(coordinator: Coordinator) -> None:
+    """Both have the pid and the host of a pod of that name."""
+    start(coordinator, instance="old", call=1)
+    stay = start(coordinator, instance="new", call=1)
+    with pytest.raises(Refused) as refused:
+        join(coordinator, 0, instance="old", call=2)
+    assert refused.value.code is RefusalCode.SUPERSEDED
+    coordinator.gone(0, "old")
+    coordinator.heartbeat(0, stay.incarnation)
+    coordinator.gone(0, "new")
+    with pytest.raises(Refused):
+        coordinator.heartbeat(0, stay.incarnation)
+
+
+def test_a_join_whose_answer_was_lost_is_answered_again(coordinator: Coordinator) -> None:
+    stay = start(coordinator, instance="a", call=1)
+    again = join(coordinator, 0, instance="a", call=1)
+    assert again is not None
+    assert again.stay.incarnation == stay.incarnation
+
+
+def test_a_call_does_not_wait_for_ever_for_a_round_to_be_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A shard that does not answer must not take the threads that answer workers, one after the other."""
+    monkeypatch.setattr(driver, "SETTLED", timedelta(milliseconds=10))
+    shards, go_on = [Notes(), Notes()], threading.Event()
+    with running(shards) as coordinator:
+        stay = start(coordinator)
+        taken = take(coordinator, stay, call=1)
+        shards[1].refuse = lambda a: None if a.apply is None else assert_(go_on.wait(10))
+        commit = threading.Thread(target=finish, args=(coordinator, stay, taken))
+        commit.start()
+        eventually(lambda: coordinator._state.rounds.committing, "the round is being committed")
+        with pytest.raises(Refused, match="ask again") as refused:
+            coordinator.is_applied(0, stay.incarnation, 0)
+        assert refused.value.code is RefusalCode.NOT_READY
+        go_on.set()
+        commit.join(10)
+        assert coordinator.is_applied(0, stay.incarnation, 0)
+
+
+def assert_(true: bool) -> None:
+    assert true
+
+
+def test_the_model_stays_when_the_worker_that_brought_it_vanishes(coordinator: Coordinator) -> None:
+    """It may be on disk already; another one that brings other values would train on from those."""
+    first = join(coordinator, 0, instance="a", call=1)
+    assert first is not None
+    assert first.initialise
+    coordinator.initialised(0, first.stay.incarnation)
+    coordinator.gone(0, "a")
+    second = join(coordinator, 1, instance="b", call=1)
+    assert second is not None
+    assert not second.initialise
+
+
+def test_one_worker_is_the_chief_and_who_takes_its_place_after_its_end_is_not(
+    coordinator: Coordinator,
+) -> None:
+    stays = [start(coordinator, worker, instance=f"{worker}-1", call=1) for worker in (0, 1)]
+    ended: dict[int, Taken] = {}
+    call = 0
+    while not ended.get(0):
+        call += 1
+        taken = take(coordinator, stays[0], call=call)
+        if taken.finished:
+            ended[0] = taken
+        else:
+            finish(coordinator, stays[0], taken, step=call)
+    ended[1] = take(coordinator, stays[1], call=1)
+    assert ended[1].finished
+    coordinator.leave(0, stays[0].incarnation, call=call + 1)
+    late = start(coordinator, 0, instance="0-2", call=1)
+    assert [ended[0].chief, ended[1].chief, take(coordinator, late, call=1).chief] == [True, False, False]

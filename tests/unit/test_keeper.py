@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ps.checkpoint.store import Store
+from elastic_ps.errors import Fenced
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.orders import Written
 from tests.polling import eventually
@@ -81,3 +83,49 @@ def test_a_roll_back_is_not_taken_for_a_rival(store: Store, keeper: Keeper) -> N
     rolled.join()
     assert keeper.term == 2
     assert not keeper.check_fence()
+
+
+def test_whoever_was_replaced_cannot_begin_a_term_and_stops(store: Store, keeper: Keeper) -> None:
+    """An old leader that meets a restarted shard would take the job from the rightful one."""
+    assert store.next_term() == 2  # the one that has taken over
+    with pytest.raises(Fenced):
+        keeper.begin_term()
+    assert (keeper.fenced, store.term()) == (True, 2)
+
+
+def test_a_part_that_was_ordered_before_a_roll_back_is_none_of_the_checkpoint_after_it(
+    store: Store, keeper: Keeper
+) -> None:
+    """The same version is made twice, of other records."""
+    old = Written(keeper.term, 1, 10, store.write_shard(keeper.term, 10, 0, 1, iter(())), "", timedelta(0))
+    keeper.begin(10, 0.0, dict(STATE), number=1)
+    keeper.begin_term()
+    keeper.begin(10, 0.0, dict(STATE), number=2)
+    keeper.part(0, old)
+    new = store.write_shard(keeper.term, 10, 0, 1, iter(()))
+    assert keeper.writing
+    keeper.part(0, Written(keeper.term, 2, 10, new, "", timedelta(0)))
+    eventually(lambda: keeper.durable_version == 10, "version 10 is on disk")
+    assert store.manifest(10).term == keeper.term
+
+
+def test_an_old_checkpoint_is_a_problem_whatever_the_reason(store: Store, keeper: Keeper) -> None:
+    """For whatever reason none comes, it must not go unseen."""
+    keeper.begin(1, 0.0, dict(STATE), number=1)
+    file = store.write_shard(keeper.term, 1, 0, 1, iter(()))
+    keeper.part(0, Written(keeper.term, 1, 1, file, "", timedelta(0)))
+    eventually(lambda: keeper.durable_version == 1, "version 1 is on disk")
+    now = time.monotonic()
+    assert not keeper.problem(version=2, now=now + 149), "three intervals and a minute are granted"
+    assert "of version 1, is 1" in keeper.problem(version=2, now=now + 151)
+    assert not keeper.problem(version=1, now=now + 10_000), "there is nothing newer to write"
+
+
+def test_a_checkpoint_whose_parts_do_not_come_is_given_up_and_another_one_begun(keeper: Keeper) -> None:
+    keeper.begin(1, 0.0, dict(STATE), number=1)
+    keeper.give_up_late(599.0)
+    assert keeper.writing
+    keeper.give_up_late(601.0)
+    assert not keeper.writing
+    assert "version 1 was given up: shards [0]" in keeper.failure
+    assert keeper.due(2, 601.0)

@@ -91,3 +91,26 @@ def test_who_was_declared_hung_is_told_so_also_after_its_place_was_taken(members
     ) as refused:
         members.check(1, stay.incarnation, 11)
     assert refused.value.code is RefusalCode.HUNG
+
+
+def test_a_process_is_known_by_its_instance_and_not_by_pid_and_host(members: Membership) -> None:
+    """A replacement in a container of the same name has the same of both."""
+    for instance in ("a", "b"):
+        assert members.known(0, instance, 1) is None
+        members.remove(0, outcome="lost", version=6)
+        members.join(0, pid=1, host="job-worker-0", version=5, now=0.0, instance=instance, call=1)
+    with pytest.raises(Refused) as refused:
+        members.known(0, "a", 2)
+    assert refused.value.code is RefusalCode.SUPERSEDED
+    assert members.known(0, "b", 2) is None, "it joins again"
+
+
+def test_a_repeated_join_is_the_same_stay_and_a_late_one_is_refused(members: Membership) -> None:
+    """A copy of it that arrives later would end the stay that it has begun."""
+    stay = members.join(0, pid=1, host="here", version=5, now=0.0, instance="a", call=5)
+    assert members.known(0, "a", 5) is stay
+    with pytest.raises(Refused) as refused:
+        members.known(0, "a", 4)
+    assert refused.value.code is RefusalCode.STALE_CALL
+    members.remove(0, outcome="left", version=6)
+    assert members.known(0, "a", 5) is None

@@ -1,20 +1,30 @@
-"""A shard's part in checkpoints."""
+"""A shard under orders: its part in checkpoints, votes, what comes late or twice, and its end."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from elastic_ps.checkpoint.store import ShardFile, Store, Stored
 from elastic_ps.core.partition import Rule, TensorSpec, partition
+from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
+from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import Consistency
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Configuration, Written
+from elastic_ps.server.orders import Advance, Application, Configuration, OrderId, Written
+from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import Trace
 from tests.polling import eventually
+from tests.unit.shard_rig import Body
 
 
 class InstantStore(Store):
@@ -70,3 +80,150 @@ def test_a_part_that_is_told_twice_is_one_part(tmp_path: Path) -> None:
     assert [file.file for file in store.manifest(1).files] == [part.file.file for part in parts if part.file]
     assert keeper.paused == timedelta(seconds=1)
     assert not keeper.failure
+
+
+LAYOUT = partition([TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0)], bucket_bytes=1 << 20, shards=1)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    """A shard at version 2."""
+    store = Store(tmp_path)
+    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
+    configure(node, term=1)
+    node.shard.initialise(0, 0, 1, Body(torch.zeros(4)))
+    for version in (1, 2):
+        push(node, version - 1)
+        node.advance(Advance(version, 0, {0: 1}, application(version - 1), term=1))
+    yield node
+    node.close()
+
+
+def configure(node: Node, *, term: int, order: OrderId | None = None) -> None:
+    node.configure(Configuration(LAYOUT, "SGD", Settings(({"lr": 1.0},)), term, None), order)
+    node.advance(Advance(0, 0, {0: 1}, term=term))
+
+
+def push(node: Node, version: int) -> None:
+    key = PushKey(term=1, worker=0, incarnation=1, step=version, bucket=0, version=version, attempt=0)
+    node.shard.push(key, 1, (), Body(torch.ones(4)))
+
+
+def application(version: int) -> Application:
+    return Application(0, [(0, 1, version)], 1, Settings(({"lr": 1.0},)))
+
+
+def test_a_checkpoint_is_not_made_of_another_versions_values(node: Node) -> None:
+    """An overtaken order applies nothing; its checkpoint would be of the values that are there."""
+    for overtaken in (
+        Advance(1, 0, {0: 1}, application(0), checkpoint=1, term=1),
+        Advance(1, 0, {0: 1}, checkpoint=1, term=1),
+    ):
+        with pytest.raises(Refused, match="checkpoint of version 1; shard 0 is at 2") as refused:
+            node.advance(overtaken)
+        assert refused.value.code is RefusalCode.NOT_READY
+    node.advance(Advance(2, 0, {0: 1}, checkpoint=2, term=1))
+    eventually(lambda: told_in(node, term=1) is not None, "the part is written")
+    written = told_in(node, term=1)
+    assert written is not None
+    assert (written.number, written.version, written.error) == (2, 2, "")
+
+
+def test_a_vote_changes_nothing_and_says_whether_the_round_can_be_applied(node: Node) -> None:
+    vote = Advance(3, 0, {0: 1}, application(2), term=1, prepare=True)
+    with pytest.raises(Refused, match="lacks contributions") as refused:
+        node.advance(vote)
+    assert refused.value.code is RefusalCode.INVALID
+    push(node, 2)
+    node.advance(vote)
+    assert node.shard.version == 2
+    node.advance(replace(vote, prepare=False))
+    assert node.shard.version == 3
+
+
+def test_a_part_of_an_earlier_life_is_no_part_of_the_checkpoint_of_this_one(tmp_path: Path) -> None:
+    """Else a slow write of before a roll-back is taken for the same version's after it."""
+    store = SlowStore(tmp_path)
+    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
+    try:
+        configure(node, term=1)
+        node.advance(Advance(0, 0, {}, checkpoint=1, term=1))
+        assert store.began.wait(10)
+        configure(node, term=2)
+        node.advance(Advance(0, 0, {}, checkpoint=1, term=2))
+        assert told_in(node, term=2) is None
+        store.go_on.set()
+        eventually(lambda: told_in(node, term=2) is not None, "the second part is written")
+        written = told_in(node, term=2)
+        assert written is not None
+        assert written.term == 2
+    finally:
+        store.go_on.set()
+        node.close()
+
+
+class SlowStore(InstantStore):
+    """A disk that waits."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def write_shard(
+        self, term: int, version: int, shard: int, shards: int, tensors: Iterator[Stored]
+    ) -> ShardFile:
+        self.began.set()
+        assert self.go_on.wait(10)
+        return super().write_shard(term, version, shard, shards, tensors)
+
+
+def test_an_order_that_arrives_after_it_was_repeated_changes_nothing(node: Node) -> None:
+    """Such a `Configure` would drop the model that is being trained."""
+    configure(node, term=1, order=OrderId("leader", 5))
+    before = node.shard
+    for late in (4, 5):
+        configure(node, term=1, order=OrderId("leader", late))
+    assert node.shard is before
+    configure(node, term=1, order=OrderId("leader", 6))
+    assert node.shard is not before
+
+
+def test_a_configuration_that_was_repeated_while_it_was_carried_out_changes_nothing(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one has been answered, and training has begun on what it made."""
+    load, began, go_on = Shard.__init__, threading.Event(), threading.Event()
+
+    def slowly(shard: Shard, *arguments: Any, **options: Any) -> None:
+        load(shard, *arguments, **options)
+        if not began.is_set():
+            began.set()
+            assert go_on.wait(10)
+
+    monkeypatch.setattr(Shard, "__init__", slowly)
+    first = threading.Thread(
+        target=configure, args=(node,), kwargs={"term": 1, "order": OrderId("leader", 1)}
+    )
+    first.start()
+    assert began.wait(10)
+    configure(node, term=1, order=OrderId("leader", 2))
+    trained = node.shard
+    go_on.set()
+    first.join(10)
+    assert node.shard is trained
+
+
+def test_a_shard_that_is_to_end_waits_until_shard_0_has_no_more_to_order(node: Node) -> None:
+    """All are asked to end at once, and shard 0 needs the others' parts of the last checkpoint."""
+    second = timedelta(seconds=1)
+    released = threading.Thread(target=node.await_release, args=(60 * second,), kwargs={"quiet": 60 * second})
+    released.start()
+    node.advance(Advance(2, 0, {}, checkpoint=3, term=1))
+    assert released.is_alive()
+    node.advance(Advance(2, 0, {}, last=True, term=1))
+    released.join(10)
+    assert not released.is_alive()
+
+
+def test_a_shard_does_not_wait_for_a_shard_0_that_says_nothing(node: Node) -> None:
+    node.await_release(timedelta(seconds=60), quiet=timedelta(milliseconds=1))

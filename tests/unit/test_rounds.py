@@ -134,6 +134,34 @@ def _keys(contributions: list[Contribution]) -> set[tuple[int, int]]:
     return {(c.incarnation, c.step) for c in contributions}
 
 
+def test_a_worker_that_was_replaced_takes_part_when_the_round_starts_again() -> None:
+    """Where a round waits for certain workers, it would wait for ever for one that waits for the next."""
+    rounds = opened(0, 1, 2)
+    rounds.finish(step(1), version=1, attempt=0)
+    rounds.lose(1)
+    rounds.admit(1, at_once=True)
+    assert not rounds.takes_part(1), "its step is in the sums"
+    assert [c.worker for c in rounds.lose(0)] == [1], "the void step's records go to others"
+    assert rounds.expected == {1, 2}
+    assert not rounds.waiting
+
+
+def test_nobody_is_let_in_to_a_round_that_is_decided() -> None:
+    """Some shards may have applied it: exactly its contributions make the version."""
+    rounds = opened(0)
+    rounds.finish(step(0), version=0, attempt=0)
+    rounds.begin_commit()
+    rounds.committing = False  # a shard could not be told
+    rounds.admit(1, at_once=True)
+    assert rounds.expected == {0}
+    assert rounds.lose(0) == []
+    with pytest.raises(ValueError, match="decided"):
+        rounds.restart()
+    assert [c.worker for c in rounds.begin_commit()] == [0]
+    rounds.end_commit()
+    assert rounds.expected == {1}
+
+
 class Rounds(RuleBasedStateMachine):
     """Workers come, compute, finish, withdraw and vanish at any moment, also while others do."""
 

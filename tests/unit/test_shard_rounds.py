@@ -176,3 +176,41 @@ def test_a_shard_that_fails_in_the_middle_of_a_step_has_lost_the_model(
             rig.shard.advance(rig.version + (order is not None), 0, rig.workers, order)
         assert refused.value.code is RefusalCode.NOT_READY
     assert len(calls) == 2
+
+
+def versions(rig: Rig, *, term: int = TERM, contributor: tuple[int, int] | None = (0, 10)) -> list[Any]:
+    answers = rig.shard.pull([0], rig.version, term=term, attempt=None, contributor=contributor)
+    return [answer.version if isinstance(answer, Pulled) else answer for answer in answers]
+
+
+def test_values_of_another_term_are_not_handed_out() -> None:
+    """A worker of before a roll-back would take the same version, made anew, for its own step's."""
+    rig = Rig(one_bucket(tensor("w", 4)))
+    assert versions(rig) == [0]
+    for term in (TERM - 1, TERM + 1):
+        with pytest.raises(Refused) as refused:
+            versions(rig, term=term)
+        assert refused.value.code is RefusalCode.STALE_TERM
+
+
+def test_values_that_are_not_copied_go_only_to_a_worker_without_whose_push_they_cannot_change() -> None:
+    """Else they are of several versions, in silence."""
+    rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1))
+    rig.restart(1)
+    for contributor in ((0, 10), (1, 10)):
+        answers = rig.shard.pull([0], 0, term=TERM, attempt=None, contributor=contributor)
+        with pytest.raises(Refused) as refused:
+            next(answers)
+        assert refused.value.code is RefusalCode.STALE_INCARNATION
+    assert versions(rig, contributor=(1, 11)) == [0]
+    assert versions(rig, contributor=None) == [0], "a copy"
+
+
+def test_a_worker_that_is_dropped_while_it_reads_is_told_so() -> None:
+    rig = Rig(one_bucket(tensor("w", 4)))
+    answers = rig.shard.pull([0], 0, term=TERM, attempt=None, contributor=(0, 10))
+    assert isinstance(next(answers), Pulled)
+    rig.restart(1)
+    with pytest.raises(Refused) as refused:
+        next(answers)
+    assert refused.value.code is RefusalCode.STALE_INCARNATION

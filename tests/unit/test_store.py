@@ -283,6 +283,15 @@ def test_terms_grow(store: Store) -> None:
     assert Store(store.directory).next_term() == 4
 
 
+def test_a_term_is_begun_after_the_own_one_only(store: Store) -> None:
+    """To look and to count are one: of two that go back to a checkpoint at once, one goes on."""
+    assert store.next_term() == 2
+    assert store.next_term(after=2) == 3
+    with pytest.raises(Fenced, match="term 3"):
+        store.next_term(after=2)
+    assert store.term() == 3
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"term": "x"}', '{"term": null}', '{"term": 1.5}'])
 def test_a_broken_term_is_said_so_and_not_begun_anew(store: Store, text: str) -> None:
     """From 1 again, a parameter server that was thought dead could pass for the present one."""
