@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     )
     from elastic_ps.job import TrainingJob, load_job
     from elastic_ps.worker.current import connect
+    from elastic_ps.worker.member import Drained
     from elastic_ps.worker.optimizer import ElasticOptimizer
-    from elastic_ps.worker.session import Drained, Session
+    from elastic_ps.worker.session import Session
 
 _PLACES = {
     "connect": "elastic_ps.worker.current",
     "Session": "elastic_ps.worker.session",
-    "Drained": "elastic_ps.worker.session",
+    "Drained": "elastic_ps.worker.member",
     "ElasticOptimizer": "elastic_ps.worker.optimizer",
     "TrainingJob": "elastic_ps.job",
     "load_job": "elastic_ps.job",

@@ -54,7 +54,7 @@ def _make_way(stand_in: _StandIn) -> Any:
     """Import the module itself, which is then asked again about the functions that were put off."""
     if sys.modules.get(NAME) is stand_in:
         del sys.modules[NAME]
-        for fn in stand_in._told:
+        for fn in stand_in._told:  # noqa: SLF001 (a class of this module)
             with contextlib.suppress(AttributeError):
                 delattr(fn, _TOLD)
     return importlib.import_module(NAME)

@@ -66,7 +66,7 @@ def main() -> int:
     process.end_on_request(env.EXIT_LEFT)
     from elastic_ps import compiler
     from elastic_ps.worker import current
-    from elastic_ps.worker.session import Drained
+    from elastic_ps.worker.member import Drained
 
     try:
         environment = env.read()

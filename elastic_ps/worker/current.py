@@ -8,7 +8,8 @@ from elastic_ps import env
 from elastic_ps.errors import UsageError
 from elastic_ps.process import end_hung
 from elastic_ps.telemetry import History, Trace
-from elastic_ps.worker.session import Drained, Session
+from elastic_ps.worker.member import Drained
+from elastic_ps.worker.session import Session
 
 _current: Session | None = None
 

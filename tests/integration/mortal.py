@@ -102,7 +102,7 @@ def work(variables: Mapping[str, str], fate: Fate | None, result: str) -> None:
 
 def doom(session: Session, moment: str, number: int) -> None:
     """Let a worker die in its step `STEP`: before its push `number`, or as `moment` says."""
-    client, exchange = session._client, session._exchange
+    client, exchange = session._engine.client, session._engine.exchange
     assert exchange is not None
     push, finish, finish_step = client.push, client.finish, exchange.finish
     begun = itertools.count()

@@ -16,8 +16,8 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused
-from elastic_ps.worker.loader import permutation
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.supply import permutation
 from tests.integration.harness import Job, Numbers, events, make_mlp, make_spec, running_job
 from tests.integration.oracle import assert_each_record_once, mse
 from tests.integration.trained import adam, sgd, training
@@ -56,7 +56,7 @@ def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where
     data = Numbers(800)
 
     def slow_to_pull(session: Session) -> None:
-        exchange = session._exchange
+        exchange = session._engine.exchange
         assert exchange is not None
         pull = exchange._pull_once
 
@@ -190,7 +190,7 @@ def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(tmp_path: Pa
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         if session.worker == 1:
-            exchange = session._exchange
+            exchange = session._engine.exchange
             assert exchange is not None
             send, pushes = exchange._send, [0]
 
@@ -198,7 +198,7 @@ def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(tmp_path: Pa
                 pushes[0] += 1
                 if pushes[0] == 8:  # of three buckets each: in the middle of the third step
                     blocked.set()
-                    session._client.close()
+                    session._engine.client.close()
                 send(push)
 
             exchange._send = dies  # type: ignore[method-assign]

@@ -54,7 +54,9 @@ def test_the_others_go_on_and_the_worker_is_told(tmp_path: Path, shards: int) ->
         for worker in range(3):
             job.start(worker, script)
         job.until(lambda: stuck.is_set() and len(job.sessions) == 3, "worker 1 is stuck")
-        next(s for s in job.sessions if s.worker == 1)._heart._on_hung = told.append  # type: ignore[union-attr]
+        heart = next(s for s in job.sessions if s.worker == 1)._member._heart
+        assert heart is not None
+        heart._on_hung = told.append
         job.until(lambda: job.status().progress.finished, "the others train all records")
         [member] = [m for m in job.status().members if m.state == "hung"]
         assert member.worker == 1

@@ -65,9 +65,9 @@ def test_who_was_declared_gone_does_not_wait_for_a_version(tmp_path: Path) -> No
             if step == 3:
                 assert job.servers[0].coordinator is not None
                 job.servers[0].coordinator.gone(0, instance_of(job, 0))
-                stay, version = session._client.stay, session.version + 1
+                stay, version = session._engine.client.stay, session.version + 1
                 with pytest.raises(Refused) as refusal:
-                    list(session._client.pull(stay, 0, version, [0], attempt=9, contributor=True))
+                    list(session._engine.client.pull(stay, 0, version, [0], attempt=9, contributor=True))
                 refused.append(refusal.value.code)
             optimizer.step()
 

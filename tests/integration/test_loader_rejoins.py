@@ -24,7 +24,7 @@ def test_what_was_handed_out_before_is_dropped(tmp_path: Path, ahead: int) -> No
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
-        take, calls = session._client.take, [0]
+        take, calls = session._engine.client.take, [0]
 
         def taken(**request: Any) -> Any:
             calls[0] += not request["wait"]
@@ -33,7 +33,7 @@ def test_what_was_handed_out_before_is_dropped(tmp_path: Path, ahead: int) -> No
                 job.restart(0)
             return take(**request)
 
-        session._client.take = taken  # type: ignore[method-assign]
+        session._engine.client.take = taken  # type: ignore[method-assign]
         source = torch.utils.data.DataLoader(data, batch_size=5, num_workers=ahead)
         for x, y in session.loader(source):
             optimizer.zero_grad()

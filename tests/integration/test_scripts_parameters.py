@@ -179,7 +179,7 @@ def test_a_mixture_of_precisions(tmp_path: Path) -> None:
     model = models[0]
     reference = Mixed()
     optimizer = sgd(reference)
-    from elastic_ps.worker.loader import permutation
+    from elastic_ps.worker.supply import permutation
 
     data = Numbers(40)
     order = permutation(40, 0, shuffle=True, seed=0)

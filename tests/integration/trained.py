@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.worker.optimizer import Interval
+from elastic_ps.worker.schedule import Interval
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, running_job
 from tests.integration.oracle import (

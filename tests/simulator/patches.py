@@ -35,6 +35,7 @@ PACKAGES = (
     "elastic_ps.server.shard",
     "elastic_ps.worker.client",
     "elastic_ps.worker.exchange",
+    "elastic_ps.worker.gradients",
     "elastic_ps.worker.heart",
     "elastic_ps.worker.phases",
 )

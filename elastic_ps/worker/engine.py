@@ -1,0 +1,322 @@
+"""The worker's way through the job: records, steps, versions, and joining again when it must.
+
+Everything that a script does comes here as one of a few events: it asks for records, a step's first gradient
+is there, a bucket is complete, the step ends. What is told of it to the parameter server is `Exchange`'s and
+`Client`'s; who the worker is, `Member`'s; which settings it has, `Schedule`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from elastic_ps.core.ledger import Range
+from elastic_ps.core.partition import Bucket
+from elastic_ps.errors import RefusalCode, Refused, UsageError
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.telemetry import History, Trace
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.worker.batches import Batches
+from elastic_ps.worker.client import Client, Ending, Granted, Membership, Step, expelled
+from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.member import Drained, Member
+from elastic_ps.worker.model import Described, Flat
+from elastic_ps.worker.phases import Phases
+from elastic_ps.worker.schedule import Interval, Schedule
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Drives one worker. Belongs to the training thread, except `begin_step` and `ready`.
+
+    Those two are called by gradient hooks, one at a time, while the training thread waits in backward.
+
+    Args:
+        client: closed by `close`.
+        trace, history: closed by `close`.
+
+    Attributes:
+        batches: what the script has in hand for the next step.
+        generation: changes when this worker had to join again, so that all records in hand were dropped.
+        chief: whether this worker is the one to evaluate and save, once all records are in the model.
+        entered: whether the model has been given to the job, or has got the job's values.
+        exchange, schedule: of that model, from `enter` on.
+    """
+
+    def __init__(
+        self, spec: TrainingJobSpec, client: Client, member: Member, *, trace: Trace, history: History
+    ) -> None:
+        self.spec = spec
+        self.client = client
+        self.member = member
+        self.batches = Batches()
+        self.generation = 0
+        self.chief = False
+        self.entered = False
+        self.exchange: Exchange | None = None
+        self.schedule: Schedule
+        self._trace, self._history = trace, history
+        self._phases = Phases(trace)
+        self._steps = 0
+        self._computing = False
+        self._stopping = False
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether this worker has left for good."""
+        return self._closed
+
+    @property
+    def version(self) -> int:
+        """The version of the model that this worker has."""
+        return self.exchange.version if self.exchange else 0
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun that has not ended."""
+        return self.exchange is not None and self.exchange.under_way is not None
+
+    # --- coming and going
+
+    def enter(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Flat:
+        """Join the job with this model; returns the memory that it has from now on. Blocks.
+
+        Raises:
+            InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
+            ConnectionLost: no parameter server answers.
+        """
+        described, self.schedule = Described(model, optimizer), Schedule(optimizer)
+        membership = self.member.join(described, self.schedule.current())
+        flat = Flat(membership.layout, described.tensors)
+        self.exchange = Exchange(
+            self.client, flat, self.spec.consistency, trace=self._trace, history=self._history
+        )
+        membership = self._initialise(membership, flat)
+        self.schedule.joined(membership.settings, initialises=membership.initialise)
+        self.entered = True
+        self._phases.watch(model)
+        self.member.note_join(membership.version)
+        return flat
+
+    def _initialise(self, membership: Membership, flat: Flat) -> Membership:
+        """Give the job this model's values, or get the job's. Blocks.
+
+        If the parameter server is lost meanwhile, this worker joins again: as at first, as long as the model
+        has its own values.
+        """
+        exchange, own = self._exchange(), True
+        while True:
+            try:
+                if membership.initialise:
+                    for bucket in membership.layout.buckets:
+                        self.client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
+                    self.client.initialised()
+                else:
+                    own = False
+                    exchange.fetch(membership.version, contributor=False)
+                return membership
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                logger.warning("joining again: %s", refusal)
+            exchange.reset()
+            membership = self.member.join_again(self.schedule.current(), trained=not own)
+
+    def _join_again(self, reason: Refused) -> Membership:
+        """The parameter server does not know this worker (any more): go on as a new member.
+
+        The step under way and all records in hand are dropped; whoever is handed them computes them again.
+        """
+        exchange = self._exchange()
+        logger.warning("joining again: %s", reason)
+        while True:
+            self._drop_step()
+            membership = self.member.join_again(self.schedule.current(), trained=True)
+            exchange.reset()
+            try:
+                exchange.fetch(membership.version, contributor=False)
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                continue
+            break
+        self.member.note_join(membership.version, again=True)
+        logger.info("joined again at version %d", membership.version)
+        return membership
+
+    def leave_if_asked(self) -> None:
+        """Between two batches: where a worker that was asked to leave does so. Raises Drained."""
+        if self.member.draining and not self.in_step:
+            self.close()
+            raise Drained
+
+    def close(self) -> None:
+        """Leave the job and free everything. What this worker holds goes to others. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.member.leave(in_step=self.in_step)
+        if self.exchange is not None:
+            self.exchange.close()
+        self._history.record("left", version=self.version)
+        self._trace.close()
+        self._history.close()
+
+    def report(self, metrics: Mapping[str, Any]) -> None:
+        """Tell the job about values: with the step that is to be made, or at once."""
+        if self.batches:
+            self.batches.report(metrics)
+        else:
+            self.client.report({key: float(value) for key, value in metrics.items()})
+
+    def optimizer_state(self) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:
+        """The entries of the optimizer's state on all shards, with their bytes. Blocks."""
+        for shard in range(self.client.shards):
+            for reply, body in self.client.optimizer_state(shard):
+                if not reply.done:
+                    yield reply, body
+
+    # --- steps
+
+    def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
+        """Keep a scheduler's state on the parameter server, and take over the state in force."""
+        in_force = self._exchange().settings
+        self.schedule.add(scheduler, interval, in_force, version=self.version, step=self._steps)
+
+    def begin_step(self) -> None:
+        """The first gradient of a step is there. Raises UsageError if it belongs to no batch."""
+        if not self.batches and self.batches.given_back:
+            raise UsageError(
+                "this step's batch was given back when the loop over the loader was left before backward(). "
+                "Compute on a batch before leaving the loop; instead of next(iter(loader)), keep the iterator"
+            )
+        if not self.batches:
+            raise UsageError(
+                "this step's batch did not come from session.loader(...), so its records cannot be counted. "
+                "Iterate over session.loader(dataset or DataLoader, ...)"
+            )
+        exchange = self._exchange()
+        self.schedule.step_begins(self._steps)
+        self._phases.backward()
+        base = exchange.version
+        step = Step(
+            stay=self.client.stay, number=self._steps, base=base, version=base, samples=self.batches.samples
+        )
+        exchange.begin(step)
+
+    def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
+        """A bucket's contribution is complete. Does not block."""
+        self._phases.gradient()
+        self._exchange().ready(bucket, present)
+
+    def backward_ended(self) -> None:
+        """The script calls `optimizer.step`."""
+        self._phases.backward_ended()
+
+    def finish_step(self) -> None:
+        """End the step that has begun, and wait for the version that it is part of. Blocks.
+
+        A step that came too late, or that is lost because this worker had to join again, is not made: its
+        records go to others.
+
+        Raises:
+            UsageError: a batch was loaded between backward() and step().
+            Refused, ConnectionLost: the parameter server did not take the step.
+        """
+        exchange, batches = self._exchange(), self.batches
+        step = exchange.under_way
+        assert step is not None
+        if step.samples != batches.samples:
+            raise UsageError("a batch was loaded between backward() and optimizer.step(); call step() first")
+        settings = self.schedule.current().to_json()
+        ending = Ending(ranges=batches.ranges, settings=settings, metrics=batches.metrics())
+        try:
+            with self._phases.waiting(step.number):
+                exchange.finish(ending)
+        except Refused as refusal:
+            if refusal.code is RefusalCode.LATE:
+                self._drop_step()
+                exchange.reset()
+                self.schedule.step_late(exchange.settings)
+            elif expelled(refusal):
+                self.schedule.step_lost(self._join_again(refusal).settings)
+            else:
+                raise
+        else:
+            self._steps += 1
+            batches.forget()
+            self.schedule.step_made(settings, exchange.settings)
+        if self._stopping:
+            self.stop_computing()
+        self.schedule.step_ended()
+
+    def _drop_step(self) -> None:
+        """The step under way and all records in hand go to others."""
+        self.generation += 1
+        self._steps += 1
+        self.batches.forget()
+
+    # --- records
+
+    def take(self, *, records: int, epochs: int, batch: int, wait: bool) -> tuple[Range, ...]:
+        """Get records; with `wait`, () means that all of them are in the model."""
+        if not self.entered:
+            raise UsageError("call session.optimizer(...) before iterating over session.loader(...)")
+        while True:
+            self.leave_if_asked()
+            try:
+                granted = self.client.take(
+                    records=records, epochs=epochs, batch=batch, wait=wait, abandoned=self.in_step
+                )
+                if granted.pending:
+                    continue
+                if wait:
+                    self._accept(granted)
+                return granted.ranges
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                self.schedule.joined_again(self._join_again(refusal).settings)
+                if not wait:
+                    return ()
+
+    def _accept(self, granted: Granted) -> None:
+        """Get the version to compute on, or the last one."""
+        exchange = self._exchange()
+        behind = granted.version != exchange.version
+        if granted.ranges:
+            self._computing, self._stopping = True, False
+            if behind:
+                exchange.fetch(granted.version, contributor=True)
+                self.schedule.went_on(exchange.settings, version=granted.version, step=self._steps)
+        elif granted.finished:
+            self._computing = False
+            self.chief = granted.chief
+            if behind:
+                exchange.fetch(granted.version, contributor=False)
+
+    def begin_batch(self, ranges: Sequence[Range]) -> None:
+        """A batch of these records is handed to the script."""
+        self.batches.add(ranges)
+        self._phases.forward()
+
+    def stop_computing(self) -> None:
+        """Give back what was not computed on, after the step of what was; no round waits for this worker."""
+        self._stopping = bool(self.batches)
+        if self._computing and not self._closed and not self._stopping:
+            self._computing = False
+            try:
+                self.client.release(abandoned=self.in_step)
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+
+    def _exchange(self) -> Exchange:
+        assert self.exchange is not None, "the model has been given to session.optimizer"
+        return self.exchange

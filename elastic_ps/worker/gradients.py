@@ -1,0 +1,140 @@
+"""Takes gradients as backward makes them (`Tensor.register_post_accumulate_grad_hook`), last layer first.
+
+They are handed to the engine bucket by bucket, so that the network works while backward does. Rules that a
+script has to keep are checked, and a message says what to do.
+
+Autograd runs the hooks of parameters on several devices on several threads, at the same time. What they
+share is changed under a lock; gradients are copied outside of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from elastic_ps.core.partition import Bucket, Rule
+from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.worker.engine import Engine
+from elastic_ps.worker.model import Flat
+
+_CHANGED_LATE = (
+    "the gradient of {name} was changed between backward() and optimizer.step(), when it had been sent "
+    "already (clip_grad_norm_ and GradScaler do that). Use session.optimizer(..., overlap=False), which "
+    "sends the gradients in optimizer.step()"
+)
+_TWICE = (
+    "backward() ran a second time before optimizer.step(), and the first gradients have been sent already. "
+    "To accumulate gradients, run all but the last backward() in `with optimizer.no_sync():`, "
+    "or use session.optimizer(..., overlap=False)"
+)
+
+
+class Gradients:
+    """The gradients of one step after another.
+
+    The hooks may run on several threads; everything else belongs to the training thread, which waits in
+    backward while they run.
+
+    Args:
+        overlap: take gradients while backward runs; else all of them in `take_rest`.
+    """
+
+    def __init__(self, flat: Flat, engine: Engine, *, overlap: bool) -> None:
+        self._flat = flat
+        self._engine = engine
+        self._overlap = overlap
+        self._synchronise = True
+        self._trainable = [i for i, spec in enumerate(flat.layout.tensors) if spec.rule is Rule.GRADIENT]
+        self._buffers = [
+            i for i, spec in enumerate(flat.layout.tensors) if spec.rule in (Rule.MEAN, Rule.MAXIMUM)
+        ]
+        self._lock = threading.Lock()
+        self._taken: dict[int, int] = {}
+        self._waiting: dict[int, int] = {}
+        self.reset()
+        self._hooks = [self._hook(index) for index in self._trainable]
+
+    def reset(self) -> None:
+        """The next gradient is the first of a step."""
+        self._taken.clear()
+        self._waiting = {b.index: len(b.pieces) for b in self._flat.layout.pushed}
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Gradients of a backward() in here are not taken; they add up in the parameters."""
+        before, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+    def _hook(self, index: int) -> Any:
+        def computed(parameter: torch.Tensor) -> None:
+            with self._lock:
+                self._engine.batches.computed()
+            if self._overlap and self._synchronise:
+                self._take(index, parameter)
+
+        parameter = self._flat.tensors[index]
+        if not parameter.requires_grad:  # if it is unfrozen later, `take_rest` takes its gradient
+            return None
+        return parameter.register_post_accumulate_grad_hook(computed)
+
+    def _take(self, index: int, parameter: torch.Tensor) -> None:
+        """Copy a gradient to where it is sent from; hand over the buckets that are full by it."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            name = self._flat.layout.tensors[index].name
+            raise InvalidModel(f"the gradient of {name} is sparse; use nn.Embedding(..., sparse=False)")
+        with self._lock:
+            if index in self._taken:
+                raise UsageError(_TWICE)
+            if not self._taken:
+                self._engine.begin_step()
+            self._taken[index] = gradient._version
+        with torch.no_grad():
+            self._flat.contribution(index).copy_(gradient)
+        self._fill(index)
+
+    def _fill(self, index: int) -> None:
+        """A tensor's contribution is where it is sent from."""
+        with self._lock:
+            for number in self._flat.buckets_of[index]:
+                self._waiting[number] -= 1
+                if not self._waiting[number]:
+                    bucket = self._flat.layout.buckets[number]
+                    self._engine.ready(bucket, self._present(bucket))
+
+    def _present(self, bucket: Bucket) -> Sequence[bool]:
+        if bucket.rule is not Rule.GRADIENT:
+            return ()
+        return [piece.tensor in self._taken for piece in bucket.pieces]
+
+    def take_rest(self) -> None:
+        """In `optimizer.step`: what no hook has taken, absent gradients, and the buffers.
+
+        Raises:
+            UsageError: the batch did not come from `session.loader`, or gradients were changed late.
+        """
+        for index in self._trainable:
+            parameter = self._flat.tensors[index]
+            if index in self._taken:
+                if parameter.grad is None or parameter.grad._version != self._taken[index]:
+                    raise UsageError(_CHANGED_LATE.format(name=self._flat.layout.tensors[index].name))
+            elif parameter.grad is not None:
+                self._take(index, parameter)
+        if not self._taken:
+            self._engine.begin_step()
+        with torch.no_grad():
+            for index in self._trainable:
+                if index not in self._taken:
+                    self._flat.contribution(index).zero_()
+                    self._fill(index)
+            for index in self._buffers:
+                self._flat.contribution(index).copy_(self._flat.tensors[index])
+                self._fill(index)

@@ -1,0 +1,125 @@
+"""This worker's share of the records: ranges that the ledger hands out, cut into batches."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from elastic_ps.core.ledger import Range
+from elastic_ps.errors import UsageError
+from elastic_ps.worker.engine import Engine
+
+
+@lru_cache(maxsize=4)
+def permutation(records: int, epoch: int, *, shuffle: bool, seed: int) -> list[int]:
+    """The index of the record at each position of an epoch; the same in every worker."""
+    if not shuffle:
+        return list(range(records))
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(records, generator=generator).tolist()
+
+
+class Supply:
+    """Asks for records when none are left in hand. Belongs to the training thread.
+
+    Args:
+        records: in the data set.
+        epochs: that the job trains.
+        batch_size: records in a batch of this worker.
+
+    Attributes:
+        only: the epoch that is asked for; records of later ones are kept. None: any.
+        over: all records are in the model.
+    """
+
+    def __init__(self, engine: Engine, *, records: int, epochs: int, batch_size: int) -> None:
+        self.only: int | None = None
+        self.over = False
+        self._engine = engine
+        self._records, self._epochs, self._batch_size = records, epochs, batch_size
+        self._kept: list[Range] = []
+        self._generation = engine.generation
+
+    @property
+    def outdated(self) -> bool:
+        """Whether this worker had to join again, so that the records in hand are handed to others."""
+        return self._engine.generation != self._generation
+
+    @property
+    def epoch(self) -> int:
+        """Of the records in hand that come next."""
+        return self._kept[0].epoch
+
+    def await_some(self) -> bool:
+        """Block until there are records in hand; False when all records are in the model.
+
+        Raises:
+            UsageError: the script has batches that it made no step with.
+        """
+        if self._forget():
+            return True
+        if self._engine.batches:
+            raise UsageError(
+                "the loop over the loader has ended with batches that no optimizer.step() was called for. "
+                "When accumulating gradients, call optimizer.step() for the last batches after the loop"
+            )
+        self.over = not self._take(wait=True)
+        return not self.over
+
+    def next_batch(self) -> list[Range]:
+        """The positions of the next batch, all of one epoch; [] if there are none at the moment.
+
+        After joining again there are none until `await_some` has got some: only that takes part in rounds
+        again.
+        """
+        batch: list[Range] = []
+        missing = self._batch_size
+        while missing and not self.outdated and (self._kept or self._take(wait=False)):
+            first = self._kept[0]
+            ahead = self.only is not None and first.epoch > self.only
+            if ahead or (batch and first.epoch != batch[0].epoch):
+                break
+            taken = first._replace(stop=min(first.stop, first.start + missing))
+            batch.append(taken)
+            missing -= taken.records
+            self._kept[0] = first._replace(start=taken.stop)
+            if not self._kept[0].records:
+                self._kept.pop(0)
+        return [] if self.outdated else batch
+
+    def indices(self, ranges: list[Range]) -> list[int]:
+        """The data set's indexes of the records at these positions."""
+        data = self._engine.spec.data
+        result: list[int] = []
+        for r in ranges:
+            order = permutation(self._records, r.epoch, shuffle=data.shuffle, seed=data.seed)
+            result.extend(order[r.start : r.stop])
+        return result
+
+    def give_up(self) -> None:
+        """Nobody iterates any more: what is in hand goes to others."""
+        if not self.over:
+            self._kept.clear()
+            self._engine.stop_computing()
+
+    def _take(self, *, wait: bool) -> bool:
+        """Get more records; without `wait` only if there are any at the moment.
+
+        Without `wait`, what is in hand stays outdated if this worker had to join again meanwhile: a batch
+        that was begun and those that were fetched ahead are still to be dropped.
+        """
+        ranges = self._engine.take(
+            records=self._records, epochs=self._epochs, batch=self._batch_size, wait=wait
+        )
+        if wait:
+            self._forget()
+        self._kept.extend(ranges)
+        return bool(ranges)
+
+    def _forget(self) -> bool:
+        """Drop what others have been handed; returns whether something is left in hand."""
+        if self.outdated:
+            self._generation = self._engine.generation
+            self._kept.clear()
+        return bool(self._kept)
