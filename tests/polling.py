@@ -9,6 +9,9 @@ from typing import TypeVar
 LIMIT = 60.0
 """Seconds that anything in a test may take; it only ends a test that has failed."""
 
+PAUSE = 0.01
+"""Seconds between two looks."""
+
 T = TypeVar("T")
 
 
@@ -17,5 +20,26 @@ def eventually(condition: Callable[[], T | None], what: str, within: float = LIM
     deadline = time.monotonic() + within
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {within:g} s: {what}"
-        time.sleep(0.01)
+        time.sleep(PAUSE)
+    return value
+
+
+def while_moving(
+    condition: Callable[[], T | None], moving: Callable[[], object], what: str, still: float = LIMIT
+) -> T:
+    """The first true value of `condition`, however long it takes, as long as something moves.
+
+    Fails the test, saying `what` and how it stands, when `moving` has returned equal values for `still`
+    seconds. For work whose time depends on how busy the machine is.
+    """
+    began = since = time.monotonic()
+    seen = moving()
+    while not (value := condition()):
+        now, state = time.monotonic(), moving()
+        if state != seen:
+            seen, since = state, now
+        assert now - since < still, (
+            f"{what}: nothing has moved for {still:g} s, {now - began:.0f} s after the start: {seen}"
+        )
+        time.sleep(PAUSE)
     return value

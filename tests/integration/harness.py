@@ -21,7 +21,7 @@ from elastic_ps.transport.base import Connection, Server
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocServer, connect
 from elastic_ps.worker.session import Session
-from tests.polling import LIMIT, eventually
+from tests.polling import LIMIT, eventually, while_moving
 
 _SEEDING = threading.Lock()
 
@@ -81,9 +81,22 @@ class Job:
 
     def join(self) -> None:
         """Wait for all workers; raises the first error of one."""
-        self.until(lambda: not any(t.is_alive() for t in self.threads), "the workers end")
+
+        def ended() -> bool:
+            return bool(self.errors) or not any(t.is_alive() for t in self.threads)
+
+        try:
+            while_moving(ended, self._seen, "the workers end")
+        except AssertionError as error:
+            error.add_note(str(self.status()))
+            raise
         if self.errors:
             raise self.errors[0]
+
+    def _seen(self) -> object:
+        """What changes as long as the job goes on."""
+        status = self.status()
+        return status.progress.version, [t.name for t in self.threads if t.is_alive()]
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Poll until `condition`; fails at once when a worker does."""

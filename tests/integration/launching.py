@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +15,7 @@ import psutil
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, LocalStatus, Programs
 from elastic_ps.local.poller import fetch_status
-from tests.polling import eventually
+from tests.polling import eventually, while_moving
 
 FAKE = str(Path(__file__).with_name("fake_programs.py"))
 PROGRAMS = Programs(server=(sys.executable, FAKE, "ps"), worker=(sys.executable, FAKE, "worker"))
@@ -57,6 +59,38 @@ def version_of(launcher: Launcher) -> int:
     http = launcher.status().http
     status = fetch_status(http[0]) if http else None
     return status.progress.version if status else 0
+
+
+def wait_for_end(launcher: Launcher, look: Callable[[LocalStatus], None] | None = None) -> None:
+    """Wait for the job's end; fails when it stands still, and says what the job and its workers did last.
+
+    Args:
+        look: called again and again meanwhile.
+    """
+
+    def ended() -> bool:
+        if look is not None:
+            look(launcher.status())
+        return launcher.wait(timedelta(0))
+
+    try:
+        while_moving(ended, lambda: _seen(launcher), "the job ends")
+    except AssertionError as error:
+        for process in launcher.status().processes:
+            if process.exit is None:
+                psutil.Process(process.pid).send_signal(signal.SIGUSR1)  # it logs where its threads are
+        time.sleep(2)
+        for log in sorted(launcher.directory.logs.glob("*.log")):
+            error.add_note(f"--- {log.name}\n{log.read_text()[-4000:]}")
+        raise
+
+
+def _seen(launcher: Launcher) -> object:
+    """What changes as long as the job goes on."""
+    status = launcher.status()
+    version = status.server.progress.version if status.server else None
+    processes = [(f"{p.role}-{p.index}", p.pid, p.state, p.exit) for p in status.processes]
+    return {"version": version, "processes": processes}
 
 
 def gone(pid: int) -> bool:

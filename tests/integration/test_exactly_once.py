@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from elastic_ps.local import Launcher, Options
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, events, make_mlp, running_job
 from tests.integration.histories import check_histories, worker_steps
-from tests.integration.launching import make_job, version_of, wait_for_workers
+from tests.integration.launching import make_job, version_of, wait_for_end, wait_for_workers
 from tests.integration.oracle import mse
-from tests.polling import LIMIT, eventually
+from tests.polling import eventually
 
 STEADY = "tests.integration.scripts.steady:main"
 
@@ -149,7 +148,7 @@ def test_scaling_a_kill_and_a_drain_with_real_processes(tmp_path: Path) -> None:
         launcher.directory.scale(1)
         assert wait_for_workers(launcher, lambda w: len(w) == 1, "1 worker trains") == {0: start[0]}
         hurry.touch()
-        assert launcher.wait(timedelta(seconds=LIMIT))
+        wait_for_end(launcher)
         outcome = launcher.outcome()
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
     commits = check_histories(tmp_path / "history", records=records, epochs=epochs)
@@ -175,7 +174,7 @@ def test_scaling_a_kill_and_a_drain_with_real_processes(tmp_path: Path) -> None:
 
 def test_a_script_that_forks_while_it_trains(tmp_path: Path) -> None:
     with launched(tmp_path, workers=1, records=240, fork_every=5) as launcher:
-        assert launcher.wait(timedelta(seconds=LIMIT)), launcher.status()
+        wait_for_end(launcher)
         outcome = launcher.outcome()
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
     check_histories(tmp_path / "history", records=240, epochs=1)

@@ -6,19 +6,18 @@ import gc
 import subprocess
 import sys
 import threading
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import torch
 
 from elastic_ps.env import ProcessEnvironment, inherited
-from elastic_ps.local import Launcher, Options
+from elastic_ps.local import Launcher, LocalStatus, Options
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.transport.grpc import GrpcConnection
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, make_spec, running_job
-from tests.integration.launching import make_job
+from tests.integration.launching import make_job, wait_for_end
 from tests.integration.oracle import mse, ranges_of
 from tests.integration.trained import training
 from tests.polling import LIMIT, eventually
@@ -37,8 +36,7 @@ def test_two_thousand_steps(tmp_path: Path) -> None:
     )
     samples: dict[int, list[tuple[float, int]]] = {}
 
-    def ended() -> bool:
-        status = launcher.status()
+    def look(status: LocalStatus) -> None:
         version = status.server.progress.version if status.server else 0
         for process in status.processes:
             if process.exit is None and 400 < version < 2400:
@@ -47,11 +45,10 @@ def test_two_thousand_steps(tmp_path: Path) -> None:
                     samples.setdefault(process.pid, []).append((seen.memory_info().rss, seen.num_threads()))
                 except psutil.NoSuchProcess:
                     continue
-        return launcher.wait(timedelta(0))
 
     with Launcher(job, Options(root=tmp_path)) as launcher:
         launcher.start()
-        eventually(ended, "the job ends")
+        wait_for_end(launcher, look)
         outcome = launcher.outcome()
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
     assert outcome.status.server is not None
@@ -59,10 +56,12 @@ def test_two_thousand_steps(tmp_path: Path) -> None:
     assert len(samples) == 2, "parameter server and worker were looked at"
     for seen in samples.values():
         assert len(seen) >= 5
-        early = max(rss for rss, _ in seen[: len(seen) // 4 + 1])
+        quarter = len(seen) // 4 + 1
+        early = max(rss for rss, _ in seen[:quarter])
         late = max(rss for rss, _ in seen)
         assert late - early < 6 * MB, f"grew by {(late - early) / MB:.1f} MB"
-        assert seen[-1][1] <= seen[0][1] + 1
+        # A thread may be there for as long as it answers somebody; one that stays is there in each look.
+        assert min(n for _, n in seen[-quarter:]) <= max(n for _, n in seen[:quarter]) + 1
 
 
 def test_the_servers_memory_does_not_grow_with_the_workers(tmp_path: Path) -> None:
