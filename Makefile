@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 SCALE ?= --scale 100:4 --scale 1700:2
 
-.PHONY: run test test-here test-cluster check bench proto manifests format cluster cluster-down install uninstall clean
+.PHONY: run test test-here test-cluster check check-bounds bench proto manifests format cluster cluster-down install uninstall clean
 
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
@@ -27,6 +27,9 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files
 	$(BIN)/python tools/generate_protobuf.py --check
 	PYTHONPATH=.:operator $(BIN)/python -m elastic_operator.crd --check
 	PYTHONPATH=. $(BIN)/python tools/render_install.py --check
+
+check-bounds: $(VENV)/ready  ## The unit tests with the oldest versions that pyproject.toml allows
+	$(BIN)/python tools/check_bounds.py
 
 bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
 	$(BIN)/python benchmarks/transport.py

@@ -1,38 +1,71 @@
 """Write the Python modules of every `*.proto` file beside it. Running it twice changes nothing.
 
 `python tools/generate_protobuf.py --check` changes nothing and fails if a module is not up to date.
+
+Modules that a newer compiler writes refuse every protobuf library older than the compiler, and every one
+that is two major versions newer. The compiler used here is the last one whose modules run with all
+libraries since its own version, 4.25. It comes with grpcio-tools, whose dependencies do not fit beside those
+of this project, so it is installed into a folder of its own at first use.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import grpc_tools
-from grpc_tools import protoc
-
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "elastic_ps" / "transport"
+COMPILER = "grpcio-tools==1.62.3"
+
+
+def compiler() -> Path:
+    """The folder that holds the compiler; installs it with pip unless it is there."""
+    folder = Path(sys.prefix) / "share" / COMPILER
+    if folder.is_dir():
+        return folder
+    if sys.version_info >= (3, 13):
+        raise SystemExit(f"{COMPILER} has no wheels for this Python; use Python 3.11 or 3.12")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = tempfile.mkdtemp(prefix="compiler-", dir=folder.parent)
+    try:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # What pip says of the versions beside those of this project is of no use to anybody.
+        done = subprocess.run(
+            [*pip, "--only-binary", ":all:", "--target", unfinished, COMPILER],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if done.returncode:
+            raise SystemExit(f"{COMPILER} cannot be installed:\n{done.stderr}")
+        Path(unfinished).rename(folder)
+    except OSError:  # somebody else was faster
+        if not folder.is_dir():
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return folder
 
 
 def generate(target: Path) -> list[Path]:
     """Write the modules below `target`, in the same folders as in the repository; returns their paths."""
     sources = sorted(str(path.relative_to(ROOT)) for path in FOLDER.glob("*.proto"))
-    well_known = Path(grpc_tools.__file__).parent / "_proto"
-    status = protoc.main(
+    done = subprocess.run(
         [
-            "protoc",
+            *(sys.executable, "-m", "grpc_tools.protoc"),
             f"--proto_path={ROOT}",
-            f"--proto_path={well_known}",
             f"--python_out={target}",
             f"--pyi_out={target}",
             *sources,
-        ]
+        ],
+        env=os.environ | {"PYTHONPATH": str(compiler())},
     )
-    if status:
-        raise SystemExit(status)
+    if done.returncode:
+        raise SystemExit(done.returncode)
     return sorted((target / FOLDER.relative_to(ROOT)).glob("*_pb2.py*"))
 
 

@@ -1,8 +1,7 @@
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable, Mapping as _Mapping
-from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -100,7 +99,7 @@ class JoinRequest(_message.Message):
     optimizer: Optimizer
     again: bool
     instance: str
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., again: _Optional[bool] = ..., instance: _Optional[str] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., again: bool = ..., instance: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("term", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending")
@@ -120,7 +119,7 @@ class JoinReply(_message.Message):
     lease_ms: int
     settings: str
     pending: bool
-    def __init__(self, term: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: _Optional[bool] = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: _Optional[bool] = ...) -> None: ...
+    def __init__(self, term: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: bool = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: bool = ...) -> None: ...
 
 class InitRequest(_message.Message):
     __slots__ = ("caller", "bucket")
@@ -140,7 +139,7 @@ class Done(_message.Message):
     __slots__ = ("duplicate",)
     DUPLICATE_FIELD_NUMBER: _ClassVar[int]
     duplicate: bool
-    def __init__(self, duplicate: _Optional[bool] = ...) -> None: ...
+    def __init__(self, duplicate: bool = ...) -> None: ...
 
 class TakeRequest(_message.Message):
     __slots__ = ("caller", "records", "epochs", "batch", "wait", "abandoned")
@@ -156,7 +155,7 @@ class TakeRequest(_message.Message):
     batch: int
     wait: bool
     abandoned: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: _Optional[bool] = ..., abandoned: _Optional[bool] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: bool = ..., abandoned: bool = ...) -> None: ...
 
 class TakeReply(_message.Message):
     __slots__ = ("ranges", "version", "finished", "chief", "pending")
@@ -170,7 +169,7 @@ class TakeReply(_message.Message):
     finished: bool
     chief: bool
     pending: bool
-    def __init__(self, ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., version: _Optional[int] = ..., finished: _Optional[bool] = ..., chief: _Optional[bool] = ..., pending: _Optional[bool] = ...) -> None: ...
+    def __init__(self, ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., version: _Optional[int] = ..., finished: bool = ..., chief: bool = ..., pending: bool = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("caller", "abandoned")
@@ -178,7 +177,7 @@ class ReleaseRequest(_message.Message):
     ABANDONED_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     abandoned: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., abandoned: _Optional[bool] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., abandoned: bool = ...) -> None: ...
 
 class BeginRequest(_message.Message):
     __slots__ = ("caller", "version", "step")
@@ -198,7 +197,7 @@ class BeginReply(_message.Message):
     version: int
     attempt: int
     pending: bool
-    def __init__(self, version: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: _Optional[bool] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("caller", "step", "bucket", "version", "attempt", "samples", "present", "codec", "finish")
@@ -261,7 +260,7 @@ class PullRequest(_message.Message):
     buckets: _containers.RepeatedScalarFieldContainer[int]
     attempt: int
     contributor: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: _Optional[bool] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: bool = ...) -> None: ...
 
 class PullReply(_message.Message):
     __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings")
@@ -277,7 +276,7 @@ class PullReply(_message.Message):
     done: bool
     version: int
     settings: str
-    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: _Optional[bool] = ..., done: _Optional[bool] = ..., version: _Optional[int] = ..., settings: _Optional[str] = ...) -> None: ...
+    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., done: bool = ..., version: _Optional[int] = ..., settings: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("caller", "version")
@@ -328,7 +327,7 @@ class OptimizerStateReply(_message.Message):
     dtype: str
     scalar: bool
     done: bool
-    def __init__(self, tensor: _Optional[int] = ..., start: _Optional[int] = ..., key: _Optional[str] = ..., dtype: _Optional[str] = ..., scalar: _Optional[bool] = ..., done: _Optional[bool] = ...) -> None: ...
+    def __init__(self, tensor: _Optional[int] = ..., start: _Optional[int] = ..., key: _Optional[str] = ..., dtype: _Optional[str] = ..., scalar: bool = ..., done: bool = ...) -> None: ...
 
 class GoneRequest(_message.Message):
     __slots__ = ("job", "worker", "instance")
@@ -386,7 +385,7 @@ class AdvanceRequest(_message.Message):
     source: str
     number: int
     last: bool
-    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[Participant, _Mapping]]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[int] = ..., term: _Optional[int] = ..., prepare: _Optional[bool] = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[Participant, _Mapping]]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[int] = ..., term: _Optional[int] = ..., prepare: bool = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., last: bool = ...) -> None: ...
 
 class SumRequest(_message.Message):
     __slots__ = ("job", "term", "bucket", "version", "attempt", "present")
