@@ -12,12 +12,14 @@ class Batches:
     """The batches that no step has ended yet. Belongs to the training thread.
 
     Attributes:
+        lost: the last ones went to others, as this worker had to join again or was late; the script does not
+            know.
         given_back: the last ones were dropped before anything was computed on them; the script may still
             hold one.
     """
 
     def __init__(self) -> None:
-        self.given_back = False
+        self.lost = self.given_back = False
         self._ranges: list[Range] = []
         self._computed = 0  # how many of `_ranges` a backward() has run for
         self._metrics: dict[str, Any] = {}
@@ -38,7 +40,7 @@ class Batches:
     def add(self, ranges: Iterable[Range]) -> None:
         """A batch of these records is handed to the script."""
         self._ranges.extend(ranges)
-        self.given_back = False
+        self.lost = self.given_back = False
 
     def computed(self) -> None:
         """A backward() has run: the batches so far belong to the next step."""
@@ -49,9 +51,10 @@ class Batches:
         self.given_back = len(self._ranges) > self._computed
         del self._ranges[self._computed :]
 
-    def forget(self) -> None:
-        """A step has ended with them, or they are lost with it."""
+    def forget(self, *, lost: bool = False) -> None:
+        """A step has ended with them; or they are `lost`, and others compute on their records."""
         self._ranges, self._metrics, self._computed = [], {}, 0
+        self.lost = lost
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Keep these values, numbers or tensors with one element, for the step."""

@@ -8,7 +8,7 @@ is there, a bucket is complete, the step ends. What is told of it to the paramet
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Engine:
         batches: what the script has in hand for the next step.
         generation: changes when this worker had to join again, so that all records in hand were dropped.
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
+        void_gradients: called when the gradients that the parameters have belong to records of others.
         entered: whether the model has been given to the job, or has got the job's values.
         exchange, schedule: of that model, from `enter` on.
     """
@@ -57,6 +58,7 @@ class Engine:
         self.batches = Batches()
         self.generation = 0
         self.chief = False
+        self.void_gradients: Callable[[], None] = lambda: None
         self.entered = False
         self.exchange: Exchange | None = None
         self.schedule: Schedule
@@ -260,7 +262,7 @@ class Engine:
         """The step under way and all records in hand go to others."""
         self.generation += 1
         self._steps += 1
-        self.batches.forget()
+        self.batches.forget(lost=True)
 
     # --- records
 
@@ -283,6 +285,7 @@ class Engine:
                 if not expelled(refusal):
                     raise
                 self.schedule.joined_again(self._join_again(refusal).settings)
+                self.void_gradients()
                 if not wait:
                     return ()
 

@@ -57,11 +57,18 @@ class Gradients:
         self._waiting: dict[int, int] = {}
         self.reset()
         self._hooks = [self._hook(index) for index in self._trainable]
+        engine.void_gradients = self._void
 
     def reset(self) -> None:
         """The next gradient is the first of a step."""
         self._taken.clear()
         self._waiting = {b.index: len(b.pieces) for b in self._flat.layout.pushed}
+
+    def _void(self) -> None:
+        """Records of a step that is half computed have been handed to others: so are their gradients."""
+        self.reset()
+        for index in self._trainable:
+            self._flat.tensors[index].grad = None
 
     @contextmanager
     def kept(self) -> Iterator[None]:

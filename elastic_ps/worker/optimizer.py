@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,8 @@ from elastic_ps.errors import UsageError
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.gradients import Gradients
 from elastic_ps.worker.model import Flat
+
+logger = logging.getLogger(__name__)
 
 
 class ElasticOptimizer(torch.optim.Optimizer):
@@ -44,6 +47,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._engine.batches.lost:
+            logger.info("no step is made: its records were handed to others when this worker joined again")
+            return loss
         self._engine.backward_ended()
         self._flat.check_memory()
         self._gradients.take_rest()

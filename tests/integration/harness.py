@@ -239,6 +239,33 @@ class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.x[index], self.y[index]
 
 
+class Indexes(torch.utils.data.Dataset[int]):
+    """Records that are their own numbers."""
+
+    def __init__(self, records: int) -> None:
+        self._records = records
+
+    def __len__(self) -> int:
+        return self._records
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Tally(torch.nn.Module):
+    """Its loss is the sum of the weights of a batch of `Indexes`.
+
+    With SGD of learning rate 1 and a single worker, each weight is minus the times its record was trained.
+    """
+
+    def __init__(self, records: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(records))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.weight[batch].sum()
+
+
 def make_mlp(widths: Sequence[int] = (6, 16, 16, 1), seed: int = 0) -> torch.nn.Sequential:
     """A multi-layer perceptron; the same seed gives the same values."""
     with _SEEDING, torch.random.fork_rng():  # the workers' threads share torch's generator

@@ -11,9 +11,28 @@ import torch
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.harness import Indexes, Job, Numbers, Tally, make_mlp, running_job
 from tests.integration.oracle import mse
 from tests.integration.trained import sgd
+
+
+def lose_server_in_request(number: int, session: Session, job: Job, lost: list[int]) -> None:
+    """Restart the parameter server just before request `number` for records that does not wait, once.
+
+    The model's version is put into `lost` then.
+    """
+    calls = 0
+    take = session._engine.client.take
+
+    def taken(**request: Any) -> Any:
+        nonlocal calls
+        calls += not request["wait"]
+        if calls == number and not lost:
+            lost.append(session.version)
+            job.restart(0)
+        return take(**request)
+
+    session._engine.client.take = taken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("ahead", [0, 2], ids=["half a batch in hand", "batches fetched ahead"])
@@ -24,16 +43,7 @@ def test_what_was_handed_out_before_is_dropped(tmp_path: Path, ahead: int) -> No
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
-        take, calls = session._engine.client.take, [0]
-
-        def taken(**request: Any) -> Any:
-            calls[0] += not request["wait"]
-            if calls[0] == 2 and not lost:
-                lost.append(session.version)
-                job.restart(0)
-            return take(**request)
-
-        session._engine.client.take = taken  # type: ignore[method-assign]
+        lose_server_in_request(2, session, job, lost)
         source = torch.utils.data.DataLoader(data, batch_size=5, num_workers=ahead)
         for x, y in session.loader(source):
             optimizer.zero_grad()
@@ -52,3 +62,43 @@ def test_what_was_handed_out_before_is_dropped(tmp_path: Path, ahead: int) -> No
     histories = read(tmp_path / "history")
     assert check(histories, Data(len(data), 1)) == []
     assert len(histories.joined) == 2, "a step on what was dropped would be refused, and it would join again"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("request_number", [3, 5], ids=["in the middle", "at the end"])
+def test_gradients_of_records_that_are_dropped_are_dropped_too(
+    tmp_path: Path, overlap: bool, request_number: int
+) -> None:
+    """Two batches make a step, and the parameter server is lost between them; the model counts records."""
+    records, lost, counted = 20, list[int](), list[torch.Tensor]()
+
+    def script(session: Session) -> None:
+        model = Tally(records)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, overlap=overlap)
+        lose_server_in_request(request_number, session, job, lost)
+        held = 0
+        for batch in session.loader(Indexes(records), 4):
+            held += 1
+            if held < 2:
+                with optimizer.no_sync():
+                    model(batch).backward()
+                continue
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            held = 0
+        if held:
+            optimizer.step()
+        counted.append(-model.weight.detach())
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        parameterServer={"checkpoint": {"everyVersions": 1}},
+        data={"shardRecords": 4},
+    ) as job:
+        job.start(0, script)
+        job.join()
+    assert lost
+    assert check(read(tmp_path / "history"), Data(records, 1)) == []
+    assert counted[0].tolist() == [1.0] * records
