@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from elastic_ps.core.ledger import Ledger, Range
+from elastic_ps.core.ledger import Ledger, LedgerError, Range
 
 
 class Lanes:
@@ -103,7 +103,10 @@ class Lanes:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, shard_records: int) -> Lanes:
-        """The lanes that `state()` described."""
+        """The lanes that `state()` described. Raises as `Ledger.from_state`."""
         made = cls(state["records"], state["epochs"], shard_records, len(state["lanes"]))
-        made._lanes = [Ledger.from_state(lane, shard_records=shard_records) for lane in state["lanes"]]
+        lanes = [Ledger.from_state(lane, shard_records=shard_records) for lane in state["lanes"]]
+        if [(m.records, m.epochs) for m in lanes] != [(m.records, m.epochs) for m in made._lanes]:
+            raise LedgerError("the lanes are not those of the records")
+        made._lanes = lanes
         return made

@@ -165,16 +165,44 @@ class Ledger:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, shard_records: int) -> Ledger:
-        """The ledger that `state()` described."""
-        return cls(
+        """The ledger that `state()` described.
+
+        Raises:
+            LedgerError: some record would be trained twice or never.
+            KeyError, TypeError, ValueError: it is no description of a ledger.
+        """
+        epoch, position = state["next"]
+        ledger = cls(
             records=state["records"],
             epochs=state["epochs"],
             shard_records=shard_records,
             applied=state["applied"],
-            _next_epoch=state["next"][0],
-            _next_position=state["next"][1],
+            _next_epoch=epoch,
+            _next_position=position,
             _returned=[Range(*r) for r in state["returned"]],
         )
+        ledger._require_sound()
+        return ledger
+
+    def _require_sound(self) -> None:
+        """Each position handed out once is in the model or given back, where nobody holds any."""
+        numbers = [self.records, self.epochs, self.applied, self._next_epoch, self._next_position]
+        if any(type(n) is not int for n in itertools.chain(numbers, *self._returned)) or min(numbers) < 0:
+            raise LedgerError(f"not the numbers of a ledger: {self}")
+        handed_out = self._next_epoch * self.records + self._next_position
+        begun = [Range(0, 0, 0), *sorted(self._returned)]
+        for before, after in itertools.pairwise(begun):
+            inside = 0 <= after.start < after.stop <= self.records
+            if not inside or (after.epoch, after.start) < (before.epoch, before.stop):
+                raise LedgerError(f"{after} cannot have been given back")
+            if after.epoch * self.records + after.stop > handed_out:
+                raise LedgerError(f"{after} has not been handed out")
+        returned = sum(r.records for r in self._returned)
+        if self.applied + returned != handed_out or handed_out > self.expected:
+            raise LedgerError(
+                f"{self.applied} records are in the model and {returned} given back, of {handed_out} handed "
+                f"out and {self.expected} in all"
+            )
 
 
 def _joined(ranges: Iterable[Range]) -> list[Range]:

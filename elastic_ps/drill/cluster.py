@@ -118,9 +118,10 @@ class ClusterTarget(Target):
         pod = f"{self._job}-ps-0:{DEFAULT_HTTP_PORT}"
         path = f"/api/v1/namespaces/{self._namespace}/pods/{pod}/proxy/status"
         try:
-            return ServerStatus.model_validate_json(self._kubectl("get", "--raw", path))
+            status = ServerStatus.model_validate_json(self._kubectl("get", "--raw", path))
         except (UserError, ValidationError):
             return None
+        return status if status.begun else None
 
     def process(self, role: Role, index: int) -> str:
         """The pod's name, uid and restarts."""

@@ -54,7 +54,7 @@ class Poller:
     def ask(self) -> Polled:
         """Ask shard 0 now, in the caller's thread; what was known before if it does not answer."""
         asked_at = time.monotonic()
-        status = fetch_status(self._addresses[0])
+        status = fetch_status(self._addresses[0], waiting=True)
         if status is not None:
             with self._lock:
                 if not status.begun:
@@ -82,13 +82,18 @@ def _waiting(before: ServerStatus | None, now: ServerStatus) -> ServerStatus:
     return now if before is None else before.model_copy(update={"problem": now.problem})
 
 
-def fetch_status(address: str) -> ServerStatus | None:
-    """A parameter server's status, or None if it does not tell."""
+def fetch_status(address: str, *, waiting: bool = False) -> ServerStatus | None:
+    """A parameter server's status, or None if it does not tell.
+
+    Args:
+        waiting: also of one that still waits for its storage, and tells of nothing but that.
+    """
     body = fetch(address, "/status")
     try:
-        return None if body is None else ServerStatus.model_validate_json(body)
+        status = None if body is None else ServerStatus.model_validate_json(body)
     except ValueError:
         return None
+    return status if status is not None and (waiting or status.begun) else None
 
 
 def fetch_loss(address: str) -> list[tuple[int, float]]:

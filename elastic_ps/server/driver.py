@@ -19,7 +19,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
-from elastic_ps.checkpoint.store import Manifest
+from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.partition import Layout, TensorSpec, partition
 from elastic_ps.core.settings import Settings
@@ -363,7 +363,7 @@ class Driver:
 
     def _restore(self, found: Manifest, term: int) -> None:
         """Configure all shards from a checkpoint and take its state over."""
-        layout = self._partition(JobState.tensors_of(found.tensors))
+        layout = self._partition(found.specs)
         settings = Settings.from_json(found.state["settings"])
         for shard in self._shards:
             shard.configure(Configuration(layout, found.optimizer, settings, term, found.version))

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from elastic_ps.checkpoint.store import Manifest, ShardFile, Store
+from elastic_ps.checkpoint.manifest import Manifest, ShardFile
+from elastic_ps.checkpoint.store import Check, Store
 from elastic_ps.errors import CheckpointError, Fenced, Refused, TransportError
 from elastic_ps.server.orders import Written
 
@@ -38,6 +39,7 @@ class Keeper:
         interval: time between two checkpoints.
         every: also one when this many versions have passed since the last; None not.
         keep: how many stay on disk.
+        check: what a checkpoint must pass to be gone on from, besides being whole.
 
     Attributes:
         fenced: another parameter server has taken over; nothing will be written any more.
@@ -55,11 +57,12 @@ class Keeper:
         every: int | None = None,
         keep: int,
         now: float,
+        check: Check = lambda _: None,
     ) -> None:
         self.fenced = False
         self.paused = timedelta(0)
         self._problem = ""
-        self._store = store
+        self._store, self._check = store, check
         self._job, self._term, self._shards = job, term, shards
         self._interval, self._every, self._keep = interval, every, keep
         self._lock = threading.Lock()
@@ -144,8 +147,8 @@ class Keeper:
                 logger.error("%s", reason)
                 self.fenced = True
 
-    def begin_term(self) -> None:
-        """Begin a new term, to go back to a checkpoint. What is being written is given up.
+    def begin_term(self, *, above: int = 0) -> None:
+        """Begin a new term, above `above`, to go back to a checkpoint. What is being written is given up.
 
         Raises:
             Fenced: another parameter server has begun a term.
@@ -153,16 +156,16 @@ class Keeper:
         try:
             with self._lock:
                 self._pending = None
-                self._term = self._store.next_term(after=self._term)
+                self._term = self._store.next_term(after=self._term, above=above)
         except Fenced as error:
             self.fence(error)
             raise
 
     def newest(self) -> Manifest:
-        """The newest whole checkpoint; broken ones are set aside. Raises NoCheckpoint."""
-        manifest, problems = self._store.newest()
+        """The newest whole checkpoint; broken ones are set aside. Raises as `Store.newest`."""
+        manifest, problems = self._store.newest(self._check)
         for problem in problems:
-            logger.warning("set aside a broken checkpoint: %s", problem)
+            logger.warning("%s", problem)
         written = self._store.written(manifest.version)
         with self._lock:
             self._durable, self._durable_at = (manifest.version, written), time.monotonic()
@@ -195,6 +198,7 @@ class Keeper:
                 job=self._job,
                 version=version,
                 term=self._term,
+                number=number,
                 tensors=tensors,
                 optimizer=optimizer,
                 state=state,

@@ -14,7 +14,9 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
-from elastic_ps.checkpoint.store import Assembled, ShardFile, Store, Stored
+from elastic_ps.checkpoint.manifest import ShardFile
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint.tensors import VALUE, Stored
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.job import Consistency
 from elastic_ps.server.follower import Follower, for_standby, sum_key
@@ -122,9 +124,8 @@ class Node:
         if configuration.load_version is not None:
             if self.store is None:
                 raise CheckpointError(f"shard {self.index} has no checkpoint directory to load from")
-            manifest = self.store.manifest(configuration.load_version)
-            elements = {i: t.elements for i, t in enumerate(configuration.layout.tensors)}
-            shard.load(Assembled(elements, self.store.read(manifest)), configuration.load_version)
+            with self.store.open(configuration.load_version) as stored:
+                shard.load(stored, configuration.load_version)
         with self._lock:
             if order is not None and not self._log.is_last(order):
                 return  # it has been repeated while this one was carried out
@@ -249,7 +250,7 @@ class Node:
             term, number, version, tensors, pause = snapshot
             try:
                 file: ShardFile | None = self.store.write_shard(
-                    term, version, self.index, self.shards, iter(tensors)
+                    term, version, self.index, self.shards, iter(tensors), number=number
                 )
                 error = ""
             except CheckpointError as failure:
@@ -277,7 +278,7 @@ def _copy(shard: Shard) -> Iterator[Stored]:
     for bucket, flat in shard.values():
         start = 0
         for piece in bucket.pieces:
-            yield Stored(piece.tensor, piece.start, "value", flat[start : start + piece.length].clone())
+            yield Stored(piece.tensor, piece.start, VALUE, flat[start : start + piece.length].clone())
             start += piece.length
     for entry in shard.state():
         yield Stored(entry.tensor, entry.start, entry.key, entry.value, entry.scalar)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from elastic_ps.checkpoint.store import ShardFile
+from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import Malformed

@@ -6,8 +6,10 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
-from elastic_ps.checkpoint.store import Manifest, Store
+from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.checkpoint.store import Store
 from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import InvalidJob, NoCheckpoint
 from elastic_ps.server.coordinator import Coordinator
@@ -17,6 +19,7 @@ from elastic_ps.server.node import Node
 from elastic_ps.server.orders import ShardControl
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
+from elastic_ps.server.saved import require_usable
 from elastic_ps.server.service import Service
 from elastic_ps.status import ServerStatus
 from elastic_ps.telemetry import History, Trace
@@ -76,7 +79,7 @@ class ParameterServer:
                 RemoteShard(
                     environment.job, connect_standby(index), start=timedelta(0), timeout=STANDBY_TIMEOUT
                 ),
-                lambda version: version in store.versions(),
+                store.holds,
             )
         self.node = Node(
             index,
@@ -148,9 +151,14 @@ class ParameterServer:
             every=checkpoint.every_versions,
             keep=checkpoint.keep,
             now=time.monotonic(),
+            check=partial(require_usable, spec=environment.spec),
         )
         try:
-            return keeper, self._find(environment, store, keeper)
+            found = self._find(environment, store, keeper)
+            if found is not None and found.term >= self.term:  # it was written elsewhere, and copied
+                self._patience.until_done(partial(keeper.begin_term, above=found.term))
+                self.term = keeper.term
+            return keeper, found
         except BaseException:
             keeper.close()
             raise

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from elastic_ps import codec
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.sequence import PushKey
-from elastic_ps.errors import Malformed, RefusalCode, Refused, StorageUnavailable
+from elastic_ps.errors import CheckpointError, Malformed, RefusalCode, Refused
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import (
@@ -186,7 +186,7 @@ class Service:
         order = OrderId(request.source, request.number)
         try:
             self._node.configure(configuration_from_message(request), order)
-        except StorageUnavailable as error:
+        except CheckpointError as error:  # shard 0 has verified it, so what is wrong here may pass
             raise Refused(RefusalCode.NOT_READY, str(error)) from error
         yield _done()
 

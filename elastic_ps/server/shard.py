@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from elastic_ps.checkpoint.store import Assembled
+from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import as_bytes, dtype_of
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
@@ -409,8 +409,8 @@ class Shard:
             with self._changed:
                 self._receiving.discard(slot)
 
-    def load(self, stored: Assembled, version: int) -> None:
-        """Take values and optimizer state over from a checkpoint of `version`."""
+    def load(self, stored: Reader, version: int) -> None:
+        """Take values and optimizer state over from a checkpoint of `version`, and read no more."""
         with self._changed:
             for values in self._buckets.values():
                 values.load(stored, version)

@@ -20,7 +20,7 @@ from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.core.membership import Membership, Stay
 from elastic_ps.core.pace import Pace, Waiting
-from elastic_ps.core.partition import Layout, Rule, TensorSpec
+from elastic_ps.core.partition import Layout
 from elastic_ps.core.progress import Curve, Rate
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
@@ -327,11 +327,6 @@ class JobState:
             "round": self.last_round,
             "chief": self.chief,
         }
-
-    @staticmethod
-    def tensors_of(stored: Sequence[dict[str, Any]]) -> tuple[TensorSpec, ...]:
-        """The model's tensors, as `to_checkpoint` wrote them."""
-        return tuple(TensorSpec(**{**t, "shape": tuple(t["shape"]), "rule": Rule(t["rule"])}) for t in stored)
 
     @classmethod
     def from_checkpoint(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.checkpoint.store import Assembled
+from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import check_optimizer
@@ -175,8 +175,8 @@ class BucketValues:
                 scalar = tensor.dim() == 0
                 yield StateEntry(piece.tensor, piece.start, key, tensor.reshape(-1), scalar)
 
-    def load(self, stored: Assembled, version: int) -> None:
-        """Take values and optimizer state over from a checkpoint of `version`."""
+    def load(self, stored: Reader, version: int) -> None:
+        """Take values and optimizer state over from a checkpoint of `version`; nothing else of it is read."""
         for index, piece in enumerate(self.bucket.pieces):
             where = (piece.tensor, piece.start, piece.length)
             self._piece(self.values, index).copy_(stored.value(*where))

@@ -23,6 +23,7 @@ import torch._dynamo  # the first optimizer of a process imports it, which takes
 
 from elastic_ps import env
 from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.local.gone import tell_parameter_server
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.server.process import ParameterServer
@@ -46,15 +47,19 @@ def serve(variables: Mapping[str, str], fate: Fate | None) -> None:
     """A parameter server."""
     environment = env.read(variables)
     moment, version = fate or ("", 0)
-    write, commit, read = Store.write_shard, Store.commit, Store.read
+    write, commit, read = Store.write_shard, Store.commit, Reader.value
+    reads = itertools.count()
 
     def until_dead(items: Iterator[Any]) -> Iterator[Any]:
         yield next(items)
         die()
 
-    def write_shard(store: Store, term: int, at: int, shard: int, shards: int, tensors: Iterator[Any]) -> Any:
+    def write_shard(
+        store: Store, term: int, at: int, shard: int, shards: int, tensors: Iterator[Any], *, number: int
+    ) -> Any:
         within = moment == "within a file" and at >= version
-        return write(store, term, at, shard, shards, until_dead(tensors) if within else tensors)
+        given = until_dead(tensors) if within else tensors
+        return write(store, term, at, shard, shards, given, number=number)
 
     def committed(store: Store, manifest: Any, *, keep: int) -> None:
         if moment == "before the manifest" and manifest.version >= version:
@@ -63,15 +68,17 @@ def serve(variables: Mapping[str, str], fate: Fate | None) -> None:
         if moment == "after the manifest" and manifest.version >= version:
             die()
 
-    def loaded(store: Store, *arguments: Any) -> Any:
-        return (
-            until_dead(iter(read(store, *arguments)))
-            if moment == "within a load"
-            else read(store, *arguments)
-        )
+    def value(reader: Reader, *arguments: int) -> torch.Tensor:
+        if moment == "within a load" and next(reads) == 1:
+            die()
+        return read(reader, *arguments)
 
-    for name, function in {"write_shard": write_shard, "commit": committed, "read": loaded}.items():
-        setattr(Store, name, function)
+    for owner, name, function in (
+        (Store, "write_shard", write_shard),
+        (Store, "commit", committed),
+        (Reader, "value", value),
+    ):
+        setattr(owner, name, function)
     server = GrpcServer(environment.bind)
     ParameterServer(environment, server, lambda shard: GrpcConnection(environment.addresses[shard]))
     threading.Event().wait()

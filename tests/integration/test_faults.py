@@ -23,7 +23,8 @@ import grpc
 import psutil
 import pytest
 
-from elastic_ps.checkpoint.store import Manifest, Store
+from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.checkpoint.store import Store
 from elastic_ps.drill.faults import Kind, schedule
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
@@ -276,7 +277,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
     store = Store(tmp_path)
     term = store.next_term()
     before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr("elastic_ps.checkpoint.store._flush", full)
+    monkeypatch.setattr("elastic_ps.checkpoint.files.flush", full)
     with pytest.raises(CheckpointError, match="No space left"):
         store.write_shard(term, 3, 0, 1, iter(()))
     assert sorted(tmp_path.iterdir()) == before

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from elastic_ps.checkpoint.store import Manifest, Store
+from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.checkpoint.store import Store
 from elastic_ps.errors import CheckpointCorrupt, InvalidJob, ModelMismatch, NoCheckpoint
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
@@ -119,6 +120,7 @@ def test_going_on_from_a_checkpoint_that_was_written_while_training_ran(tmp_path
     models: list[torch.nn.Module] = []
     with running_job(tmp_path / "2", checkpoints=copied, resume="require", parameterServer=server(2)) as job:
         assert job.version == version
+        assert job.status().term == 2, "above that of the copied checkpoint, though nothing else tells of it"
         for worker in range(2):
             job.start(worker, trainer(make, seed=4, models=models))
         job.join()

@@ -21,14 +21,14 @@ from tests.polling import LIMIT, eventually
 
 FULL = """
 import errno, os, sys
-from elastic_ps.checkpoint import store
+from elastic_ps.checkpoint import files
 from elastic_ps.server.__main__ import main
-flush = store._flush
+flush = files.flush
 def full(path):
     if os.path.exists(sys.argv[1]):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     flush(path)
-store._flush = full
+files.flush = full
 sys.exit(main())
 """
 """A parameter server on a disk that is full as long as a file is there."""
@@ -57,7 +57,7 @@ class Server:
 
     def status(self) -> ServerStatus | None:
         assert self.process.poll() is None, "the parameter server has ended"
-        return fetch_status(self.http)
+        return fetch_status(self.http, waiting=True)
 
 
 @pytest.fixture

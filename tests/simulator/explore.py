@@ -102,8 +102,8 @@ def _found(cluster: Cluster) -> Any:
     """`Store.newest`, and a look at what it found: its writer may have been killed before the look."""
     real = Store.newest
 
-    def newest(self: Store) -> Any:
-        manifest, problems = real(self)
+    def newest(self: Store, *arguments: Any) -> Any:
+        manifest, problems = real(self, *arguments)
         cluster.sights.append(checkpoint_sight(self, manifest.version, manifest.term))
         return manifest, problems
 

@@ -136,10 +136,7 @@ class Replay:
 
 def checkpoint_sight(store: Store, version: int, term: int) -> Sight:
     """What is on the disk under a version."""
-    manifest = store.manifest(version)
-    places = manifest.tensors[0]["shape"][0]
-    values = torch.full((PARAMETERS, places), float("nan"), dtype=torch.float64)
-    for stored in store.read(manifest):
-        if stored.key == "value":
-            values[stored.tensor, stored.start : stored.start + stored.value.numel()] = stored.value
+    with store.open(version) as reader:
+        places = reader.manifest.specs[0].elements
+        values = torch.stack([reader.value(tensor, 0, places) for tensor in range(PARAMETERS)])
     return Sight("checkpoint", term, version, values)

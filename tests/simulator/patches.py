@@ -53,9 +53,9 @@ def simulated(disk: Disk) -> Iterator[None]:
         patch(importlib.import_module("elastic_ps.server.driver"), "ThreadPoolExecutor", Executor)
         client = importlib.import_module("elastic_ps.worker.client")
         patch(client, "random", SimpleNamespace(random=lambda: world().random.random()))
-        store = importlib.import_module("elastic_ps.checkpoint.store")
-        patch(store, "fcntl", SimpleNamespace(LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB, flock=disk.flock))
-        patch(store, "_flush", disk.flush)
+        files = importlib.import_module("elastic_ps.checkpoint.files")
+        patch(files, "fcntl", SimpleNamespace(LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB, flock=disk.flock))
+        patch(files, "flush", disk.flush)
         yield
 
 

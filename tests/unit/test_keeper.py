@@ -71,7 +71,7 @@ def test_a_roll_back_is_not_taken_for_a_rival(store: Store, keeper: Keeper) -> N
     """A checkpoint that was being finished in the term before is given up; the process is not fenced."""
     for version in (1, 2):
         keeper.begin(version, 0.0, dict(STATE), number=version)
-        file = store.write_shard(keeper.term, version, 0, 1, iter(()))
+        file = store.write_shard(keeper.term, version, 0, 1, iter(()), number=version)
         written = Written(keeper.term, version, version, file, "", timedelta(0))
         if version == 1:
             keeper.part(0, written)
@@ -97,12 +97,14 @@ def test_a_part_that_was_ordered_before_a_roll_back_is_none_of_the_checkpoint_af
     store: Store, keeper: Keeper
 ) -> None:
     """The same version is made twice, of other records."""
-    old = Written(keeper.term, 1, 10, store.write_shard(keeper.term, 10, 0, 1, iter(())), "", timedelta(0))
+    old = Written(
+        keeper.term, 1, 10, store.write_shard(keeper.term, 10, 0, 1, iter(()), number=1), "", timedelta(0)
+    )
     keeper.begin(10, 0.0, dict(STATE), number=1)
     keeper.begin_term()
     keeper.begin(10, 0.0, dict(STATE), number=2)
     keeper.part(0, old)
-    new = store.write_shard(keeper.term, 10, 0, 1, iter(()))
+    new = store.write_shard(keeper.term, 10, 0, 1, iter(()), number=2)
     assert keeper.writing
     keeper.part(0, Written(keeper.term, 2, 10, new, "", timedelta(0)))
     eventually(lambda: keeper.durable_version == 10, "version 10 is on disk")
@@ -112,7 +114,7 @@ def test_a_part_that_was_ordered_before_a_roll_back_is_none_of_the_checkpoint_af
 def test_an_old_checkpoint_is_a_problem_whatever_the_reason(store: Store, keeper: Keeper) -> None:
     """For whatever reason none comes, it must not go unseen."""
     keeper.begin(1, 0.0, dict(STATE), number=1)
-    file = store.write_shard(keeper.term, 1, 0, 1, iter(()))
+    file = store.write_shard(keeper.term, 1, 0, 1, iter(()), number=1)
     keeper.part(0, Written(keeper.term, 1, 1, file, "", timedelta(0)))
     eventually(lambda: keeper.durable_version == 1, "version 1 is on disk")
     now = time.monotonic()

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.checkpoint.store import ShardFile, Store, Stored
+from elastic_ps.checkpoint.manifest import ShardFile
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
@@ -31,7 +33,14 @@ class InstantStore(Store):
     """A disk that takes no time."""
 
     def write_shard(
-        self, term: int, version: int, shard: int, shards: int, tensors: Iterator[Stored]
+        self,
+        term: int,
+        version: int,
+        shard: int,
+        shards: int,
+        tensors: Iterator[Stored],
+        *,
+        number: int = 0,
     ) -> ShardFile:
         return ShardFile("file", "digest", 0)
 
@@ -68,7 +77,9 @@ def test_a_part_that_is_told_twice_is_one_part(tmp_path: Path) -> None:
     keeper = Keeper(store, job="j", term=term, shards=2, interval=timedelta(0), every=None, keep=3, now=0.0)
     keeper.begin(1, 0.0, {"tensors": [], "optimizer": "SGD"}, number=keeper.number())
     parts = [
-        Written(term, 1, 1, store.write_shard(term, 1, shard, 2, iter(())), "", timedelta(seconds=1))
+        Written(
+            term, 1, 1, store.write_shard(term, 1, shard, 2, iter(()), number=1), "", timedelta(seconds=1)
+        )
         for shard in (0, 1)
     ]
     try:
@@ -170,11 +181,18 @@ class SlowStore(InstantStore):
         self.began, self.go_on = threading.Event(), threading.Event()
 
     def write_shard(
-        self, term: int, version: int, shard: int, shards: int, tensors: Iterator[Stored]
+        self,
+        term: int,
+        version: int,
+        shard: int,
+        shards: int,
+        tensors: Iterator[Stored],
+        *,
+        number: int = 0,
     ) -> ShardFile:
         self.began.set()
         assert self.go_on.wait(10)
-        return super().write_shard(term, version, shard, shards, tensors)
+        return super().write_shard(term, version, shard, shards, tensors, number=number)
 
 
 def test_an_order_that_arrives_after_it_was_repeated_changes_nothing(node: Node) -> None:

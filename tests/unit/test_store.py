@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
-from elastic_ps.checkpoint import store as store_module
-from elastic_ps.checkpoint.store import Assembled, Manifest, Store, Stored
+from elastic_ps.checkpoint import files as files_module
+from elastic_ps.checkpoint.manifest import Manifest, ShardFile
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.core.partition import Layout, Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint, StorageUnavailable
 from elastic_ps.server.values import BucketValues
 
 SHARDS = 2
 TERM = 1
+TENSORS = [
+    {"name": f"w{number}", "shape": [4], "dtype": "float32", "rule": int(Rule.GRADIENT), "group": 0}
+    for number in range(SHARDS)
+]
 
 
 def manifest(version: int, *, term: int = TERM) -> Manifest:
@@ -29,7 +38,7 @@ def manifest(version: int, *, term: int = TERM) -> Manifest:
         job="job",
         version=version,
         term=term,
-        tensors=[{"name": "w", "shape": [4]}],
+        tensors=list(TENSORS),
         optimizer="SGD",
         state={"ledger": {"applied": 10 * version}, "loss": [[1, 0.1 + version], [2, float("nan")]]},
     )
@@ -49,10 +58,16 @@ def write(store: Store, version: int, *, keep: int = 3) -> Path:
     return store.commit(found, keep=keep)
 
 
-def same(stored: Iterator[Stored], version: int) -> bool:
-    expected = {s.name: s.value for shard in range(SHARDS) for s in content(version, shard)}
-    found = {s.name: s.value for s in stored}
-    return found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
+def same(store: Store, version: int) -> bool:
+    """Whether the newest whole checkpoint holds the content of `version`."""
+    with store.open(store.newest()[0].version) as reader:
+        for shard in range(SHARDS):
+            value, step = content(version, shard)
+            if not torch.equal(reader.value(shard, 0, 4), value.value):
+                return False
+            if reader.state(shard, 0, 4) != {"step": step.value[0]}:
+                return False
+    return True
 
 
 @pytest.fixture
@@ -73,9 +88,9 @@ def test_what_is_written_is_read_again(store: Store) -> None:
     found, problems = store.newest()
     assert problems == []
     assert (found.version, found.job, found.term, found.optimizer) == (1290, "job", 1, "SGD")
-    assert found.tensors == [{"name": "w", "shape": [4]}]
+    assert found.tensors == TENSORS
     assert found.state["ledger"] == {"applied": 12900}
-    assert same(store.read(found), 1290)
+    assert same(store, 1290)
 
 
 def test_the_newest_are_kept(store: Store) -> None:
@@ -90,7 +105,7 @@ def test_a_version_that_is_written_again_replaces_the_first(store: Store) -> Non
     (path / "stray").touch()
     write(store, 7)
     assert not (path / "stray").exists()
-    assert same(store.read(store.newest()[0]), 7)
+    assert same(store, 7)
 
 
 def test_without_a_checkpoint_the_message_says_where_was_looked(store: Store) -> None:
@@ -109,7 +124,7 @@ def broken_is_refused_and_the_one_before_is_used(store: Store, what: str) -> Non
         store.manifest(2)
     found, problems = store.newest()
     assert found.version == 1, what
-    assert same(store.read(found), 1)
+    assert same(store, 1)
     assert len(problems) == 1
     assert str(store.path(2)) in problems[0]
     assert [name.split("-")[0] for name in names(store)] == ["corrupt", "version"], "kept aside"
@@ -159,19 +174,32 @@ def test_a_missing_file_is_found(store: Store) -> None:
     broken_is_refused_and_the_one_before_is_used(store, "missing")
 
 
-def test_a_file_that_the_disk_cannot_read_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_file_that_cannot_be_read_at_the_moment_is_not_taken_for_broken(
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     write(store, 1)
     write(store, 2)
     bad = store.path(2) / "shard-0-of-2.safetensors"
-    digest = store_module._digest
+    read, opened = os.preadv, os.open
 
-    def failing(path: Path) -> str:
-        if path == bad:
-            raise OSError(errno.EIO, "Input/output error")
-        return digest(path)
+    def failing(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if os.path.samestat(os.fstat(descriptor), bad.stat()):
+            raise OSError(number, os.strerror(number))
+        return read(descriptor, buffers, offset)
 
-    monkeypatch.setattr(store_module, "_digest", failing)
-    broken_is_refused_and_the_one_before_is_used(store, "unreadable")
+    def refusing(path: Path, flags: int, *mode: int) -> int:
+        if Path(path) == bad:
+            raise OSError(number, os.strerror(number))
+        return opened(path, flags, *mode)
+
+    name, function = ("preadv", failing) if number == errno.EIO else ("open", refusing)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, function)
+        with pytest.raises(StorageUnavailable, match=os.strerror(number)):
+            store.newest()
+    assert store.versions() == [1, 2], "it may be whole, and nothing older is taken in its place"
+    assert store.newest()[0].version == 2
 
 
 def test_a_checkpoint_under_another_versions_name_is_refused(store: Store) -> None:
@@ -190,8 +218,10 @@ def test_a_directory_without_a_manifest_is_not_a_checkpoint(store: Store) -> Non
 def test_when_all_are_broken_the_message_names_them(store: Store) -> None:
     for version in (1, 2):
         (write(store, version) / "manifest.json").write_text("{}")
-    with pytest.raises(NoCheckpoint, match=r"version-0000000002.*version-0000000001"):
+    with pytest.raises(CheckpointCorrupt, match=r"version-0000000002.*version-0000000001"):
         store.newest()
+    with pytest.raises(CheckpointCorrupt, match=r"corrupt-0000000001-1"):
+        store.newest()  # not NoCheckpoint, with which a job would begin anew
 
 
 def test_a_version_that_breaks_again_is_set_aside_again(store: Store) -> None:
@@ -218,7 +248,7 @@ def test_what_unfinished_writes_left_does_not_pile_up(store: Store, monkeypatch:
     for version in range(2, 6):
         store.write_shard(TERM, version, 0, SHARDS, iter(content(version, 0)))
         with monkeypatch.context() as patch:
-            patch.setattr(safetensors.torch, "save_file", _half_then_full)
+            patch.setattr(files_module, "flush", _full)
             with pytest.raises(CheckpointError, match="No space left"):
                 store.write_shard(TERM, version, 1, SHARDS, iter(content(version, 1)))
     left = {p.parent.name for p in store.directory.glob("partial-*/*")}
@@ -227,8 +257,7 @@ def test_what_unfinished_writes_left_does_not_pile_up(store: Store, monkeypatch:
     assert names(store) == ["version-0000000001", "version-0000000006"]
 
 
-def _half_then_full(tensors: object, path: Path) -> None:
-    path.write_bytes(b"half")
+def _full(path: Path) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -236,15 +265,11 @@ def test_a_full_disk_leaves_the_older_ones_alone(store: Store, monkeypatch: pyte
     write(store, 1)
     found = manifest(2)
     found.files.extend(store.write_shard(TERM, 2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS))
-
-    def full(path: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "_flush", full)
+        patch.setattr(files_module, "flush", _full)
         with pytest.raises(CheckpointError, match=r"version 2: .*No space left"):
             store.commit(found, keep=1)
-    assert same(store.read(store.newest()[0]), 1)
+    assert same(store, 1)
     write(store, 2, keep=1)
     assert store.versions() == [2], "and it goes on when there is space again"
 
@@ -332,7 +357,7 @@ def test_nothing_is_pickled(store: Store, monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("torch.load", "torch.save", "pickle.load", "pickle.loads", "pickle.dump", "pickle.dumps"):
         monkeypatch.setattr(name, refuse)
     write(store, 2)
-    assert same(store.read(store.newest()[0]), 2)
+    assert same(store, 2)
 
 
 def test_the_manifest_says_what_is_in_the_checkpoint(store: Store) -> None:
@@ -400,17 +425,17 @@ def test_a_checkpoint_can_be_cut_otherwise(
                 present = [piece.tensor != 3 for piece in values.bucket.pieces]
                 values.add(gradient, 1, present, first=True)
                 values.apply(1, settings.groups, version)
-    found = manifest(2)
+    found = replace(manifest(2), tensors=[{**asdict(s), "shape": list(s.shape)} for s in specs])
     for shard in range(first.shards):
         own = [values for values in buckets if values.bucket.shard == shard]
         found.files.append(store.write_shard(TERM, 2, shard, first.shards, stored(own)))
     store.commit(found, keep=1)
 
     sizes = {i: spec.elements for i, spec in enumerate(specs)}
-    assembled = Assembled(sizes, store.read(store.newest()[0]))
     loaded = trained(second, settings)
-    for values in loaded:
-        values.load(assembled, 2)
+    with store.open(2) as reader:
+        for values in loaded:
+            values.load(reader, 2)
     expected, got = whole(buckets, sizes), whole(loaded, sizes)
     assert expected.keys() == got.keys()
     assert (3, "step") not in got, "a parameter that never had a gradient has no state"
@@ -418,9 +443,211 @@ def test_a_checkpoint_can_be_cut_otherwise(
     assert all(values.version == 2 for values in loaded)
 
 
-def test_a_tensor_that_is_not_wholly_there_is_not_made_up() -> None:
-    assembled = Assembled({0: 5, 1: 4}, iter([Stored(0, 0, "value", torch.zeros(5))]))
-    with pytest.raises(CheckpointCorrupt, match="tensor 1"):
-        assembled.value(1, 0, 4)
-    with pytest.raises(CheckpointCorrupt, match="5 of 10 elements of tensor 0"):
-        Assembled({0: 10}, iter([Stored(0, 0, "value", torch.zeros(5))]))
+def test_a_shard_reads_its_own_part_and_nothing_else(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a tensor that is cut: the files of others are not even compared with their digests."""
+    whole = torch.arange(1000.0)
+    tensors = [{**TENSORS[0], "shape": [1000]}]
+    found = replace(manifest(1), tensors=tensors)
+    for shard in range(4):
+        part = Stored(0, 250 * shard, "value", whole[250 * shard : 250 * (shard + 1)])
+        found.files.append(store.write_shard(TERM, 1, shard, 4, iter([part])))
+    store.commit(found, keep=1)
+    (store.path(1) / "shard-3-of-4.safetensors").chmod(0o600)
+    bytes_read, read = [0], os.preadv
+
+    def counting(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        count = read(descriptor, buffers, offset)
+        bytes_read[0] += count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    with store.open(1) as reader:
+        headers = bytes_read[0]
+        assert torch.equal(reader.value(0, 300, 100), whole[300:400])
+        own = (store.path(1) / "shard-1-of-4.safetensors").stat().st_size
+        assert bytes_read[0] - headers == own + 400, "its digest, and 100 elements"
+        assert torch.equal(reader.value(0, 200, 800), whole[200:])
+
+
+# --- a checkpoint is input from outside
+
+
+def rewrite(store: Store, version: int, change: dict[str, Any]) -> None:
+    """Change a manifest, with the digest that goes with it."""
+    found = replace(store.describe(version), **change)
+    (store.path(version) / "manifest.json").write_text(found.to_text())
+
+
+def plant(store: Store, version: int, header: dict[str, Any], data: bytes = b"", length: int = -1) -> None:
+    """Put a file of shard 0 into a checkpoint, with the digest that goes with it."""
+    text = json.dumps(header).encode()
+    content = (len(text) if length < 0 else length).to_bytes(8, "little") + text + data
+    name = "shard-0-of-2.safetensors"
+    (store.path(version) / name).write_bytes(content)
+    file = ShardFile(name, hashlib.sha256(content).hexdigest(), len(content))
+    rewrite(store, version, {"files": [file, *store.describe(version).files[1:]]})
+
+
+TENSOR, SECOND = TENSORS
+F32 = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+HUGE = 1 << 40
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": [ShardFile("../shard-0-of-2.safetensors", "0" * 64, 1)]},
+        {"files": [ShardFile("/etc/passwd", "0" * 64, 1)]},
+        {"files": [ShardFile("shard-0-of-2.safetensors/../../x", "0" * 64, 1)]},
+        {"files": [ShardFile("shard-0-of-2.safetensors", "0" * 64, -1)]},
+        {"files": []},
+        {"tensors": [{**TENSOR, "shape": [HUGE]}, SECOND]},
+        {"tensors": [{**TENSOR, "shape": [HUGE, HUGE, HUGE]}, SECOND]},
+        {"tensors": [{**TENSOR, "shape": [-4]}, SECOND]},
+        {"tensors": [{**TENSOR, "shape": [4.0]}, SECOND]},
+        {"tensors": [{**TENSOR, "dtype": "float128"}, SECOND]},
+        {"tensors": [{**TENSOR, "dtype": "float16"}, SECOND]},
+        {"tensors": [{**TENSOR, "rule": 17}, SECOND]},
+        {"tensors": [TENSOR, TENSOR]},
+        {"tensors": [TENSOR]},
+        {"tensors": [TENSOR, SECOND, {**TENSOR, "name": "more"}]},
+        {"tensors": {"name": "w"}},
+        {"tensors": ["w"]},
+        {"term": 1 << 70},
+        {"term": -1},
+        {"term": True},
+        {"version": 2.0},
+        {"state": []},
+        {"state": {"ledger": {"applied": 1 << 63}}},
+        {"job": 5},
+        {"format": 3},
+    ],
+)
+def test_a_manifest_that_says_what_cannot_be_is_set_aside(store: Store, change: dict[str, Any]) -> None:
+    write(store, 1)
+    write(store, 2)
+    rewrite(store, 2, change)
+    broken_is_refused_and_the_one_before_is_used(store, str(change))
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "length"),
+    [
+        ({"0/0/value/elements": {**F32, "shape": [HUGE]}}, b"", -1),
+        ({"0/0/value/elements": {**F32, "shape": [HUGE], "data_offsets": [0, 4 * HUGE]}}, b"", -1),
+        ({"0/0/value/elements": {**F32, "data_offsets": [-16, 0]}}, bytes(16), -1),
+        ({"0/0/value/elements": {**F32, "data_offsets": [0, 17]}}, bytes(17), -1),
+        ({"0/0/value/elements": {**F32, "dtype": "F80"}}, bytes(16), -1),
+        ({"0/0/value/elements": {**F32, "dtype": ["F32"]}}, bytes(16), -1),
+        ({"0/0/value/elements": {**F32, "shape": None}}, bytes(16), -1),
+        ({"0/0/value/elements": 7}, bytes(16), -1),
+        ({"0/2/value/elements": F32}, bytes(16), -1),
+        ({"0/0/value/scalar": F32}, bytes(16), -1),
+        ({"9/0/value/elements": F32}, bytes(16), -1),
+        ({"0/0/value/elements": F32, "0/0/step/scalar": F32}, bytes(16), -1),
+        ({"0/0/value/elements": F32, "0/1/exp/elements": F32}, bytes(16), -1),
+        ({"weight": F32}, bytes(16), -1),
+        ({"0/0/value/elements": F32}, bytes(16), HUGE),
+        ({}, b"", -1),
+    ],
+)
+def test_a_file_that_says_what_cannot_be_is_set_aside(
+    store: Store, header: dict[str, Any], data: bytes, length: int
+) -> None:
+    """Before memory is taken for it: a tensor of 2**40 elements would take all that there is."""
+    write(store, 1)
+    write(store, 2)
+    plant(store, 2, header, data, length)
+    broken_is_refused_and_the_one_before_is_used(store, str(header))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "7", "{}", '{"sha256": "x"}', "\x00\xff"])
+def test_a_manifest_that_is_none_is_set_aside(store: Store, text: str) -> None:
+    write(store, 1)
+    (write(store, 2) / "manifest.json").write_text(text)
+    broken_is_refused_and_the_one_before_is_used(store, text[:20])
+
+
+def test_what_is_no_ordinary_file_is_not_opened(store: Store, tmp_path: Path) -> None:
+    write(store, 1)
+    path = write(store, 2) / "shard-0-of-2.safetensors"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    broken_is_refused_and_the_one_before_is_used(store, "link")
+    path = write(store, 3) / "manifest.json"
+    path.unlink()
+    os.mkfifo(path)
+    assert store.newest()[0].version == 1
+    write(store, 4).rename(tmp_path / "version")
+    store.path(4).symlink_to(tmp_path / "version", target_is_directory=True)
+    assert store.newest()[0].version == 1
+
+
+def test_nothing_is_written_through_a_planted_link(store: Store, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    other = tmp_path / "other"
+    other.mkdir()
+    partial = store.directory / "partial-1-0-0000000002"
+    partial.mkdir()
+    for name in ("shard-0-of-2.safetensors", "manifest.json"):
+        (partial / name).symlink_to(victim)
+    (store.directory / "term.partial").symlink_to(victim)
+    store.path(2).symlink_to(other, target_is_directory=True)
+    write(store, 2)
+    store.next_term()
+    assert victim.read_text() == "mine"
+    assert list(other.iterdir()) == []
+    assert same(store, 2)
+    (store.directory / "partial-1-0-0000000003").symlink_to(other, target_is_directory=True)
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        write(store, 3)
+    (store.directory / "lock").unlink()
+    (store.directory / "lock").symlink_to(victim)
+    with pytest.raises(CheckpointError, match="symbolic"):
+        store.next_term()
+    assert victim.read_text() == "mine"
+    assert list(other.iterdir()) == []
+
+
+def test_a_part_that_has_gone_is_not_committed(store: Store) -> None:
+    """Its writer was taken for dead, and what it had written was deleted."""
+    write(store, 1)
+    found = manifest(2)
+    found.files.extend(store.write_shard(TERM, 2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS))
+    next(store.directory.glob("partial-*/shard-1*")).unlink()
+    with pytest.raises(CheckpointError, match="shard-1-of-2"):
+        store.commit(found, keep=1)
+    assert same(store, 1)
+
+
+def test_two_checkpoints_of_a_version_do_not_share_their_files(store: Store) -> None:
+    """The late part of one that was given up must not stand in for that of the next."""
+    store.write_shard(TERM, 2, 0, SHARDS, iter(content(2, 0)), number=1)
+    found = replace(manifest(2), number=2)
+    found.files.append(store.write_shard(TERM, 2, 1, SHARDS, iter(content(2, 1)), number=2))
+    with pytest.raises(CheckpointError):
+        store.commit(
+            replace(found, files=[*found.files, replace(found.files[0], file="shard-0-of-2.safetensors")]),
+            keep=1,
+        )
+    assert store.versions() == []
+
+
+@pytest.mark.parametrize("term", [-1, 1 << 31, 1 << 70, True])
+def test_an_absurd_term_is_refused(store: Store, term: int) -> None:
+    (store.directory / "term.json").write_text(json.dumps({"term": term}))
+    with pytest.raises(CheckpointError, match=r"term\.json"):
+        store.next_term()
+
+
+def test_a_model_that_holds_nan_is_used_and_said_so(store: Store) -> None:
+    write(store, 1)
+    found = manifest(2)
+    values = torch.tensor([1.0, float("nan"), float("inf"), 0.0])
+    found.files.append(store.write_shard(TERM, 2, 0, SHARDS, iter([Stored(0, 0, "value", values)])))
+    found.files.append(store.write_shard(TERM, 2, 1, SHARDS, iter(content(2, 1))))
+    store.commit(found, keep=3)
+    used, (problem,) = store.newest()
+    assert used.version == 2
+    assert "version 2 holds NaN or Inf: 2 of w0" in problem

@@ -1,0 +1,132 @@
+"""Files in a directory that others can write to: no link is followed, and no size is believed.
+
+What lies in a checkpoint directory may have been damaged, or put there by somebody. So a file is opened
+without following a symbolic link, must be an ordinary file, and is read no further than it is long; a file is
+written under a name that nothing has yet.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, StorageUnavailable
+
+NEVER = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
+"""Errors that say what there is. All others (EIO, EACCES, ESTALE, ENOSPC, ...) may pass."""
+
+WRONG = NEVER | {errno.ENOENT, errno.ENXIO}
+"""The same for what is to be read, and so has to be there."""
+
+
+def failure(error: OSError, text: str) -> CheckpointError:
+    """What has failed, as an exception that says whether trying again may help."""
+    return (CheckpointError if error.errno in NEVER else StorageUnavailable)(f"{text}: {error}")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What goes wrong with reading `path`: StorageUnavailable if it may pass, else CheckpointCorrupt."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in WRONG:
+            raise StorageUnavailable(f"{path} cannot be read at the moment: {error}") from error
+        link = " (it is a symbolic link, which is not followed)" if path.is_symlink() else ""
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}{link}") from error
+
+
+def open_to_read(path: Path) -> BinaryIO:
+    """An ordinary file, unbuffered. Raises CheckpointCorrupt if it is something else; see `reading`."""
+    with reading(path):
+        # Without O_NONBLOCK the opening of a pipe would wait for somebody to write into it.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        file = open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags))  # noqa: SIM115
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise CheckpointCorrupt(f"{path} is not an ordinary file")
+        return file
+
+
+def read_text(path: Path, *, limit: int) -> str:
+    """A small file's text. Raises CheckpointCorrupt if it has more than `limit` bytes or is not UTF-8."""
+    with reading(path), open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise CheckpointCorrupt(f"{path} has {size} bytes; at most {limit} can be")
+        data = b"".join(iter(lambda: file.read(1 << 20), b""))
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointCorrupt(f"{path} is not text: {error}") from error
+
+
+def create(path: Path) -> BinaryIO:
+    """A new file to write. What has the name is deleted before, and never written to. Raises OSError."""
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o666))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write and flush a small file, which is there wholly or as it was before. Raises OSError."""
+    temporary = path.with_suffix(".partial")
+    with create(temporary) as file:
+        file.write(text.encode())
+    flush(temporary)
+    temporary.rename(path)
+    flush(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory below one that is trusted, if it is not there. Raises OSError: also if a link is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not is_directory(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+
+
+def is_directory(path: Path) -> bool:
+    """Whether there is a directory, and not a link to one. Raises OSError if that cannot be told."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def remove(path: Path) -> None:
+    """Delete a directory with its content, a file or a link, as far as possible."""
+    try:
+        if is_directory(path):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError:
+        pass
+
+
+def flush(path: Path) -> None:
+    """Have a file or directory written to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is made if it is not there. Blocks until nobody else holds it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(path, "a", opener=lambda name, _: os.open(name, flags, 0o666)) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,174 @@
+"""What a checkpoint is, besides the tensors; as text, and the text believed only after a look at all of it.
+
+A manifest carries a digest of itself, which tells damage. It does not tell malice: who writes a manifest can
+write the digest. So everything that names a file, sizes memory or counts is checked as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from elastic_ps.core.partition import ITEM_SIZE, Rule, TensorSpec
+from elastic_ps.errors import CheckpointCorrupt
+
+FORMAT = 2
+MANIFEST = "manifest.json"
+
+LIMIT = 1 << 28
+"""Most bytes that a manifest can have."""
+
+MOST_TERMS = 1 << 31
+"""Terms are below this: an incarnation is a multiple of 2**32 of it, and has 63 bits."""
+
+MOST_VERSIONS = 10**10
+"""Versions are below this, since a directory's name has ten digits."""
+
+MOST_ELEMENTS = 1 << 48
+_FILE = re.compile(r"shard-\d{1,6}-of-\d{1,6}\.safetensors")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A shard's part of a checkpoint: file name, SHA-256 in hexadecimal, size in bytes."""
+
+    file: str
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint is, besides the tensors.
+
+    Attributes:
+        job: the job's name.
+        version: optimizer steps taken.
+        term: of the parameter server that wrote it.
+        number: of the checkpoint; no other one of the term has it.
+        tensors: the model's tensors, as plain data, in order of registration; see `specs`.
+        optimizer: name of the optimizer's class.
+        state: the coordinator's state at this version: ledger, members, seen steps, settings, metrics.
+        files: one for each shard.
+    """
+
+    job: str
+    version: int
+    term: int
+    tensors: list[dict[str, Any]]
+    optimizer: str
+    state: dict[str, Any]
+    files: list[ShardFile] = field(default_factory=list)
+    number: int = 0
+    format: int = FORMAT
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The model's tensors."""
+        return tuple(
+            TensorSpec(**{**t, "shape": tuple(t["shape"]), "rule": Rule(t["rule"])}) for t in self.tensors
+        )
+
+    def to_text(self) -> str:
+        """As JSON, with the digest of everything else in it; no character of it can change."""
+        return _sealed(asdict(self))
+
+
+def _sealed(manifest: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": digest}, indent=1)
+
+
+def parse(text: str, *, where: str) -> Manifest:
+    """The manifest that `to_text` wrote. `where` begins the message of what is wrong.
+
+    Raises:
+        CheckpointCorrupt: it is damaged, or says what cannot be.
+    """
+    try:
+        data = json.loads(text)
+        del data["sha256"]
+        if _sealed(data) != text:
+            raise CheckpointCorrupt(f"{where} is not what was written (SHA-256 differs)")
+        if data["format"] != FORMAT:
+            raise CheckpointCorrupt(f"{where}: format {data['format']}, this program reads {FORMAT}")
+        manifest = Manifest(**{**data, "files": [ShardFile(**f) for f in data["files"]]})
+        for wrong in _faults(manifest):
+            raise CheckpointCorrupt(f"{where}: {wrong}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{where} cannot be read: {error!r}") from error
+    return manifest
+
+
+def _faults(manifest: Manifest) -> Iterator[str]:
+    """What cannot be, in words."""
+    for name, value, most in (
+        ("version", manifest.version, MOST_VERSIONS),
+        ("term", manifest.term, MOST_TERMS),
+        ("number", manifest.number, 1 << 63),
+    ):
+        if not is_count(value, below=most):
+            yield f"{name} {value!r} is not a whole number from 0 to {most - 1}"
+    for name, text in (("job", manifest.job), ("optimizer", manifest.optimizer)):
+        if not isinstance(text, str):
+            yield f"{name} {text!r} is not text"
+    if not isinstance(manifest.state, dict):
+        yield "state is not an object"
+    yield from (f"it holds the number {n}" for n in _numbers(manifest.state) if abs(n) >= 1 << 63)
+    yield from _faults_of_files(manifest.files)
+    yield from _faults_of_tensors(manifest.tensors)
+
+
+def _faults_of_files(files: list[ShardFile]) -> Iterator[str]:
+    for file in files:
+        if not (isinstance(file.file, str) and _FILE.fullmatch(file.file)):
+            yield f"{file.file!r} is not the name of a shard's file"
+        if not (isinstance(file.sha256, str) and _SHA256.fullmatch(file.sha256)):
+            yield f"{file.sha256!r} is not a SHA-256"
+        if not is_count(file.size, below=1 << 63):
+            yield f"{file.size!r} is not the size of a file"
+    if len({file.file for file in files}) != len(files):
+        yield "it names a file twice"
+
+
+def _faults_of_tensors(tensors: list[dict[str, Any]]) -> Iterator[str]:
+    if not isinstance(tensors, list):
+        yield "tensors is not a list"
+        return
+    names = set()
+    for tensor in tensors:
+        name, shape = tensor["name"], tensor["shape"]
+        if not isinstance(name, str) or name in names:
+            yield f"{name!r} is not the name of a tensor, or is there twice"
+        names.add(name)
+        if not (isinstance(shape, list) and all(is_count(n, below=MOST_ELEMENTS) for n in shape)):
+            yield f"tensor {name!r} has the shape {shape!r}"
+        elif len(shape) > 64 or math.prod(n or 1 for n in shape) >= MOST_ELEMENTS:
+            yield f"tensor {name!r} has the shape {shape!r}, which is beyond all memory"
+        if tensor["dtype"] not in ITEM_SIZE:
+            yield f"tensor {name!r} has the dtype {tensor['dtype']!r}"
+        if not is_count(tensor["rule"], below=len(Rule)):
+            yield f"tensor {name!r} has the rule {tensor['rule']!r}"
+        if not is_count(tensor["group"], below=1 << 31, least=-1):
+            yield f"tensor {name!r} is in group {tensor['group']!r}"
+
+
+def is_count(value: object, *, below: int, least: int = 0) -> bool:
+    """Whether `value` is a whole number, and no truth value, in the range."""
+    return type(value) is int and least <= value < below
+
+
+def _numbers(data: object) -> Iterator[int]:
+    """All whole numbers in plain data."""
+    if isinstance(data, int):
+        yield data
+    elif isinstance(data, dict | list):
+        for item in data.values() if isinstance(data, dict) else data:
+            yield from _numbers(item)

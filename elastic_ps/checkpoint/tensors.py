@@ -1,0 +1,323 @@
+"""The tensors of a checkpoint: a safetensors file for each shard, read only where it is asked for.
+
+The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a header, the
+header in JSON, and the tensors' bytes. Files are written and read here by plain calls instead of through
+memory maps, for two reasons: a map turns a read error into a signal that kills the process, and a shard that
+needs a part of a tensor reads that part and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import torch
+
+from elastic_ps.checkpoint import files
+from elastic_ps.checkpoint.manifest import Manifest, ShardFile, is_count
+from elastic_ps.codec import as_bytes, dtype_of, name_of
+from elastic_ps.core.partition import ITEM_SIZE, Rule
+from elastic_ps.errors import CheckpointCorrupt
+
+CHUNK = 1 << 24
+"""Bytes that are read at a time to make a digest, and elements that are looked at for NaN."""
+
+MOST_HEADER = 100_000_000
+"""Bytes of a header; the limit of the safetensors library."""
+
+DTYPES = {
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "I8": "int8",
+    "U8": "uint8",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "BOOL": "bool",
+}
+"""The format's names of dtypes, and torch's."""
+
+_CODES = {name: code for code, name in DTYPES.items()}
+_NAME = re.compile(r"(\d{1,9})/(\d{1,15})/(\w{1,100})/(elements|scalar)", re.ASCII)
+
+VALUE = "value"
+"""The key of a tensor's own elements; other keys are of the optimizer's state."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a checkpoint: elements from `start` on of the model's tensor number `tensor`.
+
+    `key` is `VALUE` or the name of an entry of the optimizer's state; a `scalar` counts for all elements.
+    """
+
+    tensor: int
+    start: int
+    key: str
+    value: torch.Tensor
+    scalar: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.tensor}/{self.start}/{self.key}/{'scalar' if self.scalar else 'elements'}"
+
+
+def write(path: Path, tensors: Sequence[Stored]) -> ShardFile:
+    """Write and flush a new file. The digest is that of what was to be written. Raises OSError."""
+    header: dict[str, Any] = {}
+    end = 0
+    for stored in tensors:
+        start, end = end, end + stored.value.nbytes
+        code, shape = _CODES[name_of(stored.value.dtype)], list(stored.value.shape)
+        header[stored.name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    digest, size = hashlib.sha256(), 0
+    with files.create(path) as file:
+        for part in _parts(text, tensors):
+            file.write(part)
+            digest.update(part)
+            size += len(part)
+    files.flush(path)
+    return ShardFile(path.name, digest.hexdigest(), size)
+
+
+def _parts(header: bytes, tensors: Sequence[Stored]) -> Iterator[bytes | memoryview]:
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for stored in tensors:
+        yield as_bytes(stored.value.contiguous())
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where in a file one tensor is: `offset` in bytes, `length` in elements."""
+
+    file: str
+    tensor: int
+    start: int
+    key: str
+    scalar: bool
+    dtype: str
+    length: int
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+class Reader:
+    """A checkpoint that is open for reading. Use it in a `with` block. Not thread-safe.
+
+    Opening it reads the files' headers, and makes sure that they hold every element of every tensor exactly
+    once: so nothing that the manifest claims takes more memory than the files are long. The content of a file
+    is compared with its digest before the first element of it is handed out.
+
+    Raises:
+        CheckpointCorrupt: the files are not what the manifest says. All methods may raise it.
+        StorageUnavailable: they cannot be read at the moment. Likewise.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._files: dict[str, BinaryIO] = {}
+        self._described = {file.file: file for file in manifest.files}
+        self._verified: set[str] = set()
+        self._places: defaultdict[tuple[int, str], list[Entry]] = defaultdict(list)
+        try:
+            for file in manifest.files:
+                self._files[file.file] = opened = files.open_to_read(directory / file.file)
+                for entry in _entries(opened, file):
+                    self._places[entry.tensor, entry.key].append(entry)
+            self._check()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        """The files hold all of every tensor, and of the optimizer's state all of it or nothing."""
+        specs = self.manifest.specs
+        for (tensor, key), entries in self._places.items():
+            where = f"tensor {tensor}, {key}"
+            if tensor >= len(specs):
+                raise CheckpointCorrupt(f"{where}: the model has {len(specs)} tensors")
+            entries.sort(key=lambda entry: entry.start)
+            if len({(entry.dtype, entry.scalar) for entry in entries}) > 1:
+                raise CheckpointCorrupt(f"{where} is stored in several ways")
+            if entries[0].scalar and key != VALUE and all(entry.length == 1 for entry in entries):
+                continue
+            reached = 0
+            for entry in entries:
+                if entry.scalar or entry.start != reached:
+                    raise CheckpointCorrupt(f"{where}: element {reached} is not there, or twice")
+                reached = entry.stop
+            if reached != specs[tensor].elements:
+                raise CheckpointCorrupt(
+                    f"{where}: {reached} of {specs[tensor].elements} elements of the checkpoint are there"
+                )
+            if key == VALUE and entries[0].dtype != specs[tensor].dtype:
+                raise CheckpointCorrupt(f"{where} is stored as {entries[0].dtype}")
+        for tensor, spec in enumerate(specs):
+            if spec.elements and (tensor, VALUE) not in self._places:
+                raise CheckpointCorrupt(f"the checkpoint holds no values for tensor {tensor} ({spec.name})")
+
+    def keys(self, tensor: int) -> dict[str, tuple[str, bool]]:
+        """The entries of the optimizer's state for a tensor: key -> (dtype, whether it is a scalar)."""
+        return {
+            key: (entries[0].dtype, entries[0].scalar)
+            for (number, key), entries in self._places.items()
+            if number == tensor and key != VALUE
+        }
+
+    def verify(self) -> None:
+        """Compare all files with their digests. Blocks for reading them."""
+        for file in self._files:
+            self._require_digest(file)
+
+    def not_finite(self) -> dict[str, int]:
+        """How many numbers of trained parameters and their optimizer's state are NaN or Inf, by name."""
+        found: dict[str, int] = {}
+        for (tensor, key), entries in sorted(self._places.items()):
+            spec = self.manifest.specs[tensor]
+            if spec.rule is not Rule.GRADIENT or not dtype_of(entries[0].dtype).is_floating_point:
+                continue
+            bad = 0
+            for entry in entries:
+                for first in range(0, entry.length, CHUNK):
+                    part = self._read(entry, first, min(entry.length, first + CHUNK))
+                    bad += part.numel() - int(torch.isfinite(part).sum())
+            if bad:
+                found[spec.name if key == VALUE else f"{spec.name} ({key})"] = bad
+        return found
+
+    def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
+        """`length` elements from `start` on of a flattened tensor; memory of their own."""
+        return self._elements(self._places[tensor, VALUE], start, length)
+
+    def state(self, tensor: int, start: int, length: int) -> dict[str, torch.Tensor]:
+        """The optimizer's state of a piece, by key; {} if there was none."""
+        state: dict[str, torch.Tensor] = {}
+        for key, (_, scalar) in self.keys(tensor).items():
+            entries = self._places[tensor, key]
+            if scalar:
+                state[key] = self._read(entries[0], 0, 1).reshape(())
+            else:
+                state[key] = self._elements(entries, start, length)
+        return state
+
+    def _elements(self, entries: Sequence[Entry], start: int, length: int) -> torch.Tensor:
+        stop = start + length
+        inside = [entry for entry in entries if entry.start < stop and entry.stop > start]
+        parts = [
+            self._read(entry, max(start, entry.start) - entry.start, min(stop, entry.stop) - entry.start)
+            for entry in inside
+        ]
+        found = torch.cat(parts) if len(parts) != 1 else parts[0]
+        assert found.numel() == length, f"elements {start} to {stop} are not in the checkpoint"
+        return found
+
+    def _read(self, entry: Entry, first: int, last: int) -> torch.Tensor:
+        """Elements of an entry, counted from its beginning."""
+        self._require_digest(entry.file)
+        part = torch.empty(last - first, dtype=dtype_of(entry.dtype))
+        item = ITEM_SIZE[entry.dtype]
+        _read_into(self._files[entry.file], as_bytes(part), entry.offset + first * item)
+        return part
+
+    def _require_digest(self, name: str) -> None:
+        if name in self._verified:
+            return
+        file, digest = self._files[name], hashlib.sha256()
+        buffer = memoryview(bytearray(CHUNK))
+        size, at = self._described[name].size, 0
+        while at < size:
+            part = buffer[: min(CHUNK, size - at)]
+            _read_into(file, part, at)
+            digest.update(part)
+            at += len(part)
+        if digest.hexdigest() != self._described[name].sha256:
+            raise CheckpointCorrupt(f"{file.name} is not the file that was written (SHA-256 differs)")
+        self._verified.add(name)
+
+
+def _entries(file: BinaryIO, described: ShardFile) -> Iterator[Entry]:
+    """What the header of a file says is in it, compared with how long it is."""
+    where, size = Path(file.name), 0
+    with files.reading(where):
+        size = os.fstat(file.fileno()).st_size
+    if size != described.size:
+        raise CheckpointCorrupt(f"{where} is not the file that was written: it has {size} bytes")
+    try:
+        yield from _parsed(file, described)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(f"{where} is not a file of tensors: {error!r}") from error
+
+
+def _parsed(file: BinaryIO, described: ShardFile) -> Iterator[Entry]:
+    """Raises ValueError, KeyError, TypeError or AttributeError for what is no header."""
+    prefix = bytearray(8)
+    _read_into(file, memoryview(prefix), 0)
+    length = int.from_bytes(prefix, "little")
+    if length > min(MOST_HEADER, described.size - 8):
+        raise ValueError(f"a header of {length} bytes in a file of {described.size}")
+    text = bytearray(length)
+    _read_into(file, memoryview(text), 8)
+    data = 8 + length
+    header: Mapping[str, Any] = json.loads(text)
+    for name, about in header.items():
+        if name == "__metadata__":
+            continue
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"the name {name!r}")
+        dtype, shape, (first, last) = DTYPES[about["dtype"]], about["shape"], about["data_offsets"]
+        if not all(is_count(n, below=1 << 63) for n in (*shape, first, last)):
+            raise ValueError(f"{name}: shape {shape}, from {first} to {last}")
+        elements = math.prod(shape)
+        if not (first <= last <= described.size - data and last - first == elements * ITEM_SIZE[dtype]):
+            raise ValueError(f"{name}: shape {shape} from byte {first} to {last} of {described.size - data}")
+        yield Entry(
+            file=described.file,
+            tensor=int(match[1]),
+            start=int(match[2]),
+            key=match[3],
+            scalar=match[4] == "scalar",
+            dtype=dtype,
+            length=elements,
+            offset=data + first,
+        )
+
+
+def _read_into(file: BinaryIO, target: memoryview, offset: int) -> None:
+    """Fill `target` from a place in a file. Raises CheckpointCorrupt if the file is too short."""
+    done, where = 0, Path(file.name)
+    while done < len(target):
+        with files.reading(where):
+            count = os.preadv(file.fileno(), [target[done:]], offset + done)
+        if count == 0:
+            raise CheckpointCorrupt(f"{where} ends at byte {offset + done}")
+        done += count

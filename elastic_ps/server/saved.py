@@ -1,0 +1,117 @@
+"""Whether the state that a checkpoint holds can be gone on from: looked at before anything is built of it.
+
+A checkpoint comes from a directory that others can write to. What is wrong with it has to be found here,
+where the one before can be used instead, and not later, where it would make every parameter server crash that
+starts.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from elastic_ps.checkpoint.tensors import Reader
+from elastic_ps.codec import dtype_of, name_of
+from elastic_ps.core.membership import Stay
+from elastic_ps.core.partition import Rule, partition
+from elastic_ps.core.settings import NOT_SENT, Settings, check_optimizer
+from elastic_ps.errors import CheckpointCorrupt, UserError
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
+
+
+class _Saved(BaseModel):
+    """The types of what `JobState.to_checkpoint` gives."""
+
+    model_config = ConfigDict(strict=True)
+    settings: str
+    ledger: dict[str, Any] | None
+    members: list[Stay]
+    metrics: dict[str, float]
+    loss: list[tuple[int, float]]
+    round: dict[str, Any] = {}
+    chief: int | None
+
+
+def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
+    """Raise CheckpointCorrupt unless a job of this spec can go on from the checkpoint."""
+    try:
+        _try(reader, spec)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        RuntimeError,
+        TypeError,
+        UserError,
+        ValueError,
+    ) as error:
+        version = reader.manifest.version
+        text = f"the checkpoint of version {version} holds what cannot be gone on from: {_words(error)}"
+        raise CheckpointCorrupt(text) from error
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())[:500]
+    return repr(error)[:500]
+
+
+def _try(reader: Reader, spec: TrainingJobSpec) -> None:
+    manifest = reader.manifest
+    saved = _Saved.model_validate_json(json.dumps(manifest.state))
+    check_optimizer(manifest.optimizer)
+    for stay in saved.members:
+        counts = (stay.worker, stay.incarnation, stay.steps, stay.records, stay.late, stay.call)
+        if min(counts) < 0 or stay.incarnation >= (manifest.term + 1) * INCARNATIONS_PER_TERM:
+            raise ValueError(f"a stay with impossible numbers: {stay}")
+    layout = partition(manifest.specs, bucket_bytes=spec.parameter_server.bucket_bytes, shards=1)
+    JobState.from_checkpoint(
+        manifest.state,
+        term=manifest.term,
+        lease=spec.worker.lease_duration,
+        consistency=spec.consistency,
+        version=manifest.version,
+        model=Model(layout, manifest.optimizer),
+        shard_records=spec.data.shard_records,
+    )
+    _try_optimizer(reader, Settings.from_json(saved.settings))
+
+
+def _try_optimizer(reader: Reader, settings: Settings) -> None:
+    """The settings make an optimizer, and the state is such that it can step with it."""
+    manifest = reader.manifest
+    for group in settings.groups:
+        if NOT_SENT & group.keys():
+            raise ValueError(f"hyperparameters that are none: {sorted(NOT_SENT & group.keys())}")
+
+    @cache
+    def usual(group: int, dtype: str, whole: bool) -> dict[str, tuple[str, bool]]:
+        """The state after one step: key -> (dtype, whether it is a scalar)."""
+        parameter = torch.nn.Parameter(torch.zeros(() if whole else (2,), dtype=dtype_of(dtype)))
+        optimizer = getattr(torch.optim, manifest.optimizer)(
+            [{**settings.groups[group], "params": [parameter]}]
+        )
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return {
+            key: (name_of(value.dtype), value.dim() == 0) if torch.is_tensor(value) else ("float64", True)
+            for key, value in optimizer.state[parameter].items()
+        }
+
+    for index, tensor in enumerate(manifest.specs):
+        if tensor.rule is not Rule.GRADIENT:
+            continue
+        if not 0 <= tensor.group < len(settings.groups):
+            raise ValueError(f"{tensor.name} is in group {tensor.group} of {len(settings.groups)}")
+        expected, found = usual(tensor.group, tensor.dtype, tensor.shape == ()), reader.keys(index)
+        different = {key for key in expected.keys() & found.keys() if expected[key] != found[key]}
+        # SGD makes its buffer when it finds none.
+        missing = expected.keys() - found.keys() if found and manifest.optimizer != "SGD" else set()
+        if different or missing:
+            raise ValueError(f"{tensor.name}: the optimizer's state has {found}; expected {expected}")

@@ -1,0 +1,124 @@
+"""A checkpoint is input from outside: what a job cannot go on from is set aside, the one before is used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.errors import CheckpointCorrupt
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.oracle import mse
+
+SERVER = {"checkpoint": {"interval": "1h", "everyVersions": 2, "keep": 2}}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of a job, the second one of the model when it ended."""
+    root = tmp_path_factory.mktemp("trained")
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
+        for x, y in session.loader(Numbers(40), 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(root, checkpoints=root / "checkpoints", parameterServer=SERVER) as job:
+        job.start(0, script)
+        job.join()
+    assert len(Store(root / "checkpoints").versions()) == 2
+    return root / "checkpoints"
+
+
+def rewrite(store: Store, version: int, change: Callable[[Manifest], Manifest]) -> None:
+    """Change a manifest, with the digest that goes with it."""
+    text = change(store.describe(version)).to_text()
+    (store.path(version) / "manifest.json").write_text(text)
+
+
+def state(**entries: Any) -> Callable[[Manifest], Manifest]:
+    """Other entries of the state; those that are a function are made of what is there."""
+
+    def changed(found: Manifest) -> Manifest:
+        new = {key: make(found.state[key]) if callable(make) else make for key, make in entries.items()}
+        return replace(found, state={**found.state, **new})
+
+    return changed
+
+
+def settings(**entries: Any) -> Callable[[Manifest], Manifest]:
+    return state(settings=lambda text: json.dumps({**json.loads(text), **entries}))
+
+
+def member(**entries: Any) -> Callable[[Manifest], Manifest]:
+    return state(members=lambda stays: [{**stays[0], **entries}])
+
+
+def ledger(**entries: Any) -> Callable[[Manifest], Manifest]:
+    return state(ledger=lambda known: {**known, **entries})
+
+
+CHANGES: dict[str, Callable[[Manifest], Manifest]] = {
+    "nothing": lambda found: replace(found, state={}),
+    "ledger of another kind": state(ledger=[1, 2]),
+    "ledger without entries": state(ledger={}),
+    "more records than there are": ledger(applied=10**12),
+    "records that nobody has had": ledger(returned=[[0, 39, 41]]),
+    "records that are in the model already": ledger(returned=[[0, 3, 5]]),
+    "records in words": ledger(records="forty"),
+    "lanes of other records": ledger(lanes=[]),
+    "member in words": state(members=["one"]),
+    "member with a worker in words": member(worker="zero"),
+    "member of the far future": member(incarnation=1 << 62),
+    "member with less than no steps": member(steps=-1),
+    "metrics in words": state(metrics={"accuracy": "good"}),
+    "a loss curve of words": state(loss=[["a", "b"]]),
+    "settings that are no JSON": state(settings="{"),
+    "settings of another kind": state(settings="[]"),
+    "no parameter groups": settings(groups=[]),
+    "a hyperparameter in words": settings(groups=[{"lr": "fast"}]),
+    "parameters among the hyperparameters": settings(groups=[{"lr": 0.1, "params": []}]),
+    "an optimizer that there is not": lambda found: replace(found, optimizer="load"),
+    "the state of another optimizer": lambda found: replace(found, optimizer="Adadelta"),
+    "tensors of another group": lambda found: replace(
+        found, tensors=[{**tensor, "group": 5} for tensor in found.tensors]
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_a_job_cannot_go_on_from_is_set_aside(trained: Path, tmp_path: Path, what: str) -> None:
+    store = Store(tmp_path / "checkpoints")
+    shutil.copytree(trained, store.directory)
+    before, newest = store.versions()
+    rewrite(store, newest, CHANGES[what])
+    with running_job(tmp_path, checkpoints=store.directory, resume="auto", parameterServer=SERVER) as job:
+        assert job.version == before
+        assert "holds what cannot be gone on from" in job.status().problem
+    assert list(store.directory.glob(f"corrupt-{newest:010d}-*")), "it is kept for a look"
+
+
+def test_where_a_checkpoint_was_nothing_begins_anew(trained: Path, tmp_path: Path) -> None:
+    """A job that goes on by itself, as on a cluster, would throw away what was trained."""
+    store = Store(tmp_path / "checkpoints")
+    shutil.copytree(trained, store.directory)
+    for version in store.versions():
+        rewrite(store, version, CHANGES["nothing"])
+    for _ in range(2):
+        with (
+            pytest.raises(CheckpointCorrupt, match=r"(?s)no whole checkpoint.*name an empty directory"),
+            running_job(tmp_path, checkpoints=store.directory, resume="auto"),
+        ):
+            pass
