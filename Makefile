@@ -3,8 +3,10 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 SCALE ?= --scale 100:4 --scale 1700:2
+MINUTES ?= 30
+SIMULATOR_SECONDS ?= 3600
 
-.PHONY: run test test-here test-cluster check check-bounds bench proto manifests format cluster cluster-down install uninstall clean
+.PHONY: run test test-here test-cluster check check-bounds bench soak proto manifests format cluster cluster-down install uninstall clean
 
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
@@ -36,6 +38,10 @@ bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.straggler
+
+soak: $(VENV)/ready  ## Half an hour of faults on real processes, an hour of the simulator
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+	$(BIN)/python -m tests.simulator --seed $$(date +%s) --seconds $(SIMULATOR_SECONDS)
 
 proto: $(VENV)/ready  ## Regenerate the protobuf modules
 	$(BIN)/python tools/generate_protobuf.py

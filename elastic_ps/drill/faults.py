@@ -18,21 +18,23 @@ Kind: TypeAlias = Literal[
     "corrupt-checkpoint",
     "fill-disk",
     "cut",
+    "reset",
 ]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 DESCRIPTIONS: dict[Kind, str] = {
     "kill-worker": "SIGKILL a worker",
-    "stop-worker": "take a worker away in order (SIGTERM), and give it back",
-    "freeze-worker": "stop a worker's process (SIGSTOP) for longer than its lease, then let it go on",
+    "stop-worker": "scale down by one worker (SIGTERM), then up again",
+    "freeze-worker": "freeze a worker (SIGSTOP) for longer than its lease, then let it go on",
     "kill-ps": "SIGKILL a parameter server",
     "kill-standby": "SIGKILL a parameter server's standby (durability: standby only)",
-    "freeze-ps": "stop the parameter server's process for longer than the workers' lease",
-    "rival-ps": "stop the parameter server, let a second one take over its checkpoints, wake the first",
+    "freeze-ps": "freeze the parameter server for longer than the workers' lease, then let it go on",
+    "rival-ps": "freeze the parameter server, let a second one take over, wake the first",
     "corrupt-checkpoint": "change one byte of the newest checkpoint, then SIGKILL the parameter server",
-    "fill-disk": "fill the checkpoints' disk until a checkpoint fails, then make room (root only)",
-    "cut": "cut a worker off from the parameter servers for longer than its lease, then let it back",
+    "fill-disk": "fill the checkpoints' disk until writing one fails, then make room (root only)",
+    "cut": "cut a worker off from the network for longer than its lease, then reconnect it",
+    "reset": "end all of a worker's connections with a TCP reset",
 }
 
 FIRST, LAST = 5.0, 65.0
@@ -56,7 +58,7 @@ class Fault:
     place: float = 0.5
 
     def __str__(self) -> str:
-        who = f" {self.worker}" if self.kind in ("kill-worker", "freeze-worker", "cut") else ""
+        who = f" {self.worker}" if self.kind in ("kill-worker", "freeze-worker", "cut", "reset") else ""
         return f"{self.kind}{who} at {self.at:.0f} %"
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from elastic_ps.drill import disk
 from elastic_ps.drill.faults import Fault, Kind
 from elastic_ps.drill.target import LocalTarget, NotRecovered, Target, Unavailable
+from elastic_ps.drill.wire import Wires
 from elastic_ps.env import ProcessEnvironment, inherited
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.local.processes import Child, Lifeline, free_addresses, with_threads
@@ -71,6 +72,24 @@ def _freeze_worker(anywhere: Target, fault: Fault) -> str:
 def _cut(anywhere: Target, fault: Fault) -> str:
     target = _here(anywhere)
     return _silence(target, fault.worker % target.workers, lambda index, _: _disconnected(target, index))
+
+
+def _reset(anywhere: Target, fault: Fault) -> str:
+    target = _here(anywhere)
+    index = fault.worker % target.workers
+    target.settled()
+    pid, wires = target.process("worker", index), _wires(target)
+    ended = 0
+
+    def strike() -> None:
+        nonlocal ended
+        ended = wires.reset(index)
+
+    target.strike(strike)
+    target.until(target.moved_on(), "the version moves on")
+    if not ended or target.process("worker", index) != pid:
+        raise NotRecovered(f"{ended} connections of worker {index}, pid {pid}, were reset; it did not go on")
+    return f"{ended} connections of worker {index}, pid {pid}"
 
 
 def _silence(target: LocalTarget, index: int, how: Callable[[int, int], AbstractContextManager[None]]) -> str:
@@ -211,6 +230,7 @@ _INFLICT: Mapping[Kind, Callable[[Target, Fault], str]] = {
     "corrupt-checkpoint": _corrupt_checkpoint,
     "fill-disk": _fill_disk,
     "cut": _cut,
+    "reset": _reset,
 }
 
 
@@ -233,11 +253,15 @@ def _frozen(target: LocalTarget, pid: int, *, unless: Callable[[], bool] = lambd
 
 @contextmanager
 def _disconnected(target: LocalTarget, worker: int) -> Iterator[None]:
-    if target.wires is None:
-        raise Unavailable("the job was started without wires that can be cut")
-    with target.wires.cut(worker):
+    with _wires(target).cut(worker):
         target.strike(lambda: None)
         yield
+
+
+def _wires(target: LocalTarget) -> Wires:
+    if target.wires is None:
+        raise Unavailable("the job was started without wires that can be cut")
+    return target.wires
 
 
 @contextmanager

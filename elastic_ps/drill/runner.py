@@ -161,7 +161,7 @@ def _disk(job: TrainingJob, faults: Sequence[Fault]) -> Iterator[tuple[TrainingJ
 @contextmanager
 def _wires(faults: Sequence[Fault]) -> Iterator[Wires | None]:
     """What stands between workers and parameter servers, if that is to be cut; it costs throughput."""
-    if not any(fault.kind == "cut" for fault in faults):
+    if not any(fault.kind in ("cut", "reset") for fault in faults):
         yield None
         return
     wires = Wires()

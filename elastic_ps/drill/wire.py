@@ -1,4 +1,4 @@
-"""Relays between workers and parameter servers of one machine, which can be cut.
+"""Relays between workers and parameter servers of one machine, which can be cut and reset.
 
 The loopback cannot be cut for one process alone. So, where a drill is to cut, workers connect to a relay on
 the loopback, and the relay to the parameter servers. While a worker is cut off its bytes stay where they are,
@@ -10,12 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 CHUNK = 1 << 18
+
+_RESET = struct.pack("ii", 1, 0)
+"""SO_LINGER with no time: what is not sent is thrown away, and closing the socket sends a reset."""
 
 
 class Wires:
@@ -25,6 +29,7 @@ class Wires:
         self._loop = asyncio.new_event_loop()
         self._whole: defaultdict[int, asyncio.Event] = defaultdict(_set)
         self._relays: dict[tuple[int, str], str] = {}
+        self._connections: defaultdict[int, set[asyncio.StreamWriter]] = defaultdict(set)
         self._servers: list[asyncio.Server] = []
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, name="wires", daemon=True)
@@ -51,16 +56,28 @@ class Wires:
         finally:
             self._loop.call_soon_threadsafe(self._whole[worker].set)
 
+    def reset(self, worker: int) -> int:
+        """End this worker's connections with a TCP reset on both sides; returns how many there were."""
+
+        async def abort() -> int:
+            ends = self._connections[worker]
+            for end in ends:
+                end.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                end.transport.abort()
+            return len(ends) // 2
+
+        return asyncio.run_coroutine_threadsafe(abort(), self._loop).result()
+
     def _relay(self, worker: int, address: str) -> str:
         if (worker, address) not in self._relays:
             listening = socket.create_server(("127.0.0.1", 0))
             # What is accepted inherits it; asyncio sets it on no socket that does not name its protocol.
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._relays[worker, address] = f"127.0.0.1:{listening.getsockname()[1]}"
-            whole = self._whole[worker]
+            whole, ends = self._whole[worker], self._connections[worker]
 
             async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                await _connect(address, reader, writer, whole)
+                await _connect(address, reader, writer, whole, ends)
 
             started = asyncio.start_server(serve, sock=listening)
             self._servers.append(asyncio.run_coroutine_threadsafe(started, self._loop).result())
@@ -82,7 +99,11 @@ def _set() -> asyncio.Event:
 
 
 async def _connect(
-    address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, whole: asyncio.Event
+    address: str,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    whole: asyncio.Event,
+    ends: set[asyncio.StreamWriter],
 ) -> None:
     """Pass bytes on in both directions until one side ends the connection."""
     host, _, port = address.rpartition(":")
@@ -93,9 +114,11 @@ async def _connect(
             asyncio.create_task(_pass_on(reader, their_writer, whole)),
             asyncio.create_task(_pass_on(their_reader, writer, whole)),
         ]
+        ends |= {writer, their_writer}
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            ends -= {writer, their_writer}
             for way in ways:
                 way.cancel()
             their_writer.close()

@@ -97,12 +97,11 @@ def injected(result: Drill, kind: Kind) -> Injection:
 def unharmed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drill:
     """A job whose parameter server lives on, whatever happens to workers and disk."""
     directory = tmp_path_factory.mktemp("workers")
-    return drill(
-        directory, ["kill-worker", "freeze-worker", "cut", "stop-worker", "fill-disk"], seed=request.param
-    )
+    kinds: list[Kind] = ["kill-worker", "freeze-worker", "cut", "reset", "stop-worker", "fill-disk"]
+    return drill(directory, kinds, seed=request.param)
 
 
-@pytest.mark.parametrize("kind", ["kill-worker", "freeze-worker", "cut", "stop-worker"])
+@pytest.mark.parametrize("kind", ["kill-worker", "freeze-worker", "cut", "reset", "stop-worker"])
 def test_workers_are_killed_frozen_cut_off_and_taken_away(unharmed: Drill, kind: Kind) -> None:
     assert injected(unharmed, kind).state == "recovered"
     assert injected(unharmed, kind).redone == 0

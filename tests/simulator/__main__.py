@@ -15,8 +15,10 @@ from tests.simulator.explore import draw, listen, run
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--schedules", type=int, default=100)
-    parser.add_argument("--seconds", type=float, default=None, help="stop after this time")
+    parser.add_argument(
+        "--schedules", type=int, default=None, help="default: 100, or any number with --seconds"
+    )
+    parser.add_argument("--seconds", type=float, default=None, help="begin no schedule after this time")
     parser.add_argument("--log", action="store_true", help="print what happened in each schedule")
     parser.add_argument("--stop", action="store_true", help="stop at the first that broke a promise")
     arguments = parser.parse_args()
@@ -25,7 +27,8 @@ def main() -> int:
     count = 0
     base = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
     with tempfile.TemporaryDirectory(dir=base) as directory:
-        for seed in range(arguments.seed, arguments.seed + arguments.schedules):
+        most = arguments.schedules or (100 if arguments.seconds is None else sys.maxsize)
+        for seed in range(arguments.seed, arguments.seed + most):
             if arguments.seconds is not None and time.monotonic() - started > arguments.seconds:
                 break
             outcome = run(draw(seed), Path(directory))

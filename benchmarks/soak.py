@@ -1,0 +1,389 @@
+"""Hours of faults on real processes, with an accounting that does not rely on the library's own histories.
+
+`python -m benchmarks.soak` (`make soak`) trains one job after the other, in every mode, with one and two
+shards, with and without standbys. Meanwhile it kills and freezes processes, resets connections and changes
+the number of workers, at moments that follow from a seed. A fault may strike while the job still recovers
+from another.
+
+The model itself keeps the accounts. It has a float64 for each worker, epoch and record, and each batch's
+gradient is nonzero for exactly its own. RMSprop with alpha 0 divides a gradient by its own size, so a number
+moves by exactly 1 for each version that contains its record, however the mean is weighted. At the end each
+record of each epoch must have moved by 1 in all, for one worker. Another parameter moves in every step: its
+elements are in buckets of every shard, so a model that is torn between two versions shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import itertools
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
+from elastic_ps.drill.wire import Wires
+from elastic_ps.env import Role
+from elastic_ps.job import TrainingJob, parse_job
+from elastic_ps.local import Launcher, Options
+
+WORKERS, MOST_WORKERS, EPOCHS, BATCH = 3, 4, 2, 4
+CLOCK = 4096
+"""Elements of the parameter that moves in every step: more than a bucket holds."""
+LEASE = 2.0
+STALLED = 120.0
+"""Seconds without a new version, term or process after which a job counts as stuck."""
+QUIET = 85.0
+"""Per cent of the records from which on nothing more is broken, so that the job can end."""
+
+MODES: Mapping[str, dict[str, Any]] = {
+    "sync": {},
+    "backupWorkers": {"backupWorkers": 1},
+    "bounded": {"mode": "bounded", "maxStaleness": 4},
+    "deterministic": {"deterministic": True},
+}
+
+Kind: TypeAlias = Literal[
+    "kill-worker", "kill-ps", "kill-standby", "freeze-worker", "freeze-ps", "reset", "rescale"
+]
+
+
+class Accounts(torch.nn.Module):
+    """The parameters: how often each worker has trained each record, by epoch; and a clock."""
+
+    def __init__(self, records: int) -> None:
+        super().__init__()
+        zeros = [torch.zeros(EPOCHS, records, dtype=torch.float64) for _ in range(MOST_WORKERS)]
+        self.trained = torch.nn.ParameterList(torch.nn.Parameter(each) for each in zeros)
+        self.clock = torch.nn.Parameter(torch.zeros(CLOCK, dtype=torch.float64))
+
+
+def make_optimizer(accounts: Accounts) -> torch.optim.Optimizer:
+    """Each element with a gradient other than 0 moves by 1, against the gradient's sign."""
+    return torch.optim.RMSprop(accounts.parameters(), lr=1.0, alpha=0.0, eps=1e-30)
+
+
+def train(records: int, seconds: float, results: str) -> None:
+    """What a worker runs; a batch takes `seconds`. The chief saves the model in the directory `results`."""
+    import elastic_ps
+
+    torch.set_num_threads(1)
+    accounts = Accounts(records)
+    session = elastic_ps.connect()
+    optimizer = session.optimizer(make_optimizer(accounts), accounts)
+    loader = session.loader(list(range(records)), BATCH, epochs=EPOCHS)
+    for batch in loader:
+        optimizer.zero_grad()
+        own = accounts.trained[session.worker][loader.epoch, batch]
+        time.sleep(seconds * random.random() * 2)
+        (-(own.sum() + accounts.clock.sum())).backward()
+        optimizer.step()
+    if session.is_chief:
+        part = Path(results) / f"{os.getpid()}.part"
+        torch.save(accounts.state_dict(), part)
+        part.rename(part.with_suffix(".pt"))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One job of a soak; everything follows from the seed and the number."""
+
+    seed: int
+    number: int
+    mode: str
+    shards: int
+    standbys: bool
+
+    @property
+    def name(self) -> str:
+        durability = "standby" if self.standbys else "checkpoint"
+        return f"{self.mode}, {self.shards} shard{'s' * (self.shards > 1)}, {durability}"
+
+
+def plans(seed: int) -> Iterator[Plan]:
+    """Every combination in an order that the seed decides, again and again."""
+    combinations = list(itertools.product(MODES, (1, 2), (False, True)))
+    random.Random(seed).shuffle(combinations)
+    for number, (mode, shards, standbys) in enumerate(itertools.cycle(combinations)):
+        yield Plan(seed, number, mode, shards, standbys)
+
+
+@dataclass
+class Verdict:
+    """What became of one job. `problems`: empty if all is well."""
+
+    plan: Plan
+    seconds: float
+    versions: int
+    terms: int
+    faults: collections.Counter[Kind]
+    missing: int = 0
+    twice: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def make_job(plan: Plan, *, records: int, seconds: float, results: Path) -> TrainingJob:
+    spec = {
+        "entrypoint": "benchmarks.soak:train",
+        "arguments": {"records": records, "seconds": seconds, "results": str(results)},
+        "worker": {
+            "replicas": WORKERS,
+            "maxReplicas": MOST_WORKERS,
+            "leaseDuration": f"{LEASE:g}s",
+            "progressTimeout": "60s",
+        },
+        "parameterServer": {
+            "replicas": plan.shards,
+            "bucketBytes": 4096,
+            "durability": "standby" if plan.standbys else "checkpoint",
+            "checkpoint": {"everyVersions": 12, "interval": "1h"},
+        },
+        "consistency": MODES[plan.mode],
+        "data": {"shardRecords": 16},
+        "runPolicy": {"backoffLimit": 0},
+    }
+    document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
+    name = f"soak-{plan.seed}-{plan.number}"
+    return parse_job({**document, "metadata": {"name": name}, "spec": spec}, source="soak")
+
+
+class Trouble:
+    """Brings faults about in a running job, some while others last.
+
+    Args:
+        every: mean seconds between two faults.
+    """
+
+    def __init__(self, launcher: Launcher, wires: Wires, plan: Plan, *, every: float) -> None:
+        self.done: collections.Counter[Kind] = collections.Counter()
+        self._launcher, self._wires, self._plan = launcher, wires, plan
+        self._random = random.Random(f"{plan.seed} {plan.number}")
+        self._every = every
+        self._next = 0.0
+        self._frozen: dict[int, float] = {}
+        self._kinds: list[Kind] = [k for k in get_args(Kind) if self._possible(k)]
+
+    def _possible(self, kind: Kind) -> bool:
+        if kind == "kill-standby":
+            return self._plan.standbys
+        return kind != "rescale" or self._plan.mode != "deterministic"  # where the number is fixed
+
+    def go_on(self, now: float, *, quiet: bool) -> None:
+        """Do what is due; with `quiet` nothing new is broken."""
+        for pid in [pid for pid, until in self._frozen.items() if quiet or now >= until]:
+            del self._frozen[pid]
+            _signal(pid, signal.SIGCONT)
+        if not self._next:
+            self._next = now + self._random.expovariate(1 / self._every)
+        if not quiet and now >= self._next:
+            self._next = now + self._random.expovariate(1 / self._every)
+            kind, index = self._random.choice(self._kinds), self._random.randrange(MOST_WORKERS)
+            lasting = self._random.uniform(0.1, 2 * LEASE)
+            if self._strike(kind, index, now + lasting):
+                self.done[kind] += 1
+
+    def _strike(self, kind: Kind, index: int, until: float) -> bool:
+        if kind == "rescale":
+            self._launcher.directory.scale(1 + index)
+            return True
+        if kind == "reset":
+            return self._wires.reset(index % WORKERS) > 0
+        verb, _, role = kind.partition("-")
+        pid = self._pid(role, index % (WORKERS if role == "worker" else self._plan.shards))  # type: ignore[arg-type]
+        if pid is None:
+            return False
+        if verb == "kill":
+            return _signal(pid, signal.SIGKILL)
+        self._frozen[pid] = until
+        return _signal(pid, signal.SIGSTOP)
+
+    def _pid(self, role: Role, index: int) -> int | None:
+        return next(
+            (
+                p.pid
+                for p in self._launcher.status().processes
+                if (p.role, p.index) == (role, index) and p.state not in ("ended", "starting")
+            ),
+            None,
+        )
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False
+
+
+def soak(plan: Plan, directory: Path, *, records: int, seconds: float, every: float) -> Verdict:
+    """Run one job to its end. Blocks; a job that stands still for `STALLED` is stopped."""
+    results, history = directory / "results", directory / "history"
+    for each in (results, history):
+        each.mkdir(parents=True)
+    job = make_job(plan, records=records, seconds=seconds, results=results)
+    wires, began = Wires(), time.monotonic()
+    try:
+        options = Options(root=directory / "state", history=history, route=wires.route)
+        with Launcher(job, options) as launcher:
+            launcher.start()
+            trouble = Trouble(launcher, wires, plan, every=every)
+            stuck = _follow(launcher, trouble)
+            outcome = launcher.outcome()
+    finally:
+        wires.close()
+    progress = outcome.status.server.progress if outcome.status.server else None
+    verdict = Verdict(
+        plan=plan,
+        seconds=time.monotonic() - began,
+        versions=progress.version if progress else 0,
+        terms=outcome.status.server.term if outcome.status.server else 0,
+        faults=trouble.done,
+    )
+    if stuck:
+        verdict.problems.append(stuck)
+    elif outcome.verdict.phase != "Succeeded":
+        verdict.problems.append(f"{outcome.verdict.phase}: {outcome.verdict.message}")
+    else:
+        account(verdict, sorted(results.glob("*.pt")))
+        most = job.spec.consistency.max_staleness or 0
+        found = check(read(history), Data(records, EPOCHS), max_staleness=most)
+        verdict.problems += [f"the histories: {violation}" for violation in found]
+    return verdict
+
+
+def _follow(launcher: Launcher, trouble: Trouble) -> str:
+    """Make trouble until the job ends; returns why it was stopped, or ""."""
+    seen: object = None
+    since = time.monotonic()
+    while not launcher.wait(timedelta(seconds=0.05)):
+        now, status = time.monotonic(), launcher.status()
+        progress = status.server.progress if status.server else None
+        percent = 0.0
+        if progress and progress.records_expected:
+            percent = 100 * progress.records_applied / progress.records_expected
+        trouble.go_on(now, quiet=percent >= QUIET)
+        moved = (progress.version if progress else 0, [(p.pid, p.state) for p in status.processes])
+        if moved != seen:
+            seen, since = moved, now
+        if now - since > STALLED:
+            for process in status.processes:
+                if process.state != "ended":
+                    _signal(process.pid, signal.SIGUSR1)  # the log says where its threads are
+            time.sleep(2)
+            launcher.stop("it stands still", at_once=True)
+            launcher.wait()
+            return f"nothing moved for {STALLED:.0f} s at version {moved[0]}: {moved[1]}"
+    return ""
+
+
+def account(verdict: Verdict, saved: Sequence[Path]) -> None:
+    """Judge the models that were saved: one, by the one chief."""
+    if len(saved) != 1:
+        verdict.problems.append(f"{len(saved)} workers were the chief and saved the model")
+    for path in saved:
+        state = torch.load(path, weights_only=True)
+        clock = state.pop("clock").round()
+        if not bool((clock == verdict.versions).all()):
+            found = sorted({int(version) for version in clock.tolist()})
+            verdict.problems.append(f"the model is of versions {found}, the job of {verdict.versions}")
+        cells = torch.stack([state[f"trained.{worker}"] for worker in range(MOST_WORKERS)])
+        if float((cells - cells.round()).abs().max()) > 1e-9:
+            verdict.problems.append("a number has not moved by a whole")
+        times = cells.round().sum(0)
+        verdict.missing += int((times < 1).sum())
+        verdict.twice += int((times > 1).sum())
+        if verdict.missing or verdict.twice:
+            verdict.problems.append(f"{verdict.missing} records are missing, {verdict.twice} came twice")
+
+
+def table(verdicts: Sequence[Verdict], records: int) -> str:
+    """The result as Markdown."""
+    kinds = get_args(Kind)
+    lines = [
+        f"| job | jobs | {' | '.join(kinds)} | versions | terms | records | missing | twice | failed |",
+        "|" + " --- |" * (len(kinds) + 8),
+    ]
+    names = sorted(
+        {v.plan.name for v in verdicts}, key=lambda name: [list(MODES).index(name.split(",")[0]), name]
+    )
+    for name in [*names, "all"]:
+        rows = [v for v in verdicts if name in ("all", v.plan.name)]
+        faults: collections.Counter[Kind] = sum((v.faults for v in rows), collections.Counter())
+        numbers = [
+            len(rows),
+            *(faults[kind] for kind in kinds),
+            sum(v.versions for v in rows),
+            sum(v.terms for v in rows),
+            len(rows) * EPOCHS * records,
+            sum(v.missing for v in rows),
+            sum(v.twice for v in rows),
+            sum(bool(v.problems) for v in rows),
+        ]
+        lines.append(f"| {name} | " + " | ".join(f"{number:,}" for number in numbers) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """The command; returns its exit status: 1 if anything was lost, came twice, or stood still."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="start no job after this time")
+    parser.add_argument("--seed", type=int, default=None, help="default: a new one")
+    parser.add_argument("--first", type=int, default=0, help="begin with the job with this number")
+    parser.add_argument("--job", type=int, default=None, help="only the job with this number")
+    parser.add_argument("--records", type=int, default=600, help="records of each job")
+    parser.add_argument("--seconds", type=float, default=0.05, help="mean seconds that a batch takes")
+    parser.add_argument("--every", type=float, default=3.0, help="mean seconds between two faults")
+    arguments = parser.parse_args()
+    seed = random.SystemRandom().randrange(1 << 20) if arguments.seed is None else arguments.seed
+    began, verdicts = time.monotonic(), list[Verdict]()
+    print(f"seed {seed}", flush=True)
+    for plan in plans(seed):
+        if arguments.job not in (None, plan.number) or plan.number < arguments.first:
+            continue
+        if time.monotonic() - began > 60 * arguments.minutes:
+            break
+        directory = Path(tempfile.mkdtemp(prefix="elastic-ps-soak-"))
+        options = {"records": arguments.records, "seconds": arguments.seconds, "every": arguments.every}
+        verdict = soak(plan, directory, **options)
+        verdicts.append(verdict)
+        faults = ", ".join(f"{kind} {count}" for kind, count in sorted(verdict.faults.items()))
+        print(
+            f"job {plan.number} ({plan.name}): {'FAILED' if verdict.problems else 'ok'}, "
+            f"{verdict.versions} versions, {verdict.terms} terms, {verdict.seconds:.0f} s; {faults}",
+            flush=True,
+        )
+        if verdict.problems:
+            for problem in verdict.problems[:10]:
+                print(f"    {problem}")
+            again = " ".join(f"--{name} {value:g}" for name, value in options.items())
+            print(
+                f"    {directory} has the logs and histories; again: "
+                f"python -m benchmarks.soak --seed {seed} --job {plan.number} {again}",
+                flush=True,
+            )
+        else:
+            shutil.rmtree(directory)
+        if arguments.job is not None:
+            break
+    minutes = (time.monotonic() - began) / 60
+    print(f"\nseed {seed}, {minutes:.1f} minutes\n\n{table(verdicts, arguments.records)}")
+    return 1 if any(verdict.problems for verdict in verdicts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

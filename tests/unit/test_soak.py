@@ -1,0 +1,79 @@
+"""The soak's accounting: it adds up after a right job, and finds what is missing, double or torn."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.soak import EPOCHS, MODES, Accounts, Plan, Verdict, account, make_optimizer, plans, table
+
+RECORDS = 6
+
+
+def trained(steps: int = EPOCHS * RECORDS) -> tuple[Accounts, torch.optim.Optimizer]:
+    """Two workers take turns with one record each, one of them with a weight of 3 in the mean."""
+    accounts = Accounts(RECORDS)
+    optimizer = make_optimizer(accounts)
+    cells = list(itertools.product(range(EPOCHS), range(RECORDS)))
+    for number, (epoch, record) in enumerate(cells[:steps]):
+        optimizer.zero_grad()
+        weight = 0.75 if number % 2 else 0.25
+        (-weight * (accounts.trained[number % 2][epoch, [record]].sum() + accounts.clock.sum())).backward()
+        optimizer.step()
+    return accounts, optimizer
+
+
+def judged(tmp_path: Path, accounts: Accounts, versions: int = EPOCHS * RECORDS) -> Verdict:
+    saved = tmp_path / "1.pt"
+    torch.save(accounts.state_dict(), saved)
+    verdict = Verdict(Plan(0, 0, "sync", 1, False), 1.0, versions, 1, collections.Counter({"kill-ps": 2}))
+    account(verdict, [saved])
+    return verdict
+
+
+def test_a_right_job_adds_up(tmp_path: Path) -> None:
+    accounts, _ = trained()
+    verdict = judged(tmp_path, accounts)
+    assert verdict.problems == []
+    assert table([verdict, verdict], RECORDS).splitlines()[-1].split(" | ")[:4] == ["| all", "2", "0", "4"]
+
+
+def test_a_missing_record_is_found(tmp_path: Path) -> None:
+    steps = EPOCHS * RECORDS - 1
+    verdict = judged(tmp_path, trained(steps)[0], versions=steps)
+    assert verdict.problems == ["1 records are missing, 0 came twice"]
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_record_that_came_twice_is_found_whoever_trained_it(tmp_path: Path, worker: int) -> None:
+    accounts, optimizer = trained()
+    optimizer.zero_grad()
+    (-(accounts.trained[worker][1, [2]].sum() + accounts.clock.sum())).backward()
+    optimizer.step()
+    verdict = judged(tmp_path, accounts, versions=EPOCHS * RECORDS + 1)
+    assert verdict.problems == ["0 records are missing, 1 came twice"]
+
+
+def test_a_torn_model_is_found(tmp_path: Path) -> None:
+    accounts, _ = trained()
+    with torch.no_grad():
+        accounts.clock[512:] += 1
+    assert judged(tmp_path, accounts).problems == ["the model is of versions [12, 13], the job of 12"]
+
+
+def test_two_chiefs_and_none_are_found(tmp_path: Path) -> None:
+    verdict = judged(tmp_path, trained()[0])
+    for saved in ([], [tmp_path / "1.pt"] * 2):
+        verdict.problems.clear()
+        account(verdict, saved)
+        assert verdict.problems == [f"{len(saved)} workers were the chief and saved the model"]
+
+
+def test_every_combination_comes_before_one_comes_again() -> None:
+    first = list(itertools.islice(plans(7), 4 * len(MODES)))
+    assert len({plan.name for plan in first}) == len(first)
+    assert first == list(itertools.islice(plans(7), len(first)))
