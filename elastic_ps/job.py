@@ -82,30 +82,41 @@ class CamelModel(BaseModel):
 class VolumeClaim(CamelModel):
     """The volume that holds the checkpoints on a cluster."""
 
-    storage: str = Field(default="1Gi", pattern=r"^[0-9]+(\.[0-9]+)?([EPTGM]i?|Ki|k)?$")
-    storage_class_name: str | None = Field(default=None, description="The cluster's default if unset.")
+    storage: str = Field(
+        default="1Gi",
+        pattern=r"^[0-9]+(\.[0-9]+)?([EPTGM]i?|Ki|k)?$",
+        description="The size to request. It has to hold checkpoint.keep checkpoints and one more.",
+    )
+    storage_class_name: str | None = Field(
+        default=None, description="The storage class. If unset, the cluster's default is used."
+    )
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] | None = Field(
         default=None,
-        description="ReadWriteOnce if unset; ReadWriteMany lets a standby have a node of its own.",
+        description="ReadWriteOnce if unset. With ReadWriteMany, a standby may run on another node than its "
+        "parameter server.",
     )
 
 
 class Checkpoint(CamelModel):
     """When the parameter server writes its state to disk, and where."""
 
-    interval: Duration = Field(default=timedelta(seconds=30), description="Time between two checkpoints.")
+    interval: Duration = Field(default=timedelta(seconds=30), description="The time between two checkpoints.")
     every_versions: int | None = Field(
-        default=None, ge=1, description="Also write one when this many versions have passed since the last."
+        default=None,
+        ge=1,
+        description="Also write a checkpoint when this many versions have been made since the last one.",
     )
-    keep: int = Field(default=3, ge=1, description="How many checkpoints stay on disk.")
+    keep: int = Field(default=3, ge=1, description="How many checkpoints to keep. Older ones are deleted.")
     path: str | None = Field(
-        default=None, description="A directory, for local runs; on a cluster the volume is used."
+        default=None,
+        description="The directory for checkpoints of local runs. On a cluster, the volume is used instead.",
     )
     volume_claim: VolumeClaim | None = Field(
         default=None,
         description=(
-            "On a cluster: the claim to create, which all servers mount. With one server it may be left out: "
-            "then an emptyDir is used, which is lost with the pod."
+            "The PersistentVolumeClaim to create on a cluster. All parameter servers mount it. A job with "
+            "one parameter server may leave it out; its checkpoints then lie in an emptyDir and are lost "
+            "with the pod."
         ),
     )
 
@@ -116,44 +127,59 @@ Durability: TypeAlias = Literal["checkpoint", "standby"]
 class ParameterServer(CamelModel):
     """The processes that hold the model."""
 
-    replicas: int = Field(default=1, ge=1, le=64, description="Shards: the buckets are shared out over them.")
+    replicas: int = Field(
+        default=1, ge=1, le=64, description="The number of shards. Each holds a part of the model."
+    )
     bucket_bytes: int = Field(
         default=4 * 1024 * 1024,
         ge=1024,
         le=256 * 1024 * 1024,
-        description="Target size of a bucket, the unit of push, optimizer step and pull, in bytes.",
+        description="The size of a bucket in bytes. Tensors are sent in buckets of about this size.",
     )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     durability: Durability = Field(
         default="checkpoint",
         description=(
-            "What a lost parameter server costs: checkpoint, the rounds since the last checkpoint, which are "
-            "trained again; standby, none: a second process for each shard has every round before it counts."
+            "What happens when a parameter server is lost. With checkpoint, the job goes back to the newest "
+            "checkpoint, and the records since then are trained again. With standby, each shard has a second "
+            "process that receives every round before it counts, so nothing is trained again."
         ),
     )
     template: PodTemplate = Field(
-        default_factory=dict, description="PodTemplateSpec, merged over the default one."
+        default_factory=dict,
+        description="A PodTemplateSpec. It is merged over the operator's own template.",
     )
 
 
 class Worker(CamelModel):
     """The processes that compute gradients."""
 
-    replicas: int = Field(default=1, ge=1, description="How many; may change while the job runs.")
-    min_replicas: int = Field(default=1, ge=1, description="The job runs on, Degraded, with this many.")
-    max_replicas: int | None = Field(default=None, ge=1, description="An upper bound on replicas.")
+    replicas: int = Field(
+        default=1, ge=1, description="The number of workers. It may change while the job runs."
+    )
+    min_replicas: int = Field(
+        default=1,
+        ge=1,
+        description="The least number of workers that replicas may ask for. The job counts as Running as "
+        "soon as this many are ready.",
+    )
+    max_replicas: int | None = Field(
+        default=None, ge=1, description="The greatest number of workers that replicas may ask for."
+    )
     lease_duration: Duration = Field(
         default=timedelta(seconds=10),
-        description="A worker that is silent for this long is declared gone.",
+        description="A worker that sends nothing for this long is declared lost, and its records go to "
+        "others.",
     )
     progress_timeout: Duration = Field(
         default=timedelta(minutes=30),
-        description="A worker for whose step the others have waited for this long is declared hung and "
-        "replaced, which counts against backoffLimit. Longer than the longest step, the first one (which may "
-        "compile or download) included. 0s: never.",
+        description="When the others have waited this long for one worker's step, that worker is declared "
+        "hung and replaced. This counts against backoffLimit. Choose more than the longest step takes; the "
+        "first step may also compile or download something. With 0s no worker is ever declared hung.",
     )
     template: PodTemplate = Field(
-        default_factory=dict, description="PodTemplateSpec, merged over the default one."
+        default_factory=dict,
+        description="A PodTemplateSpec. It is merged over the operator's own template.",
     )
 
     @model_validator(mode="after")
@@ -176,27 +202,28 @@ class Consistency(CamelModel):
 
     mode: Literal["sync", "bounded"] = Field(
         default="sync",
-        description="sync: a version is made when every worker that computes has pushed its step, of all of "
-        "them; bounded: as soon as somebody has, and who is slow does so later, with bounded staleness.",
+        description="With sync, each version is made of one step of every worker, so the fast wait for the "
+        "slow. With bounded, a version is made as soon as one worker has finished a step. A slow worker's "
+        "step goes into a later version, and maxStaleness bounds how much later.",
     )
     max_staleness: int | None = Field(
         default=None,
         ge=1,
-        description="With mode bounded: the most versions that may be made between the one that a gradient "
-        "is computed on and the one that it goes into. Who would make one more waits for the slowest. Each "
-        "worker makes versions: for a worker that takes as long as n steps of m others, about n times m.",
+        description="Needed with mode bounded: how many versions the others may make while one worker "
+        "computes a step. Then they wait for it. Example: three workers make 5 steps each while a fourth "
+        "makes one. They make up to 15 versions meanwhile, so with 16 they do not wait.",
     )
     deterministic: bool = Field(
         default=False,
-        description="Runs agree to the bit: worker.replicas workers each have a fixed share of the records, "
-        "contributions are added in the order of worker index, and a round waits for a lost worker's "
-        "replacement. Scaling has no effect.",
+        description="Two runs of the job give the same model, bit for bit. Each worker has a fixed share of "
+        "the records, and gradients are added in the order of the workers' indexes. When a worker is lost, "
+        "the others wait for its replacement. Changing worker.replicas has no effect.",
     )
     backup_workers: int = Field(
         default=0,
         ge=0,
-        description="How many of the workers a round does without: those that are last to begin sending "
-        "their gradients. Their records go to others.",
+        description="How many slow workers each round leaves out. Example: with 4 workers and 1, a version "
+        "is made of the first 3 steps. The fourth step is dropped, and its records go to other workers.",
     )
 
     @property
@@ -208,25 +235,25 @@ class Consistency(CamelModel):
     def _check_staleness(self) -> Consistency:
         if self.mode == "bounded" and self.max_staleness is None:
             raise ValueError(
-                "mode bounded needs maxStaleness, a number of versions: about how many steps all the others "
-                "make together while the slowest worker makes one"
+                "mode bounded needs maxStaleness: the number of steps that all other workers together may "
+                "make while the slowest one makes a single step"
             )
         if self.mode != "bounded" and self.max_staleness is not None:
             raise ValueError(
-                f"maxStaleness {self.max_staleness} with mode {self.mode}, in which no gradient is stale; "
-                "leave it out, or set mode: bounded"
+                f"maxStaleness {self.max_staleness} has no meaning with mode {self.mode}, in which no "
+                "gradient is stale; leave it out, or set mode: bounded"
             )
         other = "backupWorkers" if self.backup_workers else "deterministic" if self.deterministic else ""
         if self.mode == "bounded" and other:
-            raise ValueError(f"{other} belongs to mode sync; leave it out, or set mode: sync")
+            raise ValueError(f"{other} works only with mode sync; leave it out, or set mode: sync")
         return self
 
     @model_validator(mode="after")
     def _check_backup_workers(self) -> Consistency:
         if self.deterministic and self.backup_workers:
             raise ValueError(
-                f"backupWorkers {self.backup_workers} with deterministic: true; who is late differs from run "
-                "to run, so leave one of the two out"
+                f"backupWorkers {self.backup_workers} with deterministic: true. Which worker is late "
+                "differs from run to run, so leave one of the two out"
             )
         return self
 
@@ -234,44 +261,60 @@ class Consistency(CamelModel):
 class Compression(CamelModel):
     """What a gradient looks like on the wire."""
 
-    codec: Literal["none"] = Field(default="none", description="none: the tensor's own bytes.")
+    codec: Literal["none"] = Field(
+        default="none", description="How gradients are encoded. With none, they are sent as they are."
+    )
 
 
 class Data(CamelModel):
     """How records are handed out to the workers."""
 
-    shard_records: int = Field(default=256, ge=1, description="Most records handed to a worker at a time.")
-    shuffle: bool = Field(default=True, description="A new order of the records in each epoch.")
-    seed: int = Field(default=0, ge=0, description="Seed of that order.")
+    shard_records: int = Field(
+        default=256, ge=1, description="The most records that a worker is given at once."
+    )
+    shuffle: bool = Field(default=True, description="Whether each epoch has the records in a new order.")
+    seed: int = Field(default=0, ge=0, description="The seed of the records' order.")
 
 
 class RunPolicy(CamelModel):
     """When to stop, give up, and clean up."""
 
-    suspend: bool = Field(default=False, description="Stop all pods after a checkpoint; false goes on.")
-    backoff_limit: int = Field(default=3, ge=0, description="Failures of workers that the job survives.")
+    suspend: bool = Field(
+        default=False,
+        description="With true, the job writes a checkpoint and all of its pods are deleted. With false "
+        "again, it goes on from that checkpoint.",
+    )
+    backoff_limit: int = Field(
+        default=3,
+        ge=0,
+        description="How many times a worker's script may fail before the job fails. A worker that is killed "
+        "from outside does not count.",
+    )
     active_deadline_seconds: int | None = Field(
-        default=None, ge=1, description="The job fails after this time."
+        default=None, ge=1, description="The job fails when it has run for this many seconds."
     )
     ttl_seconds_after_finished: int | None = Field(
-        default=None, ge=0, description="The finished job is deleted after this time."
+        default=None, ge=0, description="The job is deleted this many seconds after it has finished."
     )
     clean_pod_policy: Literal["Running", "None", "All"] = Field(
-        default="Running", description="Which pods are deleted when the job is finished."
+        default="Running",
+        description="Which pods are deleted when the job has finished: those that still run, none, or all.",
     )
 
 
 class TrainingJobSpec(CamelModel):
-    """What to train, on how many workers, and by which rules."""
+    """What to train, on how many workers, and with which guarantees."""
 
     entrypoint: str = Field(
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$",
-        description="module.path:function, imported and called in every worker.",
+        description="The training function, as module.path:function. Every worker imports and calls it.",
     )
     arguments: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Plain values, passed to the entrypoint as keyword arguments."
+        default_factory=dict, description="Keyword arguments for the entrypoint: plain YAML values."
     )
-    image: str | None = Field(default=None, description="The container image, unless a template names one.")
+    image: str | None = Field(
+        default=None, description="The container image. A template may name another one."
+    )
     parameter_server: ParameterServer = Field(default_factory=ParameterServer)
     worker: Worker = Field(default_factory=Worker)
     consistency: Consistency = Field(default_factory=Consistency)

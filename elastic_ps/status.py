@@ -13,21 +13,38 @@ from elastic_ps.job import CamelModel
 class Progress(CamelModel):
     """How far training is, as the parameter server sees it."""
 
-    version: int = Field(default=0, description="Optimizer steps taken.")
-    epoch: int = Field(default=0, description="Epochs of the data that are in the model completely.")
-    epochs: int | None = Field(default=None, description="Epochs to train, once a worker has said so.")
-    percent: int = Field(default=0, ge=0, le=100)
-    samples_per_second: float | None = None
-    loss: float | None = Field(default=None, description="Last reported training loss, sample-weighted.")
-    eta_seconds: int | None = None
-    records_applied: int = Field(default=0, description="Records whose gradients are in the model.")
-    records_expected: int | None = Field(default=None, description="Records of all epochs together.")
-    durable_version: int | None = Field(default=None, description="Version of the newest whole checkpoint.")
-    durable_time: str | None = Field(default=None, description="When that was written.")
-    metrics: dict[str, float] = Field(
-        default_factory=dict, description="What scripts reported, e.g. test_accuracy."
+    version: int = Field(default=0, description="The number of optimizer steps that the model has taken.")
+    epoch: int = Field(default=0, description="The number of epochs that are complete.")
+    epochs: int | None = Field(
+        default=None,
+        description="The number of epochs to train. Unset until a worker has opened its data set.",
     )
-    finished: bool = Field(default=False, description="Every record of every epoch is in the model.")
+    percent: int = Field(default=0, ge=0, le=100, description="The share of all records that is trained.")
+    samples_per_second: float | None = Field(
+        default=None, description="How many records the whole job trains in a second."
+    )
+    loss: float | None = Field(
+        default=None,
+        description="The training loss that the scripts reported last: the mean over the workers of one "
+        "version, weighted by their samples.",
+    )
+    eta_seconds: int | None = Field(
+        default=None, description="The expected time until the end of training, in seconds."
+    )
+    records_applied: int = Field(default=0, description="How many records are in the model.")
+    records_expected: int | None = Field(
+        default=None, description="How many records there are to train, all epochs together."
+    )
+    durable_version: int | None = Field(
+        default=None, description="The version of the newest complete checkpoint."
+    )
+    durable_time: str | None = Field(
+        default=None, description="When the newest complete checkpoint was written."
+    )
+    metrics: dict[str, float] = Field(
+        default_factory=dict, description="The values that scripts reported last, for example test_accuracy."
+    )
+    finished: bool = Field(default=False, description="Whether every record of every epoch is in the model.")
 
 
 HUNG_GRACE = timedelta(seconds=15)
@@ -42,23 +59,31 @@ class Member(CamelModel):
     pid: int
     host: str
     state: Literal["joining", "idle", "training", "left", "lost", "hung"]
-    reason: str = Field(default="", description="Why it was declared gone, in words.")
-    gone_seconds: float | None = Field(default=None, description="How long ago its stay ended, if it has.")
+    reason: str = Field(default="", description="Why the worker was declared lost or hung, in words.")
+    gone_seconds: float | None = Field(
+        default=None, description="How many seconds ago this stay ended. Unset while it lasts."
+    )
     joined_version: int
     left_version: int | None = None
-    steps: int = Field(default=0, description="Steps of this member that are in the model.")
-    records: int = Field(default=0, description="Records of this member that are in the model.")
-    late: int = Field(default=0, description="Steps that came too late, with backupWorkers; see there.")
+    steps: int = Field(default=0, description="How many of this member's steps are in the model.")
+    records: int = Field(default=0, description="How many of this member's records are in the model.")
+    late: int = Field(
+        default=0,
+        description="With backupWorkers: how many of this member's steps came late and were dropped.",
+    )
     staleness: int = Field(
         default=0,
-        description="Versions that were made between the one that its last step was computed on and the one "
-        "that it is in; always 0 with mode sync.",
+        description="With mode bounded: how many versions the others made while this member computed its "
+        "last step. With mode sync it is always 0.",
     )
     step_seconds: float | None = Field(
         default=None,
-        description="From when it may have a version until its step on it is complete; a mean.",
+        description="How long this member takes for a step, from the new version to its complete gradients: "
+        "a moving average.",
     )
-    slowness: float | None = Field(default=None, description="stepSeconds over the median of the workers.")
+    slowness: float | None = Field(
+        default=None, description="This member's stepSeconds divided by the median of all workers."
+    )
 
     def to_be_killed(self, progress_timeout: timedelta) -> str:
         """Why its process, should it be alive, has to be ended from outside; "" if it has not.
@@ -81,24 +106,29 @@ class ServerStatus(CamelModel):
     shard: int
     shards: int
     term: int = Field(
-        description="How often this parameter server has been started; 0 while it waits for its storage."
+        description="How often the parameter server has been started. 0 while it waits for its storage."
     )
-    ready: bool = Field(description="Whether the model is initialised.")
+    ready: bool = Field(description="Whether the model has its first values.")
     progress: Progress = Field(default_factory=Progress)
-    durable_age_seconds: float | None = Field(default=None, description="Age of the newest whole checkpoint.")
+    durable_age_seconds: float | None = Field(
+        default=None, description="How many seconds ago the newest complete checkpoint was written."
+    )
     problem: str = Field(
-        default="", description="What is wrong, though training goes on or will go on, e.g. a full disk."
+        default="",
+        description="What a person should look at, for example a full disk. The job goes on meanwhile, or as "
+        "soon as it can.",
     )
     checkpoint_pause_seconds: float = Field(
         default=0.0,
-        description="Time that training stood still for checkpoints since this parameter server's start.",
+        description="How long training has stood still for checkpoints since the parameter server started.",
     )
     standbys: list[bool] = Field(
         default_factory=list,
-        description="With durability standby: for each shard, whether its standby has every round.",
+        description="With durability standby: whether each shard's standby has every round.",
     )
     members: list[Member] = Field(
-        default_factory=list, description="Live members and those gone, in joining order."
+        default_factory=list,
+        description="All workers that have joined, also those that are gone, in the order of joining.",
     )
 
     @property
@@ -119,25 +149,33 @@ class Condition(CamelModel):
 
 
 class WorkerStatus(CamelModel):
-    replicas: int = 0
-    ready: int = 0
-    completed: int = Field(default=0, description="Workers that ended their script without an error.")
-    failures: int = Field(default=0, description="Failures that count against backoffLimit.")
-    restarts: int = Field(default=0, description="Workers replaced, for whatever reason.")
-    last_failure: str | None = Field(default=None, description="Which worker was replaced last, and why.")
+    replicas: int = Field(default=0, description="How many workers' pods exist.")
+    ready: int = Field(default=0, description="How many workers are ready.")
+    completed: int = Field(default=0, description="How many workers have come to the end of their script.")
+    failures: int = Field(default=0, description="How many failures count against backoffLimit.")
+    restarts: int = Field(default=0, description="How many workers have been replaced, for any reason.")
+    last_failure: str | None = Field(
+        default=None, description="Which worker was replaced last, and for what reason."
+    )
     counted_pods: list[str] = Field(
         default_factory=list,
-        description="Uids of ended pods that are in these numbers and still exist; counted only once.",
+        description="The UIDs of pods that have ended, still exist, and are counted above. The operator "
+        "keeps them so that it counts no pod twice.",
     )
-    selector: str = Field(default="", description="Label selector as a string, for the autoscaler.")
+    selector: str = Field(
+        default="", description="The label selector of the workers' pods, which the autoscaler reads."
+    )
 
 
 class ParameterServerStatus(CamelModel):
-    ready: int = 0
-    term: int | None = None
+    ready: int = Field(default=0, description="How many parameter servers are ready.")
+    term: int | None = Field(
+        default=None, description="How often the parameter server has been started. Each start is a term."
+    )
     standbys: int | None = Field(
         default=None,
-        description="With durability standby: those that have every round; unset if shard 0 does not tell.",
+        description="With durability standby: how many standbys have every round. Unset while shard 0 does "
+        "not answer.",
     )
 
 
@@ -145,11 +183,11 @@ Phase: TypeAlias = Literal["Pending", "Running", "Suspended", "Succeeded", "Fail
 
 
 class Summary(CamelModel):
-    """What `kubectl get` shows, ready to read."""
+    """The columns of `kubectl get`, as text."""
 
-    workers: str = Field(default="", description="Ready and wanted, as 2/4.")
-    progress: str = Field(default="", description="Records in the model, as 15%.")
-    loss: str = ""
+    workers: str = Field(default="", description="Ready and wanted workers, as in 2/4.")
+    progress: str = Field(default="", description="The share of all records that is trained, as in 15%.")
+    loss: str = Field(default="", description="The last reported training loss.")
 
 
 class TrainingJobStatus(CamelModel):

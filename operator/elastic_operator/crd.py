@@ -45,9 +45,14 @@ _HEADER = (
 COLUMNS = (
     ("Phase", "string", ".status.phase", None),
     ("Workers", "string", ".status.summary.workers", "Ready and wanted workers."),
-    ("Version", "integer", ".status.progress.version", "Optimizer steps taken."),
-    ("Loss", "string", ".status.summary.loss", "Last reported training loss."),
-    ("Progress", "string", ".status.summary.progress", "Records in the model."),
+    (
+        "Version",
+        "integer",
+        ".status.progress.version",
+        "The number of optimizer steps that the model has taken.",
+    ),
+    ("Loss", "string", ".status.summary.loss", "The last reported training loss."),
+    ("Progress", "string", ".status.summary.progress", "The share of all records that is trained."),
     ("Age", "date", ".metadata.creationTimestamp", None),
 )
 
@@ -114,7 +119,8 @@ def _schema(*, rules: bool) -> Schema:
         root["x-kubernetes-validations"] = [
             {
                 "rule": "self.metadata.name.size() <= 52",
-                "message": "metadata.name may have at most 52 characters, as its pods' names are longer",
+                "message": "metadata.name may have at most 52 characters, because the names of its pods are "
+                "longer",
             }
         ]
     return root
@@ -210,19 +216,19 @@ def _add_rules(spec: Schema) -> None:
     fields["consistency"]["x-kubernetes-validations"].append(
         {
             "rule": "!self.deterministic || self.backupWorkers == 0",
-            "message": "consistency.backupWorkers and deterministic exclude one another: "
-            "who is late differs from run to run",
+            "message": "consistency.backupWorkers and deterministic cannot be combined: "
+            "which worker is late differs from run to run",
         }
     )
     fields["consistency"]["properties"]["maxStaleness"].pop("nullable")
     fields["consistency"]["x-kubernetes-validations"] += [
         {
             "rule": "(self.mode == 'bounded') == has(self.maxStaleness)",
-            "message": "consistency.mode bounded needs consistency.maxStaleness, and no other mode takes it",
+            "message": "consistency.maxStaleness must be set with mode bounded, and only with it",
         },
         {
             "rule": "self.mode == 'sync' || (!self.deterministic && self.backupWorkers == 0)",
-            "message": "consistency.backupWorkers and deterministic belong to mode sync",
+            "message": "consistency.backupWorkers and deterministic work only with mode sync",
         },
     ]
     server = fields["parameterServer"]["properties"]
@@ -232,7 +238,8 @@ def _add_rules(spec: Schema) -> None:
             "rule": (
                 "(self.durability != 'standby' && self.replicas == 1) || has(self.checkpoint.volumeClaim)"
             ),
-            "message": "several shards, or standbys, need checkpoint.volumeClaim, which they share",
+            "message": "checkpoint.volumeClaim is needed with several shards or standbys: they share its "
+            "volume",
         }
     ]
     for name in ("replicas", "bucketBytes", "durability"):

@@ -346,11 +346,11 @@ def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Pa
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"mode": "bounded"}, "needs maxStaleness, a number of versions"),
-        ({"maxStaleness": 3}, "maxStaleness 3 with mode sync, in which no gradient is stale"),
+        ({"mode": "bounded"}, "needs maxStaleness: the number of steps"),
+        ({"maxStaleness": 3}, "maxStaleness 3 has no meaning with mode sync, in which no"),
         ({"mode": "bounded", "maxStaleness": 0}, "greater than or equal to 1"),
-        (bounded() | {"backupWorkers": 1}, "backupWorkers belongs to mode sync"),
-        (bounded() | {"deterministic": True}, "deterministic belongs to mode sync"),
+        (bounded() | {"backupWorkers": 1}, "backupWorkers works only with mode sync"),
+        (bounded() | {"deterministic": True}, "deterministic works only with mode sync"),
     ],
 )
 def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
