@@ -42,9 +42,9 @@ class Progress(CamelModel):
         default=None, description="When the newest complete checkpoint was written."
     )
     metrics: dict[str, float] = Field(
-        default_factory=dict, description="The values that scripts reported last, for example test_accuracy."
+        default_factory=dict, description="What scripts reported, e.g. test_accuracy."
     )
-    finished: bool = Field(default=False, description="Whether every record of every epoch is in the model.")
+    finished: bool = Field(default=False, description="Every record of every epoch is in the model.")
 
 
 HUNG_GRACE = timedelta(seconds=15)

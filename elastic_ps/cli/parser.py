@@ -16,8 +16,8 @@ from any terminal."""
 
 EXAMPLES = """\
 examples:
-  elastic-ps run job.yaml                    train, with live progress; Ctrl-C stops it cleanly
-  elastic-ps run job.yaml --workers 4        with 4 workers, whatever the file says
+  elastic-ps run job.yaml                    train, with live progress; Ctrl-C stops it orderly
+  elastic-ps run job.yaml --workers 4        with another number of workers than the file says
   elastic-ps run job.yaml --scale 150:4 --scale 400:2 --report out
                                              grow to 4 workers at version 150, shrink to 2 at 400;
                                              write numbers and a picture into out/
@@ -39,16 +39,16 @@ exit codes:
 RUN = """\
 Run a job as processes on this machine until it has succeeded, failed or been stopped.
 
-First the file is checked and the entrypoint is imported once, so that mistakes show at once. Then the
-parameter servers start, and after them the workers. A worker that is killed is replaced. A worker whose
-script fails is replaced, too, until there are more failures than runPolicy.backoffLimit. At the first
-Ctrl-C the workers leave and the parameter servers write a checkpoint; a second Ctrl-C kills them."""
+The file is checked first, and the entrypoint is imported once, so that mistakes cost nothing. Then the
+parameter servers start, then the workers. A worker that is killed is replaced; one whose script fails
+is replaced until runPolicy.backoffLimit is exceeded. The first Ctrl-C lets the workers leave and the
+parameter servers write a checkpoint, a second one kills them."""
 
 RUN_EXAMPLES = """\
 examples:
   elastic-ps run job.yaml --report out       out/run.json and out/run.png show how it went
   elastic-ps run job.yaml --trace trace.json then open it in https://ui.perfetto.dev
-  elastic-ps run job.yaml --resume DIR       continue from the newest checkpoint in DIR"""
+  elastic-ps run job.yaml --resume DIR       go on from the newest checkpoint in DIR"""
 
 
 DRILL = """\
@@ -94,7 +94,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "run", help="run a job on this machine", description=RUN, epilog=RUN_EXAMPLES, formatter_class=_Help
     )
     run.add_argument("job", metavar="JOB", type=Path, help="the job's YAML file")
-    run.add_argument("--workers", type=_positive, metavar="N", help="start N workers, whatever the file says")
+    run.add_argument(
+        "--workers", type=_positive, metavar="N", help="start with N workers instead of the file's"
+    )
     run.add_argument(
         "--scale",
         type=_scale,

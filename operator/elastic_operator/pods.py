@@ -154,7 +154,9 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
     terminated = (container.get("state") or {}).get("terminated") or {}
     for end in (terminated, last):
         if end.get("exitCode") == EXIT_INVALID:
-            return "invalid", Problem("InvalidJob", _said(f"{name} says that the job cannot work", end))
+            return "invalid", Problem(
+                "InvalidJob", _said(f"{name} reports that the job cannot run as specified", end)
+            )
     if phase == "Succeeded":
         return "done", None
     if phase != "Failed":
@@ -164,7 +166,7 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
         detail = f": {status['message']}" if status.get("message") else ""
         return "killed", Problem(reason, f"{name} {words}{detail}")
     if not terminated:
-        return "killed", Problem("Lost", f"{name} ended, and nothing is known about how")
+        return "killed", Problem("Lost", f"{name} ended; its exit status is not known")
     return _exit(name, manifest, terminated)
 
 
@@ -175,7 +177,7 @@ def _exit(name: str, manifest: Mapping[str, Any], end: Mapping[str, Any]) -> tup
     if end.get("reason") in _CANNOT_START:
         return "failed", Problem("CannotStart", _said(f"{name}: its command cannot be started", end))
     if code == EXIT_LEFT:
-        return "killed", Problem("WorkerLeft", f"{name} was asked to leave (SIGTERM) and did so in order")
+        return "killed", Problem("WorkerLeft", f"{name} got SIGTERM, finished its step and left")
     if code == EXIT_HUNG:
         return "failed", Problem("WorkerHung", _said(f"{name} ended itself: it made no progress", end))
     if 0 < code < 128:
@@ -215,6 +217,6 @@ def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> 
         last = (container.get("lastState") or {}).get("terminated") or {}
         if last.get("reason") == "OOMKilled":
             return Problem("OutOfMemory", f"{name} was killed: out of memory{_limit(manifest)}")
-        code = last.get("exitCode", "an error")
-        return Problem("CrashLoop", _said(f"{name} ends again and again, last with {code}", last))
+        code = last.get("exitCode", "unknown")
+        return Problem("CrashLoop", _said(f"{name} keeps crashing, last with exit status {code}", last))
     return None

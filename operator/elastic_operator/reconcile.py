@@ -99,7 +99,7 @@ def _invalid(
     """An invalid spec ends a job that has not started. One that runs goes on as it was."""
     why = Problem("InvalidSpec", message)
     if started:
-        kept = f"the job goes on as it was, until the spec is corrected: {message}"
+        kept = f"the job runs on with its last valid spec until this is corrected: {message}"
         status = with_condition(status, "Degraded", True, Problem("InvalidSpec", kept), now=now)
         return Plan(status=status, notes=tuple(turned(old, status)))
     return _conclude(old, status, Verdict("Failed", why), [], now)
@@ -174,9 +174,12 @@ def _suspended(
     else:
         kept = desired.spec.parameter_server.checkpoint.volume_claim is not None
         words = (
-            "training goes on from the last checkpoint"
+            "when it is resumed, training continues from the last checkpoint"
             if kept
-            else ("parameterServer.checkpoint.volumeClaim is not set, so training will start over")
+            else (
+                "parameterServer.checkpoint.volumeClaim is not set, so the checkpoints are gone: when it is "
+                "resumed, training starts from the beginning"
+            )
         )
         status = with_condition(status, "Suspended", True, Problem("Suspended", words), now=now)
         status = status.model_copy(update={"phase": "Suspended", "start_time": None})
@@ -194,7 +197,7 @@ def _suspended(
 
 def _resumed(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
     if condition(status, "Suspended") is not None:
-        status = with_condition(status, "Suspended", False, Problem("Resumed", "the job goes on"), now=now)
+        status = with_condition(status, "Suspended", False, Problem("Resumed", "the job runs again"), now=now)
     if status.start_time is None:
         status = status.model_copy(update={"start_time": stamp(now)})
     return status

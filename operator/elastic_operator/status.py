@@ -131,7 +131,7 @@ def counted(status: TrainingJobStatus, observed: Observed) -> tuple[TrainingJobS
 
 
 def describe(pod: Pod) -> Problem:
-    return pod.problem or Problem("Lost", f"{pod.name} ended, and nothing is known about how")
+    return pod.problem or Problem("Lost", f"{pod.name} ended; its exit status is not known")
 
 
 def with_counts(

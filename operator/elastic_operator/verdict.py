@@ -91,7 +91,7 @@ def health(
     running = servers >= shards and present >= needed
     problems = list(_problems(observed))
     created = not observed.refusals
-    made = Problem("Created", "its pods, Services and volumes have been asked for")
+    made = Problem("Created", "the operator has created the job's pods, Services and volume claims")
     status = with_condition(status, "Created", created, made if created else observed.refusals[0], now=now)
     counts = f"{present} of {desired.replicas} workers and {servers} of {shards} parameter servers are ready"
     if running:
@@ -127,7 +127,7 @@ def _degraded(
     elif old is not None and holds(status, "Degraded") and not (full and running):
         why = Problem(old.reason, old.message)
     else:
-        ok = Problem("AsAsked", "everything that was asked for is there or on its way")
+        ok = Problem("AsAsked", "everything that the spec asks for exists or is starting")
         return with_condition(status, "Degraded", False, ok, now=now)
     return with_condition(status, "Degraded", True, why, now=now)
 
@@ -162,6 +162,6 @@ def _unprotected(observed: Observed, *, settled: bool) -> Iterator[Problem]:
         if not following and shard not in known:
             yield Problem(
                 "StandbyNotFollowing",
-                f"the standby of shard {shard} is not following; if the parameter server were lost now, "
-                "training would go back to the last checkpoint",
+                f"the standby of shard {shard} does not have every round yet; if the parameter server is "
+                "lost now, training goes back to the last checkpoint",
             )

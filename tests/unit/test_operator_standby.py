@@ -165,7 +165,7 @@ def test_a_standby_that_ends_is_replaced_and_nobody_waits_for_it(evicted: bool) 
     assert simulation.status["worker"]["restarts"] == 0
     degraded = simulation.condition("Degraded")
     assert degraded["reason"] == "StandbyNotFollowing", "a pod is not enough: it has to have every round"
-    assert "standby of shard 0 is not following" in degraded["message"]
+    assert "standby of shard 0 does not have every round yet" in degraded["message"]
     assert simulation.status["parameterServer"]["standbys"] == 0
     simulation.server = told(True)
     simulation.settle()
