@@ -360,11 +360,33 @@ def parse_spec(document: Mapping[str, Any], *, source: str) -> TrainingJobSpec:
     return _validate(TrainingJobSpec, document, source)
 
 
+class _DuplicateKey(yaml.YAMLError):
+    """A key stands twice in one mapping; of the two values, YAML's own loader would drop the first."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses duplicate keys, as `kubectl` does. What `<<` brings into a mapping may be overridden there."""
+
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise _DuplicateKey(
+                    f"{key.value!r} is given twice, on line {lines[key.value]} and on line {line}; keep one"
+                )
+            lines[key.value] = line
+        return node
+
+
 def load_job(path: Path) -> TrainingJob:
     """Read a job from a YAML file.
 
     Raises:
-        InvalidJob: the file cannot be read, is not YAML, or is not a valid TrainingJob.
+        InvalidJob: the file cannot be read, is not YAML, gives a key twice, or is not a valid TrainingJob.
     """
     try:
         text = path.read_text()
@@ -372,7 +394,9 @@ def load_job(path: Path) -> TrainingJob:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InvalidJob(f"cannot read the job file {path}: {reason}") from error
     try:
-        document = yaml.safe_load(text)
+        document = yaml.load(text, _StrictLoader)
+    except _DuplicateKey as error:
+        raise InvalidJob(f"{path}: {error}") from None
     except yaml.YAMLError as error:
         raise InvalidJob(f"{path} is not valid YAML: {error}") from error
     return parse_job(document, source=str(path))

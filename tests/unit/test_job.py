@@ -1,0 +1,57 @@
+"""A job's YAML file as a person writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_ps.errors import InvalidJob
+from elastic_ps.job import load_job
+
+JOB = """\
+apiVersion: elastic-ps.dev/v1alpha1
+kind: TrainingJob
+metadata: {name: mine}
+spec:
+  entrypoint: mine:main
+"""
+
+
+def load(tmp_path: Path, text: str) -> object:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return load_job(path)
+
+
+@pytest.mark.parametrize(
+    ("more", "key", "lines"),
+    [
+        ("  worker: {replicas: 2}\n  worker: {maxReplicas: 4}\n", "worker", (6, 7)),
+        ("  worker:\n    replicas: 2\n    maxReplicas: 4\n    replicas: 3\n", "replicas", (7, 9)),
+        ("  data: {seed: 1, seed: 2}\n", "seed", (6, 6)),
+        ("  'data': {seed: 1}\n  data: {seed: 1}\n", "data", (6, 7)),
+        ("  arguments: {layers: [{width: 3,\n    width: 4}]}\n", "width", (6, 7)),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(
+    tmp_path: Path, more: str, key: str, lines: tuple[int, int]
+) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        load(tmp_path, JOB + more)
+    assert f"'{key}' is given twice" in str(refused.value)
+    assert f"on line {lines[0]} and on line {lines[1]}" in str(refused.value)
+    assert str(tmp_path / "job.yaml") in str(refused.value)
+
+
+def test_a_merged_key_may_be_given_again(tmp_path: Path) -> None:
+    text = JOB + "  arguments:\n    a: &common {lr: 0.1, width: 3}\n    b: {<<: *common, lr: 0.2}\n"
+    text += "    c: {<<: *common, width: 4}\n"
+    arguments = load(tmp_path, text).spec.arguments  # type: ignore[attr-defined]
+    assert arguments["b"] == {"lr": 0.2, "width": 3}
+    assert arguments["c"] == {"lr": 0.1, "width": 4}
+
+
+def test_a_key_may_stand_in_two_mappings(tmp_path: Path) -> None:
+    arguments = load(tmp_path, JOB + "  arguments: {a: {x: 1}, b: {x: 1}}\n").spec.arguments  # type: ignore[attr-defined]
+    assert arguments == {"a": {"x": 1}, "b": {"x": 1}}
