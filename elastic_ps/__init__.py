@@ -27,13 +27,13 @@ if TYPE_CHECKING:
         UserError,
     )
     from elastic_ps.job import TrainingJob, load_job
-    from elastic_ps.worker.current import connect
+    from elastic_ps.standalone import connect
     from elastic_ps.worker.member import Drained
     from elastic_ps.worker.optimizer import ElasticOptimizer
     from elastic_ps.worker.session import Session
 
 _PLACES = {
-    "connect": "elastic_ps.worker.current",
+    "connect": "elastic_ps.standalone",
     "Session": "elastic_ps.worker.session",
     "Drained": "elastic_ps.worker.member",
     "ElasticOptimizer": "elastic_ps.worker.optimizer",

@@ -119,6 +119,12 @@ class ProcessEnvironment:
         return {PREFIX + key: value for key, value in values.items() if value}
 
 
+def in_job(variables: Mapping[str, str] | None = None) -> bool:
+    """Whether the process was started as part of a job: the contract's variables are there, whole or not."""
+    source = os.environ if variables is None else variables
+    return any(PREFIX + key in source for key in ("JOB", "SPEC", "ROLE", "INDEX", "ADDRESSES"))
+
+
 def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
     """Read the contract from `variables` (the process's own environment if None).
 

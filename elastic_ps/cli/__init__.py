@@ -23,7 +23,13 @@ def main(arguments: Sequence[str] | None = None, *, programs: Programs | None = 
         arguments: the command line without the program's name; None takes the process's own.
         programs: what a job's processes run, for tests.
     """
-    parsed = build_parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own = given[: given.index("--")] if "--" in given else given
+    parser = build_parser()
+    parsed = parser.parse_args(own)
+    parsed.script_arguments = given[len(own) + 1 :]
+    if "--" in given and parsed.command != "run":
+        parser.error(f"-- and what follows belong to `elastic-ps run`, not to `{parsed.command}`")
     try:
         if parsed.command == "run":
             from elastic_ps.cli.run import run

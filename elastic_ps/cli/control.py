@@ -16,6 +16,7 @@ from typing import get_args
 from elastic_ps.env import Role
 from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.job import load_job
+from elastic_ps.local import script
 from elastic_ps.local.state import JobDirectory, LocalStatus, known_jobs
 
 STOP_LIMIT = timedelta(seconds=60)
@@ -123,7 +124,9 @@ def _natural(path: Path) -> tuple[str, int]:
 
 
 def _directory(job: str) -> JobDirectory:
-    """The directory of a job that is given by its name or its YAML file."""
+    """The directory of a job that is given by its name, its YAML file or its script."""
+    if script.is_script(Path(job)):
+        return JobDirectory(script.name_of(Path(job)))
     if job.endswith((".yaml", ".yml")) or Path(job).is_file():
         return JobDirectory(load_job(Path(job)).name)
     return JobDirectory(job)

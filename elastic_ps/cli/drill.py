@@ -59,7 +59,7 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
         JobDirectory(job.name, root=options.root).refuse_if_running()
         preflight.check_workers(job, ())
         preflight.check_checkpoints(job, None)
-        preflight.check_entrypoint(job.spec.entrypoint, options.programs)
+        preflight.check_entrypoint(job, options.programs)
         announce()
         history = parsed.report / "history" if parsed.report else None
         result = run(job, faults, options=options, history=history, tell=tell)

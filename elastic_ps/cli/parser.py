@@ -17,6 +17,8 @@ from any terminal."""
 EXAMPLES = """\
 examples:
   elastic-ps run job.yaml                    train, with live progress; Ctrl-C stops it orderly
+  elastic-ps run train.py --workers 2 -- --lr 0.1
+                                             a script with its own command line, without a job file
   elastic-ps run job.yaml --workers 4        with another number of workers than the file says
   elastic-ps run job.yaml --scale 150:4 --scale 400:2 --report out
                                              grow to 4 workers at version 150, shrink to 2 at 400;
@@ -39,16 +41,22 @@ exit codes:
 RUN = """\
 Run a job as processes on this machine until it has succeeded, failed or been stopped.
 
-The file is checked first, and the entrypoint is imported once, so that mistakes cost nothing. Then the
-parameter servers start, then the workers. A worker that is killed is replaced; one whose script fails
-is replaced until runPolicy.backoffLimit is exceeded. The first Ctrl-C lets the workers leave and the
-parameter servers write a checkpoint, a second one kills them."""
+The file is checked first, and the entrypoint is imported once and compared with the arguments, so that
+mistakes cost nothing. Then the parameter servers start, then the workers. A worker that is killed is
+replaced; one whose script fails is replaced until runPolicy.backoffLimit is exceeded. The first Ctrl-C lets
+the workers leave and the parameter servers write a checkpoint, a second one kills them.
+
+A Python script in place of the file is a job of its own, named after the script: every worker runs it as
+`python` would, with what follows -- as its arguments. `python train.py` without elastic-ps trains alone, in
+one process."""
 
 RUN_EXAMPLES = """\
 examples:
   elastic-ps run job.yaml --report out       out/run.json and out/run.png show how it went
   elastic-ps run job.yaml --trace trace.json then open it in https://ui.perfetto.dev
-  elastic-ps run job.yaml --resume DIR       go on from the newest checkpoint in DIR"""
+  elastic-ps run job.yaml --resume DIR       go on from the newest checkpoint in DIR
+  elastic-ps run train.py --workers 2 -- --lr 0.1
+                                             a script that calls elastic_ps.connect()"""
 
 
 DRILL = """\
@@ -93,7 +101,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run = commands.add_parser(
         "run", help="run a job on this machine", description=RUN, epilog=RUN_EXAMPLES, formatter_class=_Help
     )
-    run.add_argument("job", metavar="JOB", type=Path, help="the job's YAML file")
+    run.add_argument("job", metavar="JOB", type=Path, help="the job's YAML file, or a Python script")
     run.add_argument(
         "--workers", type=_positive, metavar="N", help="start with N workers instead of the file's"
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -16,8 +17,9 @@ from types import FrameType
 from rich.console import Console
 
 from elastic_ps.cli.view import Display, LiveDisplay, PlainDisplay, print_outcome
+from elastic_ps.errors import UserError
 from elastic_ps.job import TrainingJob, load_job
-from elastic_ps.local import JobDirectory, Launcher, Options, Outcome, Programs, ScaleAt, preflight
+from elastic_ps.local import JobDirectory, Launcher, Options, Outcome, Programs, ScaleAt, preflight, script
 
 REFRESH = timedelta(milliseconds=200)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -25,7 +27,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def run(parsed: argparse.Namespace, programs: Programs | None) -> int:
     """Run a job; returns the exit code."""
-    job = load_job(parsed.job)
+    job = _job(parsed.job, parsed.script_arguments)
     if parsed.workers is not None:
         job.spec.worker.replicas = parsed.workers
     options = Options(
@@ -50,13 +52,25 @@ def run(parsed: argparse.Namespace, programs: Programs | None) -> int:
     return code
 
 
+def _job(path: Path, arguments: Sequence[str]) -> TrainingJob:
+    """The job that the file describes, or that runs it as a script."""
+    if script.is_script(path):
+        return script.job_of(path, arguments)
+    if arguments:
+        raise UserError(
+            f"{shlex.join(arguments)} after -- is for a script, as in `elastic-ps run train.py -- ...`; "
+            f"the arguments of this job stand in {path}, as spec.arguments"
+        )
+    return load_job(path)
+
+
 def _check(job: TrainingJob, options: Options, report: Path | None) -> None:
     """Everything that can be wrong is found here, before anything is started."""
     JobDirectory(job.name, root=options.root).refuse_if_running()
     preflight.check_workers(job, options.schedule)
     preflight.check_checkpoints(job, options.resume)
     preflight.check_report(report)
-    preflight.check_entrypoint(job.spec.entrypoint, options.programs)
+    preflight.check_entrypoint(job, options.programs)
     if report is not None:
         preflight.prepare_directory(report, option="--report")
     if options.trace is not None:

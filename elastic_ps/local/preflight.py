@@ -85,13 +85,14 @@ def prepare_file(path: Path, *, option: str) -> None:
         raise UserError(f"{option}: cannot write {path}: permission denied")
 
 
-def check_entrypoint(entrypoint: str, programs: Programs) -> None:
+def check_entrypoint(job: TrainingJob, programs: Programs) -> None:
     """Import the entrypoint in a process like a worker's. Blocks for as long as that takes.
 
     Raises:
-        UserError: it cannot be imported or called; with the script's own traceback.
+        UserError: it cannot be imported, with the script's own traceback, or does not take the arguments.
     """
-    argv = programs.check(entrypoint)
+    entrypoint = job.spec.entrypoint
+    argv = programs.check(entrypoint, job.spec.arguments)
     try:
         done = subprocess.run(
             argv,

@@ -8,6 +8,7 @@ nobody writes to: when the launcher dies, however it dies, the pipe closes and t
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import JsonValue
 
 from elastic_ps.env import THREAD_VARIABLES
 
@@ -29,9 +32,9 @@ class Programs:
     server: Sequence[str] = (sys.executable, "-m", "elastic_ps.server")
     worker: Sequence[str] = (sys.executable, "-m", "elastic_ps.worker")
 
-    def check(self, entrypoint: str) -> list[str]:
-        """The command that tries to import `entrypoint`."""
-        return [*self.worker, "--check", entrypoint]
+    def check(self, entrypoint: str, arguments: Mapping[str, JsonValue]) -> list[str]:
+        """The command that tries to import `entrypoint`, and whether it takes these arguments."""
+        return [*self.worker, "--check", entrypoint, json.dumps(arguments)]
 
 
 class Lifeline:

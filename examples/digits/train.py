@@ -1,6 +1,6 @@
 """Train LeNet on handwritten digits: an ordinary PyTorch loop, with the lines of elastic-ps marked.
 
-elastic-ps run examples/digits/job.yaml
+elastic-ps run examples/digits/job.yaml, or alone in one process: python examples/digits/train.py
 """
 
 import torch
@@ -34,3 +34,7 @@ def main(epochs: int = 30, batch_size: int = 16, lr: float = 0.05) -> None:
 
     if session.is_chief:  # one worker, when every record of every epoch is in the model
         session.report(test_accuracy=accuracy(model, *test.tensors))
+
+
+if __name__ == "__main__":
+    main()

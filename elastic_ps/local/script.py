@@ -1,0 +1,39 @@
+"""A plain Python script as a job: `elastic-ps run train.py -- --lr 0.1`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_ps.errors import UserError
+from elastic_ps.job import API_VERSION, KIND, TrainingJob, parse_job
+
+ENTRYPOINT = "elastic_ps.worker.entrypoint:run_script"
+
+
+def is_script(path: Path) -> bool:
+    """Whether `path` is meant as a script rather than as a job's YAML file."""
+    return path.suffix == ".py"
+
+
+def name_of(path: Path) -> str:
+    """The name of a script's job: the file's, as far as a job may have it."""
+    return re.sub("[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:52].rstrip("-") or "script"
+
+
+def job_of(path: Path, argv: Sequence[str]) -> TrainingJob:
+    """The job whose workers each run the script with this command line; all else is as by default.
+
+    Raises:
+        UserError: the file cannot be read, or is not Python.
+    """
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except OSError as error:
+        raise UserError(f"cannot read the script {path}: {error.strerror}") from error
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"the script {path} is not Python: {error}") from error
+    spec = {"entrypoint": ENTRYPOINT, "arguments": {"path": str(path.resolve()), "argv": list(argv)}}
+    document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name_of(path)}, "spec": spec}
+    return parse_job(document, source=str(path))
