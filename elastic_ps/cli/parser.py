@@ -43,8 +43,9 @@ Run a job as processes on this machine until it has succeeded, failed or been st
 
 The file is checked first, and the entrypoint is imported once and compared with the arguments, so that
 mistakes cost nothing. Then the parameter servers start, then the workers. A worker that is killed is
-replaced; one whose script fails is replaced until runPolicy.backoffLimit is exceeded. The first Ctrl-C lets
-the workers leave and the parameter servers write a checkpoint, a second one kills them.
+replaced; one whose script fails, or which crashes again and again before its first step, is replaced until
+runPolicy.backoffLimit is exceeded. The first Ctrl-C lets the workers leave and the parameter servers write a
+checkpoint, a second one kills them.
 
 A Python script in place of the file is a job of its own, named after the script: every worker runs it as
 `python` would, with what follows -- as its arguments. `python train.py` without elastic-ps trains alone, in

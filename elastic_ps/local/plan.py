@@ -14,8 +14,13 @@ from datetime import timedelta
 from itertools import takewhile
 from typing import Literal, TypeAlias
 
-from elastic_ps.env import EXIT_HUNG, EXIT_INVALID, EXIT_LEFT, Role
+from elastic_ps.core import deaths
+from elastic_ps.core.deaths import Death, Kind
+from elastic_ps.env import EXIT_FENCED, EXIT_HUNG, EXIT_INVALID, EXIT_LEFT, Role
 from elastic_ps.status import Phase, Progress
+
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+"""Signals that a process does not bring upon itself. SIGKILL may mean that the memory was not enough, too."""
 
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
 
@@ -35,6 +40,7 @@ class Process:
         ended: when it was seen to have ended.
         exit: its exit status; negative: the signal that killed it. None while it is alive.
         output: the last lines it wrote, of a process that failed.
+        useful: whether it has done anything for the job: a step that is in the model, or an answer.
         stuck: why it has to be killed, of a worker that the parameter server has given up and that lives on.
     """
 
@@ -48,6 +54,7 @@ class Process:
     ended: float | None = None
     exit: int | None = None
     output: str = ""
+    useful: bool = False
     stuck: str = ""
 
     @property
@@ -77,6 +84,17 @@ class Process:
         if self.exit == EXIT_INVALID:
             return "invalid"
         return "failed" if 0 < self.exit < 128 else "killed"
+
+    @property
+    def death(self) -> Death | None:
+        """How it died; None if it is alive or ended as it should."""
+        if self.exit is None or self.ending not in ("failed", "killed"):
+            return None
+        kind: Kind = "failed" if self.ending == "failed" else "crashed"
+        number = -self.exit if self.exit < 0 else self.exit - 128
+        if self.ending == "killed" and (number in _FROM_OUTSIDE or self.exit == EXIT_FENCED):
+            kind = "killed"
+        return Death(kind, describe_exit(self.exit), self.useful)
 
 
 def describe_exit(status: int) -> str:
@@ -255,9 +273,12 @@ def restart_delay(attempts: Iterable[Process]) -> timedelta:
     return timedelta(seconds=min(30.0, 0.5 * 2 ** (streak - 2)) if streak > 1 else 0.0)
 
 
-def failures(observed: Observed) -> int:
-    """Failures that count against `backoffLimit`."""
-    return sum(process.ending == "failed" for process in observed.processes)
+def failures(observed: Observed) -> list[Process]:
+    """The processes whose ends count against `backoffLimit` (see `core.deaths`), first ends first."""
+    ended = sorted(observed.processes, key=lambda process: process.ended or 0.0)
+    dead = [(process, process.death) for process in ended if process.death is not None]
+    counted = deaths.failures(((process.role, process.index), death) for process, death in dead if death)
+    return [process for (process, _), counts in zip(dead, counted, strict=True) if counts]
 
 
 def _verdict(desired: Desired, observed: Observed, now: float) -> Verdict | None:
@@ -293,13 +314,11 @@ def _parameter_server_silent(desired: Desired, observed: Observed, now: float) -
 
 
 def _failed_too_often(desired: Desired, observed: Observed) -> Verdict | None:
-    count = failures(observed)
+    failed = failures(observed)
+    count = len(failed)
     if count <= desired.backoff_limit:
         return None
-    last = max(
-        (process for process in observed.processes if process.ending == "failed"),
-        key=lambda process: process.ended or 0.0,
-    )
+    last = failed[-1]
     times = "once" if count == 1 else f"{count} times"
     message = (
         f"processes failed {times}, backoffLimit is {desired.backoff_limit}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from datetime import timedelta
 from typing import get_args
 
@@ -60,6 +60,14 @@ def stuck(process: Process, server: ServerStatus | None, progress_timeout: timed
         return ""
     member = member_of(process.index, process.pid, server)
     return "" if member is None else member.to_be_killed(progress_timeout)
+
+
+def useful(process: Process, server: ServerStatus | None, ready: Container[int]) -> bool:
+    """Whether a process is seen to have done anything for the job; `ready` are the shards that answer."""
+    if process.role == "worker":
+        member = member_of(process.index, process.pid, server)
+        return member is not None and member.steps > 0
+    return process.alive and (process.role == "standby" or process.index in ready)
 
 
 def phase_of(observed: Observed, server: ServerStatus | None, *, ended: bool) -> Phase:

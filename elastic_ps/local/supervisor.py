@@ -29,7 +29,7 @@ from elastic_ps.local.plan import Observed, Process, StopRequest, Verdict
 from elastic_ps.local.poller import Poller, fetch_loss
 from elastic_ps.local.processes import Child, Lifeline, free_addresses, with_threads
 from elastic_ps.local.record import Record
-from elastic_ps.local.snapshot import phase_of, process_statuses, stuck
+from elastic_ps.local.snapshot import phase_of, process_statuses, stuck, useful
 from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
 from elastic_ps.local.trace import merge_traces
 
@@ -264,6 +264,7 @@ class Launcher:
             replace(
                 process,
                 ready=process.role == "ps" and process.index in polled.ready,
+                useful=process.useful or useful(process, polled.status, polled.ready),
                 stuck=process.stuck or stuck(process, polled.status, self.job.spec.worker.progress_timeout),
             )
             for process in self._observed.processes
@@ -384,7 +385,7 @@ class Launcher:
             elapsed=time.monotonic() - observed.started,
             shards=self.job.spec.parameter_server.replicas,
             workers=self.job.spec.worker.replicas,
-            failures=planning.failures(observed),
+            failures=len(planning.failures(observed)),
             addresses=list(self._addresses),
             http=list(self._http),
             checkpoints=str(self.checkpoints),

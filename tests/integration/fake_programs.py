@@ -6,6 +6,7 @@ a POST to the server. `spec.arguments` says how the run goes:
     records: how many records there are (default: no data; each worker makes `steps` steps)
     pace: seconds for a step
     fail: {"<worker>": exit status}: that worker ends with it at its third step, each time it is started
+    crash: {"<worker>": signal}: that worker dies of it before its first step, each time it is started
     stubborn: ignore SIGTERM
     child: start a process in each worker that would outlive it
 """
@@ -169,6 +170,9 @@ def run_worker(environment: env.ProcessEnvironment) -> int:
         event = {"name": "step", "ph": "X", "ts": 1, "dur": 2, "pid": os.getpid(), "tid": 1}
         path = environment.trace / f"worker-{index}-{os.getpid()}.jsonl"
         path.write_text(json.dumps(event) + '\n{"cut')
+    if (crash := arguments.get("crash", {}).get(str(index))) is not None:
+        signal.signal(crash, signal.SIG_DFL)
+        os.kill(os.getpid(), crash)
     status, step = arguments.get("fail", {}).get(str(index), 0), 0
     while not leaving.is_set():
         step += 1

@@ -133,6 +133,17 @@ def test_a_script_that_fails_is_tried_again_until_the_limit(tmp_path: Path) -> N
     assert log.count("ends with 3") == 3, "the log is kept over restarts"
 
 
+def test_a_worker_that_crashes_again_and_again_fails_the_job(tmp_path: Path) -> None:
+    job = make_job(records=FOREVER, workers=2, crash={"1": int(signal.SIGSEGV)}, spec=_limit(1))
+    with launched(job, tmp_path) as launcher:
+        outcome = end_of(launcher)
+    assert (outcome.verdict.phase, outcome.verdict.reason) == ("Failed", "BackoffLimitExceeded")
+    assert "worker 1, which was killed by SIGSEGV" in outcome.verdict.message
+    assert outcome.status.failures == 2
+    assert outcome.record.last is not None
+    assert outcome.record.last.progress.version > 0, "the other one trained"
+
+
 def test_a_job_that_cannot_work_is_not_tried_again(tmp_path: Path) -> None:
     with launched(make_job(records=FOREVER, workers=2, fail={"0": 78}), tmp_path) as launcher:
         outcome = end_of(launcher)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from elastic_ps.env import EXIT_HUNG, EXIT_INVALID, EXIT_LEFT
+from elastic_ps.env import EXIT_FENCED, EXIT_HUNG, EXIT_INVALID, EXIT_LEFT
 from elastic_ps.local.plan import (
     Conclude,
     Desired,
@@ -22,10 +23,11 @@ from elastic_ps.local.plan import (
     Terminate,
     Verdict,
     describe_exit,
+    failures,
     plan,
     restart_delay,
 )
-from elastic_ps.local.snapshot import stuck
+from elastic_ps.local.snapshot import stuck, useful
 from elastic_ps.status import Member, Progress, ServerStatus
 
 NOW = 1000.0
@@ -288,3 +290,46 @@ def test_exit_statuses_in_words() -> None:
     assert describe_exit(1) == "exited with 1"
     assert describe_exit(EXIT_LEFT) == "left because it was asked to"
     assert describe_exit(255) == "exited with 255"
+
+
+def crashes(status: int, count: int, **fields: Any) -> list[Process]:
+    """Replacements of worker 1 that each died of the same."""
+    return [
+        ended(1, status, **{"pid": 200 + n, "started": NOW - 90 + n, "ended": NOW - 80 + n, **fields})
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("status", [-signal.SIGSEGV, -signal.SIGINT, 128 + signal.SIGABRT, 255])
+def test_a_worker_that_crashes_again_and_again_fails_the_job(status: int) -> None:
+    [action] = plan(DESIRED, observed(worker(0), *crashes(status, 2)), NOW)
+    assert isinstance(action, Start)
+    over = verdict(worker(0), *crashes(status, 3))
+    assert (over.phase, over.reason) == ("Failed", "BackoffLimitExceeded")
+    assert f"worker 1, which {describe_exit(status)}" in over.message
+    assert "failed 2 times" in over.message
+
+
+@pytest.mark.parametrize("status", [-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGKILL, EXIT_FENCED])
+def test_being_killed_from_outside_never_counts(status: int) -> None:
+    assert failures(observed(worker(0), *crashes(status, 9))) == []
+
+
+def test_crashes_after_steps_that_are_in_the_model_do_not_count() -> None:
+    assert failures(observed(worker(0), *crashes(-signal.SIGSEGV, 9, useful=True))) == []
+
+
+def test_what_makes_a_process_useful() -> None:
+    def server(steps: int, pid: int = 101) -> ServerStatus:
+        member = Member(
+            worker=1, incarnation=1, pid=pid, host="", state="lost", joined_version=0, steps=steps
+        )
+        return ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=[member])
+
+    assert useful(ended(1, -11), server(steps=1), frozenset())
+    assert not useful(ended(1, -11), server(steps=0), frozenset())
+    assert not useful(ended(1, -11), server(steps=1, pid=102), frozenset())
+    assert not useful(worker(1), None, frozenset({1}))
+    assert useful(SERVER, None, frozenset({0}))
+    assert not useful(SERVER, None, frozenset({1}))
+    assert not useful(replace(SERVER, exit=-11), None, frozenset({0}))
