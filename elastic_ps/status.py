@@ -44,8 +44,28 @@ class Progress(CamelModel):
     metrics: dict[str, float] = Field(
         default_factory=dict, description="What scripts reported, e.g. test_accuracy."
     )
-    finished: bool = Field(default=False, description="Every record of every epoch is in the model.")
+    finished: bool = Field(
+        default=False,
+        description="Training is over: every record of every epoch is in the model, or see stopped.",
+    )
+    stopped: str = Field(
+        default="", description="Why a script has ended the training early (session.stop); empty: none has."
+    )
 
+    @property
+    def why_stopped(self) -> str:
+        """How far training came before a script ended it, and why."""
+        return (
+            f"a script stopped the training at version {self.version}, with {self.records_applied} of "
+            f"{self.records_expected} records in the model: {self.stopped}"
+        )
+
+
+LEFT_EARLY = (
+    "A script that leaves the loop over its loader before the end, for example to stop early, "
+    "calls session.stop(reason) first; the job then ends as succeeded"
+)
+"""What to do if the scripts have ended well, but records are left."""
 
 HUNG_GRACE = timedelta(seconds=15)
 """For how long a worker that was declared hung may end by itself."""

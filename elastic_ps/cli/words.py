@@ -88,6 +88,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
     if server is None or not server.ready:
         return
     progress = server.progress
+    if progress.stopped:
+        yield "stopped early", progress.stopped
     for name, value in sorted(progress.metrics.items()):
         yield name.replace("_", " "), metric(name, value)
     curve = outcome.record.loss_curve()

@@ -17,7 +17,7 @@ from typing import Literal, TypeAlias
 from elastic_ps.core import deaths
 from elastic_ps.core.deaths import Death, Kind
 from elastic_ps.env import EXIT_FENCED, EXIT_HUNG, EXIT_INVALID, EXIT_LEFT, Role
-from elastic_ps.status import Phase, Progress
+from elastic_ps.status import LEFT_EARLY, Phase, Progress
 
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 """Signals that a process does not bring upon itself. SIGKILL may mean that the memory was not enough, too."""
@@ -342,6 +342,8 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
         if now - last_end <= desired.answer_limit.total_seconds():
             return None
         return Verdict("Failed", "NoAnswer", "the parameter server does not tell how far training is")
+    if progress.finished and progress.stopped:
+        return Verdict("Succeeded", "StoppedEarly", progress.why_stopped)
     if progress.finished:
         return Verdict("Succeeded", "Finished", "every record of every epoch is in the model")
     if progress.records_expected is None:
@@ -350,7 +352,7 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
         "Failed",
         "RecordsLeft",
         f"every worker has ended its script, but only {progress.records_applied} of "
-        f"{progress.records_expected} records are in the model",
+        f"{progress.records_expected} records are in the model. {LEFT_EARLY}",
     )
 
 

@@ -259,6 +259,10 @@ class Coordinator(Driver):
         """The records of a worker that waits for some; with them it is admitted. The lock is held."""
         state = self._state
         assert state.ledger is not None
+        if state.stopped:
+            state.give_back(incarnation)
+            state.rounds.withdraw(worker)
+            return []
         held = state.ledger.held(incarnation) or state.take(worker, incarnation, batch)
         if held:
             state.starved.discard(worker)
@@ -293,6 +297,16 @@ class Coordinator(Driver):
             state.stop_computing(stay, abandoned=abandoned)
             state.starved.discard(worker)
             self._told()
+        self._drive()
+
+    def stop(self, worker: int, incarnation: int, reason: str) -> None:
+        """A script ends the training; see `JobState.stopped`. The first reason counts."""
+        with self._settled() as state:
+            self._check(worker, incarnation)
+            if not (state.stopped or state.finished):
+                state.stopped = reason
+                logger.info("worker %d stops the training at version %d: %s", worker, state.version, reason)
+                self._told()
         self._drive()
 
     def begin(self, worker: int, incarnation: int, *, version: int, step: int) -> Begun | None:

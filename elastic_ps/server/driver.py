@@ -183,6 +183,12 @@ class Driver:
         with self._changed:
             return self._state.settings.to_json()
 
+    @property
+    def stopped(self) -> str:
+        """See `JobState.stopped`."""
+        with self._changed:
+            return self._state.stopped
+
     @contextmanager
     def _settled(self) -> Iterator[JobState]:
         """Hold the lock, at a moment at which no round is being committed. Blocks for `SETTLED` at most.

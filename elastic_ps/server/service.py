@@ -68,6 +68,7 @@ class Service:
                 "InitDone": self._init_done,
                 "Take": self._take,
                 "Release": self._release,
+                "Stop": self._stop,
                 "Begin": self._begin,
                 "Finish": self._finish,
                 "Heartbeat": self._heartbeat,
@@ -164,7 +165,8 @@ class Service:
             version = item.version
             yield Frame(pb.PullReply(bucket=item.bucket, version=item.version).SerializeToString(), item.data)
         settings = self._coordinator.settings if self._coordinator is not None else ""
-        yield _frame(pb.PullReply(done=True, version=version, settings=settings))
+        stopped = self._coordinator.stopped if self._coordinator is not None else ""
+        yield _frame(pb.PullReply(done=True, version=version, settings=settings, stopped=stopped))
 
     def _optimizer_state(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.OptimizerStateRequest, incoming.header)
@@ -269,6 +271,7 @@ class Service:
                 finished=taken.finished,
                 chief=taken.chief,
                 pending=taken.pending,
+                stopped=self._members.stopped,
             )
         )
 
@@ -278,6 +281,14 @@ class Service:
         self._members.release(
             caller.worker, caller.incarnation, call=caller.call, abandoned=request.abandoned
         )
+        yield _done()
+
+    def _stop(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.StopRequest, incoming.header)
+        caller = self._check(request.caller)
+        if not request.reason:
+            raise Refused(RefusalCode.MALFORMED, "a job is stopped for a reason; it must not be empty")
+        self._members.stop(caller.worker, caller.incarnation, request.reason)
         yield _done()
 
     def _begin(self, incoming: Incoming) -> Iterator[Frame]:

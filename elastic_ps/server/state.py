@@ -68,6 +68,8 @@ class JobState:
         initialiser: the worker that is sending them.
         arrived: all of them are there, so that it does not matter any more what becomes of that worker.
         ledger: None before a worker has named its data set.
+        stopped: why a script has ended the training; "" if none has. No more records are handed out then, and
+            training is over when nobody takes part in the open round.
         chief: the worker to evaluate and save, chosen when the last round is made.
         told_chief: the stay that was told last that it is the chief.
         starved: workers that have asked for records when there were none to hand out.
@@ -85,6 +87,7 @@ class JobState:
     initialiser: int | None = None
     arrived: bool = False
     settings: Settings = field(default_factory=lambda: Settings(groups=()))
+    stopped: str = ""
     chief: int | None = None
     told_chief: Stay | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -107,13 +110,19 @@ class JobState:
 
     @property
     def finished(self) -> bool:
-        """Whether every record of every epoch is in the model."""
-        return self.ledger is not None and self.ledger.finished
+        """Whether training is over: every record of every epoch is in the model, or it was stopped."""
+        if self.ledger is None:
+            return False
+        return self.ledger.finished or bool(
+            self.stopped and not (self.rounds.expected or self.rounds.waiting)
+        )
 
     @property
     def required(self) -> frozenset[int]:
         """Workers without whom no round is complete: with a fixed schedule, all that have records left."""
-        return self.ledger.open_lanes if isinstance(self.ledger, Lanes) else frozenset()
+        if self.stopped or not isinstance(self.ledger, Lanes):
+            return frozenset()
+        return self.ledger.open_lanes
 
     @property
     def ready(self) -> bool:
@@ -152,6 +161,9 @@ class JobState:
         Raises:
             Refused: STALE_CALL; the worker has begun a later step.
         """
+        if self.stopped and self.finished:
+            self.give_back(stay.incarnation)
+            return Entry.LATE
         if step < stay.last_begun or step <= stay.last_step:
             text = f"worker {stay.worker} asks about step {step} after its step {stay.last_begun}"
             raise Refused(RefusalCode.STALE_CALL, text)
@@ -171,7 +183,9 @@ class JobState:
             self.ledger = Ledger(records, epochs, shard_records)
 
     def take(self, worker: int, incarnation: int, batch: int) -> list[Range]:
-        """Hand records to a worker."""
+        """Hand records to a worker; none when the training was stopped."""
+        if self.stopped:
+            return []
         if isinstance(self.ledger, Lanes):
             return self.ledger.take(incarnation, worker=worker, batch=batch)
         assert self.ledger is not None
@@ -326,6 +340,7 @@ class JobState:
             "loss": list(self.loss.points),
             "round": self.last_round,
             "chief": self.chief,
+            "stopped": self.stopped,
         }
 
     @classmethod
@@ -355,6 +370,7 @@ class JobState:
         state.metrics = dict(saved["metrics"])
         state.last_round = saved.get("round", {})
         state.chief = saved["chief"]
+        state.stopped = saved.get("stopped", "")
         state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
         return state
 
@@ -383,7 +399,8 @@ class JobState:
                 "records_expected": self.ledger.expected,
                 "samples_per_second": rate,
                 "eta_seconds": round(left / rate) if rate else None,
-                "finished": self.ledger.finished,
+                "finished": self.finished,
+                "stopped": self.stopped,
             }
         )
 

@@ -158,18 +158,28 @@ class TakeRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: bool = ..., abandoned: bool = ...) -> None: ...
 
 class TakeReply(_message.Message):
-    __slots__ = ("ranges", "version", "finished", "chief", "pending")
+    __slots__ = ("ranges", "version", "finished", "chief", "pending", "stopped")
     RANGES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     CHIEF_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
     ranges: _containers.RepeatedCompositeFieldContainer[Range]
     version: int
     finished: bool
     chief: bool
     pending: bool
-    def __init__(self, ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., version: _Optional[int] = ..., finished: bool = ..., chief: bool = ..., pending: bool = ...) -> None: ...
+    stopped: str
+    def __init__(self, ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., version: _Optional[int] = ..., finished: bool = ..., chief: bool = ..., pending: bool = ..., stopped: _Optional[str] = ...) -> None: ...
+
+class StopRequest(_message.Message):
+    __slots__ = ("caller", "reason")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    reason: str
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("caller", "abandoned")
@@ -263,20 +273,22 @@ class PullRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: bool = ...) -> None: ...
 
 class PullReply(_message.Message):
-    __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings")
+    __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings", "stopped")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     attempt: int
     pending: bool
     done: bool
     version: int
     settings: str
-    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., done: bool = ..., version: _Optional[int] = ..., settings: _Optional[str] = ...) -> None: ...
+    stopped: str
+    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., done: bool = ..., version: _Optional[int] = ..., settings: _Optional[str] = ..., stopped: _Optional[str] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("caller", "version")

@@ -97,6 +97,7 @@ class Granted:
     finished: bool
     chief: bool
     pending: bool
+    stopped: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,8 +313,17 @@ class Client:
             raise
         self._pending = number if reply.pending else 0
         return Granted(
-            ranges_from_message(reply.ranges), reply.version, reply.finished, reply.chief, reply.pending
+            ranges_from_message(reply.ranges),
+            reply.version,
+            reply.finished,
+            reply.chief,
+            reply.pending,
+            reply.stopped,
         )
+
+    def stop(self, reason: str) -> None:
+        """End the training before all records are in the model."""
+        self._ask(0, "Stop", pb.StopRequest(caller=self.stay.caller(), reason=reason), pb.Done)
 
     # --- steps
 

@@ -43,6 +43,8 @@ class Engine:
     Attributes:
         batches: what the script has in hand for the next step.
         generation: changes when this worker had to join again, so that all records in hand were dropped.
+        stopped: why a script has ended the training, as far as this worker knows; "" if none has.
+        over: all records are in the model, or the training was stopped.
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
         void_gradients: called when the gradients that the parameters have belong to records of others.
         entered: whether the model has been given to the job, or has got the job's values.
@@ -57,6 +59,8 @@ class Engine:
         self.member = member
         self.batches = Batches()
         self.generation = 0
+        self.stopped = ""
+        self.over = False
         self.chief = False
         self.void_gradients: Callable[[], None] = lambda: None
         self.entered = False
@@ -143,6 +147,8 @@ class Engine:
             exchange.reset()
             try:
                 exchange.fetch(membership.version, contributor=False)
+                if self.stopped:  # the parameter server may have been lost before it has kept that
+                    self.client.stop(self.stopped)
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
@@ -253,6 +259,7 @@ class Engine:
         else:
             self._steps += 1
             batches.forget()
+            self.stopped = self.stopped or exchange.stopped
             self.schedule.step_made(settings, exchange.settings)
         if self._stopping:
             self.stop_computing()
@@ -276,6 +283,7 @@ class Engine:
                 granted = self.client.take(
                     records=records, epochs=epochs, batch=batch, wait=wait, abandoned=self.in_step
                 )
+                self.stopped = self.stopped or granted.stopped
                 if granted.pending:
                     continue
                 if wait:
@@ -300,9 +308,26 @@ class Engine:
                 self.schedule.went_on(exchange.settings, version=granted.version, step=self._steps)
         elif granted.finished:
             self._computing = False
+            self.over = True
             self.chief = granted.chief
             if behind:
                 exchange.fetch(granted.version, contributor=False)
+
+    def stop(self, reason: str) -> None:
+        """End the training on all workers; records that no step is made with are not trained.
+
+        Blocks for the answer.
+        """
+        if not self.entered:
+            raise UsageError("call session.optimizer(...) before session.stop(...)")
+        self.stopped = self.stopped or reason
+        try:
+            self.client.stop(self.stopped)
+        except Refused as refusal:
+            if not expelled(refusal):
+                raise
+            self.schedule.joined_again(self._join_again(refusal).settings)
+            self.void_gradients()
 
     def begin_batch(self, ranges: Sequence[Range]) -> None:
         """A batch of these records is handed to the script."""

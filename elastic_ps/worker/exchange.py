@@ -75,6 +75,7 @@ class Exchange:
     Attributes:
         version: of the values that the model has; with bounded staleness, some may be newer.
         settings: the settings in force, as JSON, as of the last pull.
+        stopped: why a script has ended the training, as of the last pull; "" if none has.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Exchange:
     ) -> None:
         self.version = 0
         self.settings = ""
+        self.stopped = ""
         self._client = client
         self._flat = flat
         self._bounded = consistency.mode == "bounded"
@@ -375,7 +377,7 @@ class Exchange:
                 return False
             elif kind == "done":
                 if shard == 0:
-                    self.settings = reply.settings
+                    self.settings, self.stopped = reply.settings, reply.stopped
                 self._arrived(_FINISH - 1 - shard, pull.generation)
                 return True
         raise Malformed(f"shard {shard} ended a pull without saying so")

@@ -31,6 +31,18 @@ _CARRIED = (
 )
 """What is taken over from a DataLoader that the script gives."""
 
+_OVER = (
+    "this loop over session.loader(...) begins after the end of training: all epochs were trained in the "
+    "loop before. For several epochs write session.loader(..., epochs=5), once, and instead of "
+    "`for epoch in range(5)` write `for epoch in loader.epochs()`. To look at the data once more, "
+    "for example to evaluate, use a torch.utils.data.DataLoader of your own"
+)
+_EPOCH_OVER = (
+    "the loop over the records of epoch {epoch} has come to its end and begins a second time. Iterate once "
+    "in each round of `for epoch in loader.epochs()`; to look at the data once more, for example to "
+    "evaluate, use a torch.utils.data.DataLoader of your own"
+)
+
 
 class ElasticLoader:
     """Iterates over this worker's share of the records. Made by `Session.loader`.
@@ -72,8 +84,11 @@ class ElasticLoader:
         self.batch_size = batch_size
         self.epoch = 0
         self._source, self._options = source, dict(options)
+        self._epochs = epochs
         self._supply = Supply(engine, records=len(source), epochs=epochs, batch_size=batch_size)
         self._ended_early = False
+        self._ended: int | None = None  # the last epoch whose loop came to its end
+        self._left: int | None = None  # the last epoch whose loop was left by a break
 
     def __len__(self) -> int:
         """Batches of one epoch if this worker were alone."""
@@ -82,15 +97,25 @@ class ElasticLoader:
     def epochs(self) -> Iterator[int]:
         """Yield the number of each epoch that still has records to train; iterate over the loader inside.
 
-        Each is yielded once at most. Records of an earlier one that another worker could not train are among
-        those of the epoch that is under way.
+        Records of an earlier one that another worker could not train are among those of the epoch that is
+        under way. A script that leaves the loop over the loader by `break` goes on with the next epoch; the
+        records that it leaves are trained by other workers, or by this one in the next epoch. An epoch is
+        yielded again only if other workers give records of it back after the loop over it came to its end.
+
+        Raises:
+            UsageError: there are no more epochs, and this has been seen before.
         """
         supply = self._supply
+        if self._engine.over:
+            raise UsageError(_OVER)
         try:
             while not supply.over:
-                if not supply.await_some():
+                least = 0 if self._left is None else self._left + 1
+                none_left = least == self._epochs and not self._engine.stopped
+                if none_left or not supply.await_some():
                     return
-                self.epoch = supply.only = supply.epoch
+                self.epoch = supply.only = max(supply.epoch, least)
+                self._ended = None
                 yield self.epoch
         finally:
             supply.only = None
@@ -103,10 +128,14 @@ class ElasticLoader:
             SystemExit: this worker was asked to leave (SIGTERM); the records it holds are given back.
         """
         supply, engine = self._supply, self._engine
+        if engine.over:
+            raise UsageError(_OVER)
+        if supply.only is not None and supply.only == self._ended:
+            raise UsageError(_EPOCH_OVER.format(epoch=supply.only))
         try:
             while supply.await_some():
                 if supply.only is not None and supply.epoch > supply.only:
-                    return
+                    break
                 sampler = _Sampler(supply)
                 for batch in DataLoader(self._source, batch_sampler=sampler, **self._options):
                     if supply.outdated:
@@ -117,11 +146,17 @@ class ElasticLoader:
                     engine.begin_batch(ranges)
                     yield batch
                     engine.leave_if_asked()
-                if engine.batches:
+                    if engine.stopped:
+                        break
+                if engine.batches and not engine.stopped:
                     self._ended_early = True
-                    return
+                    break
+            self._ended = supply.only
         except GeneratorExit:  # the script broke out of the loop; what it has not computed on is not its own
             engine.batches.drop()
+            self._left = supply.only
+            if supply.only is not None:
+                supply.leave_epoch()
             raise
         finally:
             if supply.only is None:
@@ -141,12 +176,13 @@ class ElasticLoader:
             )
 
     def await_end(self) -> None:
-        """Block until all records are in the model, if the loop has ended with batches for a last step.
+        """Block until training is over, if the loop has ended with batches for a last step, or was stopped.
 
         Does nothing before that step, nor between epochs. What others give back meanwhile is left to others.
         """
-        between = self._supply.only is not None
-        if not self._ended_early or between or self._engine.batches or self._engine.closed:
+        engine, between = self._engine, self._supply.only is not None
+        due = engine.stopped or (self._ended_early and not (between or engine.batches))
+        if not due or engine.over or engine.closed:
             return
         self._ended_early = False
         if self._supply.await_some():

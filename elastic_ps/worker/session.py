@@ -148,6 +148,28 @@ class Session:
         self._engine.add_scheduler(scheduler, interval)
         return scheduler
 
+    @property
+    def stopped(self) -> str:
+        """Why a script has ended the training with `stop`, as far as this worker knows; "" if none has."""
+        return self._engine.stopped
+
+    def stop(self, reason: str) -> None:
+        """End the training early, on all workers, as a success: for example when a loss no longer improves.
+
+        Steps that other workers have begun are still made. Then every loader comes to its end, the last
+        version is on disk, every worker has its values, and `is_chief` is true on exactly one worker. Leave
+        the loop with `break` after this call, or let it end. Blocks until the parameter server has answered.
+
+        Args:
+            reason: shown as the job's end; a sentence such as "the validation loss has not improved".
+
+        Raises:
+            UsageError: no reason is given, or `session.optimizer` was not called before.
+        """
+        if not isinstance(reason, str) or not reason.strip():
+            raise UsageError(f"session.stop needs a reason in words, and got {reason!r}")
+        self._engine.stop(reason.strip())
+
     def report(self, **metrics: Any) -> None:
         """Tell the job about values, as in `loss=loss` or `test_accuracy=0.97`: one number each.
 

@@ -57,6 +57,9 @@ class Supply:
         Raises:
             UsageError: the script has batches that it made no step with.
         """
+        if self._engine.stopped:
+            self._kept.clear()
+            self._engine.batches.forget()
         if self._forget():
             return True
         if self._engine.batches:
@@ -74,7 +77,7 @@ class Supply:
         again.
         """
         batch: list[Range] = []
-        missing = self._batch_size
+        missing = 0 if self._engine.stopped else self._batch_size
         while missing and not self.outdated and (self._kept or self._take(wait=False)):
             first = self._kept[0]
             ahead = self.only is not None and first.epoch > self.only
@@ -96,6 +99,11 @@ class Supply:
             order = permutation(self._records, r.epoch, shuffle=data.shuffle, seed=data.seed)
             result.extend(order[r.start : r.stop])
         return result
+
+    def leave_epoch(self) -> None:
+        """The script is done with the epoch: what is left of it goes to others, or to this worker's next."""
+        self._kept.clear()
+        self._engine.stop_computing()
 
     def give_up(self) -> None:
         """Nobody iterates any more: what is in hand goes to others."""

@@ -11,7 +11,7 @@ from elastic_operator.desired import Desired
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Problem, parse_time
 from elastic_operator.status import condition, describe, holds, with_condition
-from elastic_ps.status import TrainingJobStatus
+from elastic_ps.status import LEFT_EARLY, TrainingJobStatus
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def _workers_done(
             return None
         if now - last <= options.answer_limit:
             return None
+    if progress.finished and progress.stopped:
+        return Verdict("Succeeded", Problem("StoppedEarly", progress.why_stopped))
     if progress.finished:
         return Verdict("Succeeded", Problem("Finished", "every record of every epoch is in the model"))
     if progress.records_expected is None:
@@ -71,7 +73,7 @@ def _workers_done(
         Problem(
             "RecordsLeft",
             f"every worker has ended its script, but only {progress.records_applied} of "
-            f"{progress.records_expected} records are in the model",
+            f"{progress.records_expected} records are in the model. {LEFT_EARLY}",
         ),
     )
 

@@ -35,6 +35,7 @@ DESIRED = Desired(shards=1, workers=2, backoff_limit=1)
 SERVER = Process(role="ps", index=0, pid=1, started=NOW - 10, ready=True)
 FINISHED = Progress(finished=True, records_expected=100, records_applied=100)
 HALF = Progress(records_expected=100, records_applied=50)
+STOPPED = HALF.model_copy(update={"finished": True, "stopped": "no improvement"})
 
 
 def worker(index: int, *, pid: int | None = None, **fields: Any) -> Process:
@@ -225,6 +226,7 @@ def test_the_deadline_fails_the_job() -> None:
         (FINISHED, "Succeeded", "Finished"),
         (Progress(version=10), "Succeeded", "Finished"),
         (HALF, "Failed", "RecordsLeft"),
+        (STOPPED, "Succeeded", "StoppedEarly"),
     ],
 )
 def test_the_end_when_every_worker_has_ended_well(progress: Progress, phase: str, reason: str) -> None:

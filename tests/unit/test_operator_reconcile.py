@@ -193,6 +193,22 @@ def test_workers_that_end_with_records_left_fail_the_job() -> None:
     simulation.end("digits-worker-0", 0)
     simulation.settle()
     assert simulation.condition("Failed")["reason"] == "RecordsLeft"
+    assert "session.stop(reason)" in simulation.condition("Failed")["message"]
+
+
+def test_a_job_that_a_script_has_stopped_succeeds_with_the_reason() -> None:
+    simulation = running()
+    progress = Progress(
+        version=3, records_expected=10, records_applied=4, finished=True, stopped="no improvement"
+    )
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
+    simulation.end("digits-worker-0", 0)
+    simulation.settle()
+    succeeded = simulation.condition("Succeeded")
+    assert succeeded["reason"] == "StoppedEarly"
+    assert succeeded["message"] == (
+        "a script stopped the training at version 3, with 4 of 10 records in the model: no improvement"
+    )
 
 
 @pytest.mark.parametrize(("policy", "left"), [("Running", 1), ("None", 2), ("All", 0)])

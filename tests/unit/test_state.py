@@ -246,3 +246,46 @@ def test_with_bounded_staleness_only_who_holds_others_up_is_hung() -> None:
     assert state.hung(9, limit) == {0: 9}
     state.drop(1, "lost")
     assert state.hung(20, limit) == {0: 20}, "the one that asks waits for it, too"
+
+
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_a_stopped_training_is_over_when_nobody_computes(state: JobState, lanes: int) -> None:
+    """With a fixed schedule the round does not wait for workers that have records left."""
+    if lanes:
+        state.ledger = Lanes(1000, 1, 10, lanes)
+    stays = [join(state, worker) for worker in range(2)]
+    state.stopped = "no improvement"
+    assert not state.finished
+    assert state.take(0, stays[0].incarnation, 10) == []
+    state.stop_computing(stays[0], abandoned=False)
+    assert not state.finished, "worker 1 is in the middle of a step"
+    state.rounds.finish(contribution(state, stays[1]), version=0, attempt=0)
+    assert state.ready
+    state.book(state.rounds.begin_commit(), 0, decided=0)
+    state.stop_computing(stays[1], abandoned=False)
+    assert state.finished
+    assert state.progress(0, None).stopped == "no improvement"
+
+
+def test_who_begins_a_step_when_a_stopped_training_is_over_is_late(state: JobState) -> None:
+    stay = join(state, 0)
+    state.stopped = "no improvement"
+    state.stop_computing(stay, abandoned=False)
+    assert state.begin(stay, version=0, step=0) is Entry.LATE
+
+
+def test_a_checkpoint_knows_that_the_training_was_stopped(state: JobState) -> None:
+    tensors = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
+    model = state.model = Model(partition(tensors, bucket_bytes=1024, shards=1), "SGD")
+    state.stopped = "no improvement"
+    again = JobState.from_checkpoint(
+        state.to_checkpoint(),
+        term=2,
+        lease=timedelta(seconds=10),
+        consistency=Consistency(),
+        version=0,
+        model=model,
+        shard_records=10,
+    )
+    assert again.stopped == "no improvement"
+    assert again.finished

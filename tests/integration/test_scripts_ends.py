@@ -1,0 +1,229 @@
+"""Scripts that stop early, leave epochs, or iterate once more after the end."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.errors import UsageError
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Indexes, Job, Tally, running_job
+from tests.integration.trained import failing
+from tests.polling import LIMIT
+
+RECORDS = 240
+REASON = "the validation loss has not improved"
+
+
+def optimizer_for(session: Session, model: torch.nn.Module) -> torch.optim.Optimizer:
+    return session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(batch).backward()
+    optimizer.step()
+
+
+class Ends:
+    """What the workers of a stopped job have seen at their ends."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+        self.chiefs: list[int] = []
+        self.reasons: list[str] = []
+
+    def note(self, session: Session, model: Tally) -> None:
+        if session.is_chief:
+            self.chiefs.append(session.worker)
+        self.values.append(model.weight.detach().clone())
+        self.reasons.append(session.stopped)
+
+
+def check_stopped(job: Job, ends: Ends) -> None:
+    """All workers have the same values, one is the chief, and the last version is on disk."""
+    progress = job.status().progress
+    assert progress.finished
+    assert progress.stopped == REASON
+    assert 0 < progress.records_applied < progress.records_expected
+    assert progress.durable_version == progress.version
+    assert len(ends.chiefs) == 1
+    assert ends.reasons == [REASON] * len(ends.values)
+    assert all(torch.equal(values, ends.values[0]) for values in ends.values)
+
+
+@pytest.mark.parametrize(
+    "consistency",
+    [{}, {"deterministic": True}, {"backupWorkers": 1}, {"mode": "bounded", "maxStaleness": 1}],
+    ids=["sync", "deterministic", "backup workers", "bounded"],
+)
+def test_a_script_stops_the_job(tmp_path: Path, consistency: dict[str, Any]) -> None:
+    """Worker 0 leaves its loop by break; worker 1's loop, over epochs, comes to its end."""
+    ends = Ends()
+
+    def script(session: Session) -> None:
+        model = Tally(RECORDS)
+        optimizer = optimizer_for(session, model)
+        loader = session.loader(Indexes(RECORDS), 4, epochs=3)
+        if session.worker == 0:
+            for batch in loader:
+                train(model, optimizer, batch)
+                if session.version >= 5:
+                    session.stop(f" {REASON} ")
+                    break
+        else:
+            for _ in loader.epochs():
+                for batch in loader:
+                    train(model, optimizer, batch)
+        ends.note(session, model)
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        worker={"replicas": 2},
+        consistency=consistency,
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        check_stopped(job, ends)
+
+
+def test_a_stop_outlives_the_parameter_server(tmp_path: Path) -> None:
+    """It is lost right after it was told, and its checkpoint does not know of the stop."""
+    ends, told = Ends(), threading.Event()
+
+    def script(session: Session) -> None:
+        model = Tally(RECORDS)
+        optimizer = optimizer_for(session, model)
+        loader = session.loader(Indexes(RECORDS), 4)
+        for batch in loader:
+            train(model, optimizer, batch)
+            if session.worker == 0 and session.version >= 5 and not session.stopped:
+                session.stop(REASON)
+                job.restart(0)
+                told.set()
+            if session.worker == 1 and session.version >= 5:
+                assert told.wait(LIMIT)
+        ends.note(session, model)
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        parameterServer={"checkpoint": {"everyVersions": 2}},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        check_stopped(job, ends)
+
+
+def test_a_batch_in_hand_when_the_job_is_stopped_is_not_trained(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def script(session: Session) -> None:
+        model = Tally(RECORDS)
+        optimizer = optimizer_for(session, model)
+        for batch in session.loader(Indexes(RECORDS), 4):
+            seen.append(len(batch))
+            if len(seen) == 3:
+                model(batch).backward()
+                session.stop(REASON)
+                continue
+            train(model, optimizer, batch)
+        assert session.is_chief
+        assert session.version == 2
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().progress.records_applied == 8
+    assert len(seen) == 3
+
+
+def test_a_stop_needs_a_reason(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        with pytest.raises(UsageError, match="needs a reason"):
+            session.stop(" ")
+        with pytest.raises(UsageError, match=r"session\.optimizer"):
+            session.stop(REASON)
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+
+
+def test_a_break_in_an_epoch_goes_on_with_the_next_one(tmp_path: Path) -> None:
+    """Records that are left are trained in the next epoch; those that are left in the last one stay."""
+    steps: dict[int, int] = {}
+
+    def script(session: Session) -> None:
+        model = Tally(24)
+        optimizer = optimizer_for(session, model)
+        loader = session.loader(Indexes(24), 4, epochs=3)
+        for epoch in loader.epochs():
+            assert epoch not in steps
+            steps[epoch] = 0
+            for batch in loader:
+                train(model, optimizer, batch)
+                steps[epoch] += 1
+                if epoch != 1 and steps[epoch] == 2:
+                    break
+
+    with running_job(tmp_path, data={"shardRecords": 4}) as job:
+        job.start(0, script)
+        job.join()
+        assert steps == {0: 2, 1: 10, 2: 2}
+        progress = job.status().progress
+        assert not progress.finished
+        assert progress.records_applied == 14 * 4
+
+
+def outer_loop(session: Session, data: Indexes) -> None:
+    model = Tally(len(data))
+    optimizer = optimizer_for(session, model)
+    loader = session.loader(data, 4)
+    for _ in range(5):
+        for batch in loader:
+            train(model, optimizer, batch)
+
+
+def loader_in_the_loop(session: Session, data: Indexes) -> None:
+    model = Tally(len(data))
+    optimizer = optimizer_for(session, model)
+    for _ in range(5):
+        for batch in session.loader(data, 4):
+            train(model, optimizer, batch)
+
+
+def epochs_in_the_loop(session: Session, data: Indexes) -> None:
+    model = Tally(len(data))
+    optimizer = optimizer_for(session, model)
+    loader = session.loader(data, 4)
+    for _ in range(5):
+        for _ in loader.epochs():
+            for batch in loader:
+                train(model, optimizer, batch)
+
+
+@pytest.mark.parametrize("script", [outer_loop, loader_in_the_loop, epochs_in_the_loop])
+def test_a_loop_after_the_end_says_how_to_train_several_epochs(tmp_path: Path, script: Any) -> None:
+    failing(tmp_path, lambda s: script(s, Indexes(20)), UsageError, r"for epoch in loader\.epochs\(\)")
+
+
+def test_an_epoch_is_iterated_once(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = Tally(20)
+        optimizer = optimizer_for(session, model)
+        loader = session.loader(Indexes(20), 4, epochs=2)
+        for _ in loader.epochs():
+            for batch in loader:
+                train(model, optimizer, batch)
+            for batch in loader:
+                model(batch)
+
+    failing(tmp_path, script, UsageError, "epoch 0 has come to its end")
