@@ -32,6 +32,10 @@ class Progress(CamelModel):
         default=None, description="The expected time until the end of training, in seconds."
     )
     records_applied: int = Field(default=0, description="How many records are in the model.")
+    records_skipped: int = Field(
+        default=0,
+        description="How many records the scripts left out, for example because a loss was not finite.",
+    )
     records_expected: int | None = Field(
         default=None, description="How many records there are to train, all epochs together."
     )
@@ -46,11 +50,19 @@ class Progress(CamelModel):
     )
     finished: bool = Field(
         default=False,
-        description="Training is over: every record of every epoch is in the model, or see stopped.",
+        description="Training is over: every record of every epoch is in the model or was skipped, or see "
+        "stopped.",
     )
     stopped: str = Field(
         default="", description="Why a script has ended the training early (session.stop); empty: none has."
     )
+
+    @property
+    def all_done(self) -> str:
+        """What has become of all records."""
+        if self.records_skipped:
+            return f"every record of every epoch is in the model, except {self.records_skipped} skipped ones"
+        return "every record of every epoch is in the model"
 
     @property
     def why_stopped(self) -> str:

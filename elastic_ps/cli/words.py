@@ -97,6 +97,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "loss", f"{curve[-1][1]:.4f}"
     expected = "" if progress.records_expected is None else f" of {progress.records_expected:,}"
     yield "records", f"{progress.records_applied:,}{expected} in the model"
+    if progress.records_skipped:
+        yield "skipped", f"{progress.records_skipped:,} records"
     yield "version", f"{progress.version:,}"
     if outcome.record.samples_per_second is not None:
         seconds = duration(outcome.record.training_seconds)

@@ -32,6 +32,7 @@ class Contribution:
         worker, incarnation, step: who, and the worker's own count.
         samples: weight in the mean; the number of records unless the script says otherwise.
         records: what it was computed on.
+        skipped: records that the script has skipped before it.
         settings: the optimizer's hyperparameters and scheduler states as JSON; "" if unchanged.
         metrics: what the script reported with this step.
     """
@@ -43,6 +44,7 @@ class Contribution:
     records: tuple[Range, ...] = ()
     settings: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    skipped: tuple[Range, ...] = ()
 
 
 class Entry(enum.Enum):

@@ -35,14 +35,19 @@ class Lanes:
         return sum(lane.applied for lane in self._lanes)
 
     @property
+    def skipped(self) -> int:
+        """Records that scripts have skipped."""
+        return sum(lane.skipped for lane in self._lanes)
+
+    @property
     def expected(self) -> int:
         """Records of all epochs together."""
         return self.records * self.epochs
 
     @property
     def finished(self) -> bool:
-        """Whether every record of every epoch is in the model."""
-        return self.applied == self.expected
+        """Whether every record of every epoch is in the model, or was skipped."""
+        return self.applied + self.skipped == self.expected
 
     @property
     def complete_epochs(self) -> int:
@@ -70,6 +75,11 @@ class Lanes:
         """See `Ledger.apply`."""
         lane = self._lane_of.get(holder, 0)
         self._lanes[lane].apply(holder, self._inside(lane, ranges))
+
+    def skip(self, holder: int, ranges: Iterable[Range]) -> None:
+        """See `Ledger.skip`."""
+        lane = self._lane_of.get(holder, 0)
+        self._lanes[lane].skip(holder, self._inside(lane, ranges))
 
     def check(self, holder: int, ranges: Iterable[Range]) -> None:
         """See `Ledger.check`."""

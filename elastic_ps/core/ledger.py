@@ -42,6 +42,7 @@ class Ledger:
         epochs: how many times each of them is to be trained.
         shard_records: most records handed out at a time.
         applied: records whose gradients are in the model.
+        skipped: records that scripts have skipped, for example because their loss was not finite.
 
     A holder of records is named by a number that is used only once: a worker's incarnation.
     """
@@ -50,6 +51,7 @@ class Ledger:
     epochs: int
     shard_records: int
     applied: int = 0
+    skipped: int = 0
     _next_epoch: int = 0
     _next_position: int = 0
     _returned: list[Range] = field(default_factory=list)
@@ -62,8 +64,8 @@ class Ledger:
 
     @property
     def finished(self) -> bool:
-        """Whether every record of every epoch is in the model."""
-        return self.applied == self.expected
+        """Whether every record of every epoch is in the model, or was skipped."""
+        return self.applied + self.skipped == self.expected
 
     @property
     def complete_epochs(self) -> int:
@@ -85,7 +87,7 @@ class Ledger:
             fresh: rather some that nobody has had yet; otherwise those come first that were given back.
         """
         held = sum(r.records for ranges in self._held.values() for r in ranges)
-        left = self.expected - self.applied - held
+        left = self.expected - self.applied - self.skipped - held
         fair = -(-left // (2 * max(1, workers) * batch)) * batch
         limit = max(batch, min(self.shard_records, fair))
         first, second = self._take_returned, self._take_new
@@ -124,6 +126,12 @@ class Ledger:
         self._set_held(holder, self._without(holder, wanted))
         self.applied += sum(r.records for r in wanted)
 
+    def skip(self, holder: int, ranges: Iterable[Range]) -> None:
+        """Nobody is to train `ranges`, held by `holder`. Raises LedgerError as `apply` does."""
+        wanted = list(ranges)
+        self._set_held(holder, self._without(holder, wanted))
+        self.skipped += sum(r.records for r in wanted)
+
     def check(self, holder: int, ranges: Iterable[Range]) -> None:
         """Raise LedgerError unless `holder` holds all of `ranges`, each once."""
         self._without(holder, list(ranges))
@@ -159,6 +167,7 @@ class Ledger:
             "records": self.records,
             "epochs": self.epochs,
             "applied": self.applied,
+            "skipped": self.skipped,
             "next": [self._next_epoch, self._next_position],
             "returned": [list(r) for r in ranges],
         }
@@ -177,6 +186,7 @@ class Ledger:
             epochs=state["epochs"],
             shard_records=shard_records,
             applied=state["applied"],
+            skipped=state.get("skipped", 0),
             _next_epoch=epoch,
             _next_position=position,
             _returned=[Range(*r) for r in state["returned"]],
@@ -185,8 +195,9 @@ class Ledger:
         return ledger
 
     def _require_sound(self) -> None:
-        """Each position handed out once is in the model or given back, where nobody holds any."""
-        numbers = [self.records, self.epochs, self.applied, self._next_epoch, self._next_position]
+        """Each position handed out once is in the model, skipped or given back, where nobody holds any."""
+        numbers = [self.records, self.epochs, self.applied, self.skipped]
+        numbers += [self._next_epoch, self._next_position]
         if any(type(n) is not int for n in itertools.chain(numbers, *self._returned)) or min(numbers) < 0:
             raise LedgerError(f"not the numbers of a ledger: {self}")
         handed_out = self._next_epoch * self.records + self._next_position
@@ -198,10 +209,10 @@ class Ledger:
             if after.epoch * self.records + after.stop > handed_out:
                 raise LedgerError(f"{after} has not been handed out")
         returned = sum(r.records for r in self._returned)
-        if self.applied + returned != handed_out or handed_out > self.expected:
+        if self.applied + self.skipped + returned != handed_out or handed_out > self.expected:
             raise LedgerError(
-                f"{self.applied} records are in the model and {returned} given back, of {handed_out} handed "
-                f"out and {self.expected} in all"
+                f"{self.applied} records are in the model, {self.skipped} skipped and {returned} given back, "
+                f"of {handed_out} handed out and {self.expected} in all"
             )
 
 

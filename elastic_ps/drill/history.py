@@ -120,6 +120,8 @@ class Histories:
     committed: list[Committed] = field(default_factory=list)
     sent: list[Sent] = field(default_factory=list)
     acknowledged: list[Acknowledged] = field(default_factory=list)
+    skipped: list[Range] = field(default_factory=list)
+    """Records that scripts left out: they may be missing."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def check(histories: Histories, data: Data | None, *, max_staleness: int = 0) ->
         *_staleness(histories, max_staleness),
         *_incarnations(histories),
         *_acknowledgements(histories),
-        *_records(surviving, histories.committed, data),
+        *_records(surviving, histories, data),
     ]
 
 
@@ -308,10 +310,8 @@ def _acknowledgements(histories: Histories) -> Iterator[Violation]:
         yield Violation("acknowledged step lost", text, seen.time)
 
 
-def _records(
-    surviving: Sequence[Committed], committed: Sequence[Committed], data: Data | None
-) -> Iterator[Violation]:
-    """Every record of every epoch of the data is in the surviving commits once."""
+def _records(surviving: Sequence[Committed], histories: Histories, data: Data | None) -> Iterator[Violation]:
+    """Every record of every epoch of the data is in the surviving commits once, or was skipped."""
     by_epoch: dict[int, list[tuple[Range, float]]] = defaultdict(list)
     for each in surviving:
         for ranges in each.steps.values():
@@ -323,7 +323,9 @@ def _records(
         found.sort()
         yield from _doubled(epoch, found)
         if data is not None:
-            yield from _missing(epoch, [r for r, _ in found], committed, data)
+            skipped = [r for r in histories.skipped if r.epoch == epoch]
+            known = sorted([*(r for r, _ in found), *skipped])
+            yield from _missing(epoch, known, histories.committed, data)
 
 
 def _doubled(epoch: int, found: Sequence[tuple[Range, float]]) -> Iterator[Violation]:

@@ -31,6 +31,7 @@ def read(directory: Path) -> Histories:
         # A parameter server may die between applying a round and recording it; its successor knows.
         if event["event"] == "restore" and (known := event.get("round")):
             committed = _committed(float(event["time"]), known)
+            histories.skipped.extend(_skipped(known))
             if (committed.term, committed.version) not in recorded:
                 histories.committed.append(committed)
                 recorded.add((committed.term, committed.version))
@@ -57,7 +58,10 @@ def _add(histories: Histories, event: dict[str, Any]) -> None:
             histories.restored.append(Restored(time, event["term"], event["version"]))
         case "ps", "join":
             histories.joined.append(Joined(time, event["worker"], event["incarnation"]))
+        case "ps", "skip":
+            histories.skipped.extend(_ranges(event["records"]))
         case "ps", "commit":
+            histories.skipped.extend(_skipped(event))
             histories.committed.append(_committed(time, event))
         case "worker", "push":
             bucket, version, attempt = event["bucket"], event["version"], event["attempt"]
@@ -73,6 +77,11 @@ def _add(histories: Histories, event: dict[str, Any]) -> None:
 def _committed(time: float, event: dict[str, Any]) -> Committed:
     steps = {_step(c): _ranges(c["records"]) for c in event["contributions"]}
     return Committed(time, event["term"], event["version"], steps, event["decided"])
+
+
+def _skipped(event: dict[str, Any]) -> Iterator[Range]:
+    for contribution in event["contributions"]:
+        yield from _ranges(contribution.get("skipped", []))
 
 
 def _step(event: dict[str, Any]) -> StepId:

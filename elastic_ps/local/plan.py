@@ -345,7 +345,7 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
     if progress.finished and progress.stopped:
         return Verdict("Succeeded", "StoppedEarly", progress.why_stopped)
     if progress.finished:
-        return Verdict("Succeeded", "Finished", "every record of every epoch is in the model")
+        return Verdict("Succeeded", "Finished", progress.all_done)
     if progress.records_expected is None:
         return Verdict("Succeeded", "Finished", "every worker has ended its script")
     return Verdict(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -205,12 +205,14 @@ class Coordinator(Driver):
         batch: int,
         wait: bool,
         abandoned: bool = False,
+        skipped: Sequence[Range] = (),
     ) -> Taken:
         """Hand out records. With `wait` the worker has none, and no round waits for it until it gets some.
 
         Args:
             call: the number of the worker's call; see `Calls`.
             abandoned: see `JobState.stop_computing`.
+            skipped: with `wait`, records that nobody is to train; the worker must hold them.
 
         Raises:
             Refused: STALE_INCARNATION; INVALID: the data set is not the one of the other workers.
@@ -225,6 +227,7 @@ class Coordinator(Driver):
                 taken = Taken(state.take(worker, incarnation, batch), finished=state.finished)
                 return state.calls.answered(incarnation, taken)
             if new:
+                self._skip(state, stay, skipped)
                 self._withdraw(state, stay, abandoned)
         deadline = self._clock() + WAIT.total_seconds()
         while True:
@@ -246,6 +249,20 @@ class Coordinator(Driver):
                 if left <= 0:
                     return Taken(pending=True)
                 self._changed.wait(min(left, TICK.total_seconds()))
+
+    def _skip(self, state: JobState, stay: Stay, skipped: Sequence[Range]) -> None:
+        """A script has left records out, and makes no step to tell so with; the lock is held."""
+        if not skipped:
+            return
+        assert state.ledger is not None
+        try:
+            state.ledger.check(stay.incarnation, skipped)
+        except LedgerError as error:
+            raise Refused(RefusalCode.INVALID, str(error)) from error
+        state.ledger.skip(stay.incarnation, skipped)
+        self._history.record(
+            "skip", worker=stay.worker, incarnation=stay.incarnation, records=[list(r) for r in skipped]
+        )
 
     def _withdraw(self, state: JobState, stay: Stay, abandoned: bool) -> None:
         """A worker computes nothing for now; the lock is held."""
@@ -364,7 +381,8 @@ class Coordinator(Driver):
                 return False
             try:
                 if state.ledger is not None:
-                    state.ledger.check(contribution.incarnation, contribution.records)
+                    done = (*contribution.records, *contribution.skipped)
+                    state.ledger.check(contribution.incarnation, done)
                 if contribution.settings:
                     state.settings.check_follows(Settings.from_json(contribution.settings))
             except (LedgerError, InvalidModel) as error:

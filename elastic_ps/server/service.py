@@ -263,6 +263,7 @@ class Service:
             batch=request.batch,
             wait=request.wait,
             abandoned=request.abandoned,
+            skipped=ranges_from_message(request.skipped),
         )
         yield _frame(
             pb.TakeReply(
@@ -317,6 +318,7 @@ class Service:
             records=ranges_from_message(request.ranges),
             settings=request.settings,
             metrics=dict(request.metrics),
+            skipped=ranges_from_message(request.skipped),
         )
         return self._members.finish(contribution, version=request.version, attempt=request.attempt)
 

@@ -256,7 +256,9 @@ class JobState:
 
     def give_back(self, incarnation: int) -> None:
         """Records that a worker holds go to others, except those of a step that it has finished."""
-        finished = (c.records for c in self.rounds.done.values() if c.incarnation == incarnation)
+        finished = (
+            (*c.records, *c.skipped) for c in self.rounds.done.values() if c.incarnation == incarnation
+        )
         if self.ledger is not None:
             self.ledger.give_back(incarnation, keep=next(finished, ()))
 
@@ -285,6 +287,7 @@ class JobState:
         for c in contributions:
             if self.ledger is not None:
                 self.ledger.apply(c.incarnation, c.records)
+                self.ledger.skip(c.incarnation, c.skipped)
             stay = self.members.stay(c.incarnation)
             stay.steps, stay.last_step = stay.steps + 1, c.step
             stay.staleness = staleness[c.worker]
@@ -299,6 +302,7 @@ class JobState:
         steps = [
             {"worker": c.worker, "incarnation": c.incarnation, "step": c.step, "samples": c.samples}
             | {"staleness": staleness[c.worker], "records": [list(r) for r in c.records]}
+            | ({"skipped": [list(r) for r in c.skipped]} if c.skipped else {})
             for c in contributions
         ]
         self.last_round = {
@@ -388,14 +392,16 @@ class JobState:
         )
         if self.ledger is None:
             return progress
-        left = self.ledger.expected - self.ledger.applied
+        done = self.ledger.applied + self.ledger.skipped
+        left = self.ledger.expected - done
         rate = self.rate.per_second(self.ledger.applied, now)
         return progress.model_copy(
             update={
                 "epoch": self.ledger.complete_epochs,
                 "epochs": self.ledger.epochs,
-                "percent": 100 * self.ledger.applied // max(1, self.ledger.expected),
+                "percent": 100 * done // max(1, self.ledger.expected),
                 "records_applied": self.ledger.applied,
+                "records_skipped": self.ledger.skipped,
                 "records_expected": self.ledger.expected,
                 "samples_per_second": rate,
                 "eta_seconds": round(left / rate) if rate else None,

@@ -142,20 +142,22 @@ class Done(_message.Message):
     def __init__(self, duplicate: bool = ...) -> None: ...
 
 class TakeRequest(_message.Message):
-    __slots__ = ("caller", "records", "epochs", "batch", "wait", "abandoned")
+    __slots__ = ("caller", "records", "epochs", "batch", "wait", "abandoned", "skipped")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     BATCH_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     records: int
     epochs: int
     batch: int
     wait: bool
     abandoned: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: bool = ..., abandoned: bool = ...) -> None: ...
+    skipped: _containers.RepeatedCompositeFieldContainer[Range]
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: bool = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class TakeReply(_message.Message):
     __slots__ = ("ranges", "version", "finished", "chief", "pending", "stopped")
@@ -232,7 +234,7 @@ class PushRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ..., codec: _Optional[str] = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ...) -> None: ...
 
 class FinishRequest(_message.Message):
-    __slots__ = ("caller", "step", "version", "attempt", "samples", "ranges", "settings", "metrics")
+    __slots__ = ("caller", "step", "version", "attempt", "samples", "ranges", "settings", "metrics", "skipped")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +250,7 @@ class FinishRequest(_message.Message):
     RANGES_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     step: int
     version: int
@@ -256,7 +259,8 @@ class FinishRequest(_message.Message):
     ranges: _containers.RepeatedCompositeFieldContainer[Range]
     settings: str
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    skipped: _containers.RepeatedCompositeFieldContainer[Range]
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("caller", "version", "buckets", "attempt", "contributor")

@@ -126,6 +126,7 @@ class Ending:
     ranges: tuple[Range, ...]
     settings: str
     metrics: Mapping[str, float]
+    skipped: tuple[Range, ...] = ()
 
 
 def expelled(error: BaseException) -> bool:
@@ -287,11 +288,21 @@ class Client:
         """Values outside a step."""
         self._ask(0, "Report", pb.ReportRequest(caller=self.stay.caller(), metrics=metrics), pb.Done)
 
-    def take(self, *, records: int, epochs: int, batch: int, wait: bool, abandoned: bool = False) -> Granted:
+    def take(
+        self,
+        *,
+        records: int,
+        epochs: int,
+        batch: int,
+        wait: bool,
+        abandoned: bool = False,
+        skipped: Sequence[Range] = (),
+    ) -> Granted:
         """Ask for records; with `wait` it blocks for some seconds at most, then the answer is `pending`.
 
         Args:
             abandoned: a step has begun and will not be finished.
+            skipped: with `wait`, records in hand that are not to be trained.
 
         Raises:
             InvalidModel: the data set is not the one that the job trains.
@@ -304,6 +315,7 @@ class Client:
             batch=batch,
             wait=wait,
             abandoned=abandoned,
+            skipped=ranges_to_message(skipped),
         )
         try:
             reply = self._ask(0, "Take", request, pb.TakeReply)
@@ -377,6 +389,7 @@ class Client:
             ranges=ranges_to_message(ending.ranges),
             settings=ending.settings,
             metrics=ending.metrics,
+            skipped=ranges_to_message(ending.skipped),
         )
 
     def pull(

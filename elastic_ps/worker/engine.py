@@ -8,8 +8,8 @@ is there, a bucket is complete, the step ends. What is told of it to the paramet
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,6 +30,25 @@ from elastic_ps.worker.schedule import Interval, Schedule
 
 logger = logging.getLogger(__name__)
 
+_SKIPPED = (
+    "%d records are skipped, because no step is made with them: no backward() ran for their batch before the "
+    "next one was loaded, or the script left the step out. Nobody trains them, and the job's report counts "
+    "them. To compute on several batches at once, run a backward() for each, or load larger batches"
+)
+
+
+class LocalGradients(Protocol):
+    """The gradients that the model's parameters have on this worker."""
+
+    def void(self) -> None:
+        """They belong to no step: the records were skipped, or handed to others."""
+
+    def finite(self) -> bool:
+        """Whether there is no infinity or NaN among them. Waits for the device."""
+
+    def set_by_hand(self) -> bool:
+        """Whether there are some, though backward() never made any: the script assigns them."""
+
 
 class Engine:
     """Drives one worker. Belongs to the training thread, except `begin_step` and `ready`.
@@ -46,7 +65,7 @@ class Engine:
         stopped: why a script has ended the training, as far as this worker knows; "" if none has.
         over: all records are in the model, or the training was stopped.
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
-        void_gradients: called when the gradients that the parameters have belong to records of others.
+        gradients: the model's, from `session.optimizer` on.
         entered: whether the model has been given to the job, or has got the job's values.
         exchange, schedule: of that model, from `enter` on.
     """
@@ -62,7 +81,7 @@ class Engine:
         self.stopped = ""
         self.over = False
         self.chief = False
-        self.void_gradients: Callable[[], None] = lambda: None
+        self.gradients: LocalGradients
         self.entered = False
         self.exchange: Exchange | None = None
         self.schedule: Schedule
@@ -71,6 +90,8 @@ class Engine:
         self._steps = 0
         self._computing = False
         self._stopping = False
+        self._abandoned = False  # a step that had begun was skipped; the parameter server does not know
+        self._warned = False
         self._closed = False
 
     @property
@@ -85,8 +106,8 @@ class Engine:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step has begun that has not ended."""
-        return self.exchange is not None and self.exchange.under_way is not None
+        """Whether a step has begun that has not ended, as far as the parameter server knows."""
+        return self._abandoned or (self.exchange is not None and self.exchange.under_way is not None)
 
     # --- coming and going
 
@@ -199,12 +220,14 @@ class Engine:
 
     def begin_step(self) -> None:
         """The first gradient of a step is there. Raises UsageError if it belongs to no batch."""
-        if not self.batches and self.batches.given_back:
+        if self.batches.undecided and not self.batches.computed:
+            self.batches.compute()  # gradients that no backward() made
+        if not self.batches.computed and self.batches.given_back:
             raise UsageError(
                 "this step's batch was given back when the loop over the loader was left before backward(). "
                 "Compute on a batch before leaving the loop; instead of next(iter(loader)), keep the iterator"
             )
-        if not self.batches:
+        if not self.batches.computed:
             raise UsageError(
                 "this step's batch did not come from session.loader(...), so its records cannot be counted. "
                 "Iterate over session.loader(dataset or DataLoader, ...)"
@@ -234,16 +257,18 @@ class Engine:
         records go to others.
 
         Raises:
-            UsageError: a batch was loaded between backward() and step().
+            UsageError: several batches were computed on with the gradients of one.
             Refused, ConnectionLost: the parameter server did not take the step.
         """
         exchange, batches = self._exchange(), self.batches
         step = exchange.under_way
         assert step is not None
         if step.samples != batches.samples:
-            raise UsageError("a batch was loaded between backward() and optimizer.step(); call step() first")
+            raise UsageError("backward() ran for two batches before optimizer.step(); call step() first")
         settings = self.schedule.current().to_json()
-        ending = Ending(ranges=batches.ranges, settings=settings, metrics=batches.metrics())
+        ending = Ending(
+            ranges=batches.computed, settings=settings, metrics=batches.metrics(), skipped=batches.skipped
+        )
         try:
             with self._phases.waiting(step.number):
                 exchange.finish(ending)
@@ -258,17 +283,50 @@ class Engine:
                 raise
         else:
             self._steps += 1
-            batches.forget()
+            batches.step_made()
             self.stopped = self.stopped or exchange.stopped
             self.schedule.step_made(settings, exchange.settings)
         if self._stopping:
             self.stop_computing()
         self.schedule.step_ended()
 
+    def skip(self) -> None:
+        """No step is made with the batches in hand; their records are not trained by anybody."""
+        self._note_skipped(self.batches.skip())
+        if self.in_step:  # some of it may be in the sums: this worker leaves the round, and comes again
+            self._abandoned = True
+            self.generation += 1
+            self._steps += 1
+            self._exchange().reset()
+        self.gradients.void()
+
+    def gradients_zeroed(self) -> None:
+        """The script drops the gradients that it has; it makes no step with what it has computed."""
+        if not self.in_step:
+            self._note_skipped(self.batches.reopen())
+
+    def settle(self) -> None:
+        """Decide what becomes of the batch that was handed out last: it is computed on or skipped."""
+        if self.batches.undecided and self.gradients.set_by_hand():
+            self.batches.compute()
+        self._note_skipped(self.batches.decide())
+
+    def skip_if_not_finite(self) -> bool:
+        """The loop has ended, and no step was made with what was computed; did a GradScaler leave it out?"""
+        if self.batches.computed and not self.in_step and not self.gradients.finite():
+            self.skip()
+        return not self.batches.computed
+
+    def _note_skipped(self, records: int) -> None:
+        if records:
+            logger.log(logging.DEBUG if self._warned else logging.WARNING, _SKIPPED, records)
+            self._warned = True
+
     def _drop_step(self) -> None:
         """The step under way and all records in hand go to others."""
         self.generation += 1
         self._steps += 1
+        self._abandoned = False
         self.batches.forget(lost=True)
 
     # --- records
@@ -281,19 +339,26 @@ class Engine:
             self.leave_if_asked()
             try:
                 granted = self.client.take(
-                    records=records, epochs=epochs, batch=batch, wait=wait, abandoned=self.in_step
+                    records=records,
+                    epochs=epochs,
+                    batch=batch,
+                    wait=wait,
+                    abandoned=self.in_step,
+                    skipped=self.batches.skipped if wait else (),
                 )
                 self.stopped = self.stopped or granted.stopped
                 if granted.pending:
                     continue
                 if wait:
+                    self._abandoned = False
+                    self.batches.told()
                     self._accept(granted)
                 return granted.ranges
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
                 self.schedule.joined_again(self._join_again(refusal).settings)
-                self.void_gradients()
+                self.gradients.void()
                 if not wait:
                     return ()
 
@@ -307,6 +372,11 @@ class Engine:
                 exchange.fetch(granted.version, contributor=True)
                 self.schedule.went_on(exchange.settings, version=granted.version, step=self._steps)
         elif granted.finished:
+            if not granted.version and not self.stopped:
+                raise UsageError(
+                    "no step was made: no backward() ran for any batch of this job, so that all records were "
+                    "skipped. Does the loss depend on the parameters of the model given to session.optimizer?"
+                )
             self._computing = False
             self.over = True
             self.chief = granted.chief
@@ -327,20 +397,23 @@ class Engine:
             if not expelled(refusal):
                 raise
             self.schedule.joined_again(self._join_again(refusal).settings)
-            self.void_gradients()
+            self.gradients.void()
 
     def begin_batch(self, ranges: Sequence[Range]) -> None:
         """A batch of these records is handed to the script."""
+        self.settle()
         self.batches.add(ranges)
         self._phases.forward()
 
     def stop_computing(self) -> None:
         """Give back what was not computed on, after the step of what was; no round waits for this worker."""
-        self._stopping = bool(self.batches)
+        self._stopping = bool(self.batches.computed)
         if self._computing and not self._closed and not self._stopping:
             self._computing = False
             try:
                 self.client.release(abandoned=self.in_step)
+                self._abandoned = False
+                self.batches.forget()
             except Refused as refusal:
                 if not expelled(refusal):
                     raise

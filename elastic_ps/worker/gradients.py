@@ -29,7 +29,7 @@ _CHANGED_LATE = (
 _TWICE = (
     "backward() ran a second time before optimizer.step(), and the first gradients have been sent already. "
     "To accumulate gradients, run all but the last backward() in `with optimizer.no_sync():`, "
-    "or use session.optimizer(..., overlap=False)"
+    "or use session.optimizer(..., overlap=False). To leave a step out, call optimizer.skip()"
 )
 
 
@@ -55,20 +55,35 @@ class Gradients:
         self._lock = threading.Lock()
         self._taken: dict[int, int] = {}
         self._waiting: dict[int, int] = {}
+        self._hooked = False  # backward() has made gradients
         self.reset()
         self._hooks = [self._hook(index) for index in self._trainable]
-        engine.void_gradients = self._void
+        engine.gradients = self
 
     def reset(self) -> None:
         """The next gradient is the first of a step."""
         self._taken.clear()
         self._waiting = {b.index: len(b.pieces) for b in self._flat.layout.pushed}
 
-    def _void(self) -> None:
-        """Records of a step that is half computed have been handed to others: so are their gradients."""
+    def void(self) -> None:
+        """They belong to no step: the records were skipped, or handed to others."""
         self.reset()
         for index in self._trainable:
             self._flat.tensors[index].grad = None
+
+    def finite(self) -> bool:
+        """Whether there is no infinity or NaN among them. Waits for the device."""
+        return all(bool(torch.isfinite(gradient).all()) for _, gradient in self._present_ones())
+
+    def set_by_hand(self) -> bool:
+        """Whether there are some, though backward() never made any: the script assigns them."""
+        return not self._hooked and any(True for _ in self._present_ones())
+
+    def _present_ones(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for index in self._trainable:
+            gradient = self._flat.tensors[index].grad
+            if gradient is not None:
+                yield index, gradient
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -81,8 +96,14 @@ class Gradients:
 
     def _hook(self, index: int) -> Any:
         def computed(parameter: torch.Tensor) -> None:
+            batches = self._engine.batches
+            if batches.lost:  # the script had loaded it before its step, which was not made
+                return
             with self._lock:
-                self._engine.batches.computed()
+                self._hooked = True
+                if batches.undecided and batches.computed and self._first(index):
+                    batches.skip_computed()
+                batches.compute()
             if self._overlap and self._synchronise:
                 self._take(index, parameter)
 
@@ -90,6 +111,13 @@ class Gradients:
         if not parameter.requires_grad:  # if it is unfrozen later, `take_rest` takes its gradient
             return None
         return parameter.register_post_accumulate_grad_hook(computed)
+
+    def _first(self, index: int) -> bool:
+        """Whether no other parameter has a gradient: those of the batches before were set to None.
+
+        With a single parameter that cannot be told.
+        """
+        return len(self._trainable) > 1 and not any(other != index for other, _ in self._present_ones())
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
         """Copy a gradient to where it is sent from; hand over the buckets that are full by it."""

@@ -148,7 +148,10 @@ class ElasticLoader:
                     engine.leave_if_asked()
                     if engine.stopped:
                         break
-                if engine.batches and not engine.stopped:
+                if engine.stopped:
+                    continue
+                engine.settle()
+                if not engine.skip_if_not_finite():
                     self._ended_early = True
                     break
             self._ended = supply.only
@@ -165,7 +168,7 @@ class ElasticLoader:
     def _check_accumulation(self) -> None:
         """Raises UsageError if batches are left over at the end of the loop, and may have to be repeated."""
         if (
-            self._engine.batches
+            self._engine.batches.computed
             and self._supply.only is None
             and self._engine.spec.consistency.backup_workers
         ):
@@ -181,7 +184,7 @@ class ElasticLoader:
         Does nothing before that step, nor between epochs. What others give back meanwhile is left to others.
         """
         engine, between = self._engine, self._supply.only is not None
-        due = engine.stopped or (self._ended_early and not (between or engine.batches))
+        due = engine.stopped or (self._ended_early and not (between or engine.batches.computed))
         if not due or engine.over or engine.closed:
             return
         self._ended_early = False

@@ -57,8 +57,18 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._engine.finish_step()
         return loss
 
+    def skip(self) -> None:
+        """Make no step with the batches in hand, for example because the loss is not finite.
+
+        Their gradients are dropped, and nobody trains their records: the job's report counts them as skipped.
+        A batch that no backward() runs for, or whose gradients `zero_grad` drops before `step`, counts as
+        skipped without this call.
+        """
+        self._engine.skip()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """As torch's. What was computed since the last step, and is dropped by this, counts as skipped."""
+        self._engine.gradients_zeroed()
         self._wrapped.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:

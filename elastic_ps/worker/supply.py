@@ -62,10 +62,12 @@ class Supply:
             self._engine.batches.forget()
         if self._forget():
             return True
-        if self._engine.batches:
+        self._engine.settle()
+        if not self._engine.skip_if_not_finite():
             raise UsageError(
                 "the loop over the loader has ended with batches that no optimizer.step() was called for. "
-                "When accumulating gradients, call optimizer.step() for the last batches after the loop"
+                "When accumulating gradients, call optimizer.step() for the last batches after the loop; "
+                "to leave them out, call optimizer.skip()"
             )
         self.over = not self._take(wait=True)
         return not self.over

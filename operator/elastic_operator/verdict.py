@@ -65,7 +65,7 @@ def _workers_done(
     if progress.finished and progress.stopped:
         return Verdict("Succeeded", Problem("StoppedEarly", progress.why_stopped))
     if progress.finished:
-        return Verdict("Succeeded", Problem("Finished", "every record of every epoch is in the model"))
+        return Verdict("Succeeded", Problem("Finished", progress.all_done))
     if progress.records_expected is None:
         return Verdict("Succeeded", Problem("Finished", "every worker has ended its script"))
     return Verdict(

@@ -104,6 +104,7 @@ def test_a_stop_outlives_the_parameter_server(tmp_path: Path) -> None:
         for batch in loader:
             train(model, optimizer, batch)
             if session.worker == 0 and session.version >= 5 and not session.stopped:
+                job.until(lambda: (job.status().progress.durable_version or 0) >= 2, "a checkpoint is there")
                 session.stop(REASON)
                 job.restart(0)
                 told.set()

@@ -45,6 +45,7 @@ class Plan:
     epochs: int = 1
     batch: int = 2
     accumulate: int = 1
+    skipping: float = 0.0
     overlap: bool = True
     shard_records: int = 6
     every_versions: int = 2
@@ -277,6 +278,8 @@ class Cluster:
         for _ in loader.epochs():
             held = 0
             for batch in loader:
+                if self._skips(session, held):
+                    continue
                 held += 1
                 loss = model(batch + loader.epoch * plan.records)
                 if held < plan.accumulate:
@@ -284,6 +287,10 @@ class Cluster:
                         loss.backward()
                     continue
                 loss.backward()
+                if self._skips(session, held):
+                    optimizer.skip()
+                    held = 0
+                    continue
                 optimizer.step()
                 optimizer.zero_grad()
                 held = 0
@@ -294,6 +301,17 @@ class Cluster:
         self.seen("end", session, model)
         if session.is_chief:
             self.chiefs.append((session.worker, session.version))
+
+    def _skips(self, session: Session, held: int) -> bool:
+        """Whether the script leaves a batch out, or a step with those that it has computed on.
+
+        Not the first ones: a job that skips everything fails.
+        """
+        return (
+            bool(session.version)
+            and held in (0, self.plan.accumulate)
+            and self.here.random.random() < self.plan.skipping
+        )
 
     def seen(self, what: str, session: Session, model: Tally) -> None:
         values = torch.stack([part.detach().clone() for part in model.parts])

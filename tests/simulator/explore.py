@@ -62,6 +62,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         epochs=chance.choice([1, 2]),
         batch=chance.choice([1, 2, 3]),
         accumulate=chance.choice([1, 1, 1, 2]),
+        skipping=chance.choice([0.0, 0.0, 0.1]),
         overlap=chance.random() < 0.8,
         shard_records=chance.choice([2, 6]),
         every_versions=chance.choice([1, 2, 3]),

@@ -70,6 +70,18 @@ class Bookkeeping(RuleBasedStateMachine):
         self.applied.update(positions(part))
 
     @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def skip(self, data: st.DataObject) -> None:
+        """Records that are skipped are done with: nobody is handed them again."""
+        holder = data.draw(st.sampled_from(sorted(self.held)))
+        part = self._part(data, holder)
+        skipped = self.ledger.skipped
+        self.ledger.skip(holder, part)
+        assert self.ledger.skipped == skipped + len(positions(part))
+        self.held[holder] -= set(positions(part))
+        self.everything -= set(positions(part))
+
+    @precondition(lambda self: self.held)
     @rule(data=st.data(), leaves=st.booleans())
     def give_back(self, data: st.DataObject, leaves: bool) -> None:
         holder = data.draw(st.sampled_from(sorted(self.held)))
@@ -94,6 +106,8 @@ class Bookkeeping(RuleBasedStateMachine):
             before = self.ledger.state()
             with pytest.raises(LedgerError):
                 self.ledger.apply(holder, [r])
+            with pytest.raises(LedgerError):
+                self.ledger.skip(holder, [r])
             with pytest.raises(LedgerError):
                 self.ledger.check(holder, [r])
             with pytest.raises(LedgerError):

@@ -1,0 +1,217 @@
+"""Scripts that make no step with some batches: these are not trained, and counted as skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
+from elastic_ps.errors import UsageError
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Indexes, Tally, running_job
+from tests.integration.trained import failing
+
+RECORDS, BATCH = 20, 4
+SKIPPED = [4, 5, 6, 7, 16, 17, 18, 19]
+"""The records of the second batch and of the last one, in the order of the data."""
+
+
+class Pair(torch.nn.Module):
+    """Two tallies with the same loss: whatever is counted in one is counted in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Tally(RECORDS), Tally(RECORDS)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.first(batch) + self.second(batch)
+        return loss
+
+
+Script = Callable[[Session, Pair, torch.optim.Optimizer], None]
+
+
+def bad(batch: torch.Tensor) -> bool:
+    return int(batch[0]) in SKIPPED
+
+
+def leaves_batches_out(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
+    for batch in session.loader(Indexes(RECORDS), BATCH):
+        optimizer.zero_grad()
+        loss = model(batch)
+        if bad(batch):
+            continue
+        loss.backward()
+        optimizer.step()
+
+
+def zeroes(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
+    for batch in session.loader(Indexes(RECORDS), BATCH):
+        model(batch).backward()
+        if not bad(batch):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def zeroes_the_model(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
+    for batch in session.loader(Indexes(RECORDS), BATCH):
+        model.zero_grad()
+        (model(batch) * (float("nan") if bad(batch) else 1)).backward()
+        if not bad(batch):
+            optimizer.step()
+
+
+def scales(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=1000)
+    for batch in session.loader(Indexes(RECORDS), BATCH):
+        optimizer.zero_grad()
+        loss = model(batch) * (float("inf") if bad(batch) else 1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def says_so(session: Session, model: Pair, optimizer: Any) -> None:
+    for batch in session.loader(Indexes(RECORDS), BATCH):
+        model(batch).backward()
+        if bad(batch):
+            optimizer.skip()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("script", "overlap"),
+    [
+        (leaves_batches_out, True),
+        (leaves_batches_out, False),
+        (zeroes, False),
+        (zeroes_the_model, False),
+        (scales, False),
+        (says_so, True),
+        (says_so, False),
+    ],
+)
+def test_what_is_skipped_is_not_in_the_model(tmp_path: Path, script: Script, overlap: bool) -> None:
+    counted = []
+
+    def run(session: Session) -> None:
+        model = Pair()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, overlap=overlap)
+        script(session, model, optimizer)
+        assert session.is_chief
+        counted.append(-model.first.weight.detach())
+
+    with running_job(tmp_path, data={"shuffle": False}) as job:
+        job.start(0, run)
+        job.join()
+        progress = job.status().progress
+    assert counted[0].tolist() == [0.0 if record in SKIPPED else 1.0 for record in range(RECORDS)]
+    assert (progress.records_applied, progress.records_skipped) == (RECORDS - len(SKIPPED), len(SKIPPED))
+    assert progress.finished
+    assert progress.percent == 100
+    assert [c["samples"] for commit in job.commits() for c in commit["contributions"]] == [4, 4, 4]
+    assert check(read(tmp_path / "history"), Data(RECORDS, 1)) == []
+
+
+@pytest.mark.parametrize("consistency", [{}, {"backupWorkers": 1}, {"mode": "bounded", "maxStaleness": 1}])
+def test_a_step_that_is_skipped_holds_nobody_up(tmp_path: Path, consistency: dict[str, Any]) -> None:
+    """Worker 0 leaves out every second step, when some of it has been sent already."""
+    records = 160
+
+    def script(session: Session) -> None:
+        model = Tally(records)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for number, batch in enumerate(session.loader(Indexes(records), 4)):
+            optimizer.zero_grad()
+            model(batch).backward()
+            if session.worker == 0 and number % 2:
+                optimizer.skip()
+                continue
+            optimizer.step()
+
+    with running_job(
+        tmp_path, worker={"replicas": 2}, consistency=consistency, parameterServer={"bucketBytes": 1024}
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        progress = job.status().progress
+        assert progress.records_applied + progress.records_skipped == records
+        assert progress.records_skipped
+    most = consistency.get("maxStaleness", 0)
+    assert check(read(tmp_path / "history"), Data(records, 1), max_staleness=most) == []
+
+
+def test_a_batch_that_is_computed_on_twice_counts_once(tmp_path: Path) -> None:
+    """As in sharpness-aware minimization, which drops the first gradients."""
+
+    def script(session: Session) -> None:
+        model = Pair()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, overlap=False)
+        for batch in session.loader(Indexes(RECORDS), BATCH):
+            model(batch).backward()
+            optimizer.zero_grad()
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.first.weight.tolist() == [-1.0] * RECORDS
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().progress.records_applied == RECORDS
+
+
+def test_a_batch_may_be_loaded_while_the_one_before_is_trained(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = Pair()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        batches = iter(session.loader(Indexes(RECORDS), BATCH))
+        batch = next(batches, None)
+        while batch is not None:
+            optimizer.zero_grad()
+            model(batch).backward()
+            batch = next(batches, None)
+            optimizer.step()
+        assert model.first.weight.tolist() == [-1.0] * RECORDS
+        assert session.is_chief
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().progress.records_applied == RECORDS
+
+
+def test_gradients_that_a_script_assigns_are_trained(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = Pair()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        parameters = list(model.parameters())
+        for batch in session.loader(Indexes(RECORDS), BATCH):
+            gradients = torch.autograd.grad(model(batch), parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        assert model.first.weight.tolist() == [-1.0] * RECORDS
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().progress.records_applied == RECORDS
+
+
+def test_a_job_that_trains_nothing_fails(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = Pair()
+        session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for batch in session.loader(Indexes(RECORDS), BATCH):
+            model(batch)
+
+    failing(tmp_path, script, UsageError, "no step was made")
