@@ -16,10 +16,10 @@ from any terminal."""
 
 EXAMPLES = """\
 examples:
-  elastic-ps run job.yaml                    train, with live progress; Ctrl-C stops it orderly
+  elastic-ps run job.yaml                    train, with live progress; Ctrl-C stops it cleanly
   elastic-ps run train.py --workers 2 -- --lr 0.1
                                              a script with its own command line, without a job file
-  elastic-ps run job.yaml --workers 4        with another number of workers than the file says
+  elastic-ps run job.yaml --workers 4        with 4 workers, whatever the file says
   elastic-ps run job.yaml --scale 150:4 --scale 400:2 --report out
                                              grow to 4 workers at version 150, shrink to 2 at 400;
                                              write numbers and a picture into out/
@@ -41,21 +41,21 @@ exit codes:
 RUN = """\
 Run a job as processes on this machine until it has succeeded, failed or been stopped.
 
-The file is checked first, and the entrypoint is imported once and compared with the arguments, so that
-mistakes cost nothing. Then the parameter servers start, then the workers. A worker that is killed is
-replaced; one whose script fails, or which crashes again and again before its first step, is replaced until
-runPolicy.backoffLimit is exceeded. The first Ctrl-C lets the workers leave and the parameter servers write a
-checkpoint, a second one kills them.
+First the file is checked, and the entrypoint is imported once and compared with the arguments, so that
+mistakes show at once. Then the parameter servers start, and after them the workers. A worker that is killed
+is replaced. A worker whose script fails, or that keeps crashing before its first step, is replaced, too,
+until there are more such failures than runPolicy.backoffLimit. At the first Ctrl-C the workers leave and the
+parameter servers write a checkpoint; a second Ctrl-C kills them.
 
-A Python script in place of the file is a job of its own, named after the script: every worker runs it as
-`python` would, with what follows -- as its arguments. `python train.py` without elastic-ps trains alone, in
-one process."""
+JOB may also be a Python script. The job is then named after the script, and every worker runs the script as
+`python` would; what follows -- are its arguments. To train alone in one process, run `python train.py`
+without elastic-ps."""
 
 RUN_EXAMPLES = """\
 examples:
   elastic-ps run job.yaml --report out       out/run.json and out/run.png show how it went
   elastic-ps run job.yaml --trace trace.json then open it in https://ui.perfetto.dev
-  elastic-ps run job.yaml --resume DIR       go on from the newest checkpoint in DIR
+  elastic-ps run job.yaml --resume DIR       continue from the newest checkpoint in DIR
   elastic-ps run train.py --workers 2 -- --lr 0.1
                                              a script that calls elastic_ps.connect()"""
 
