@@ -316,6 +316,12 @@ class Coordinator(Driver):
             self._told()
         self._drive()
 
+    def is_chief(self, worker: int, incarnation: int, *, epoch: int) -> bool:
+        """Whether the worker is the one to evaluate and save in this epoch; see `JobState.chiefs`."""
+        with self._settled() as state:
+            self._check(worker, incarnation)
+            return state.chiefs.setdefault(epoch, worker) == worker
+
     def stop(self, worker: int, incarnation: int, reason: str) -> None:
         """A script ends the training; see `JobState.stopped`. The first reason counts."""
         with self._settled() as state:

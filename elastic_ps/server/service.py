@@ -69,6 +69,7 @@ class Service:
                 "Take": self._take,
                 "Release": self._release,
                 "Stop": self._stop,
+                "Chief": self._chief,
                 "Begin": self._begin,
                 "Finish": self._finish,
                 "Heartbeat": self._heartbeat,
@@ -291,6 +292,12 @@ class Service:
             raise Refused(RefusalCode.MALFORMED, "a job is stopped for a reason; it must not be empty")
         self._members.stop(caller.worker, caller.incarnation, request.reason)
         yield _done()
+
+    def _chief(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.ChiefRequest, incoming.header)
+        caller = self._check(request.caller)
+        chief = self._members.is_chief(caller.worker, caller.incarnation, epoch=request.epoch)
+        yield _frame(pb.ChiefReply(chief=chief))
 
     def _begin(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.BeginRequest, incoming.header)

@@ -71,6 +71,7 @@ class JobState:
         stopped: why a script has ended the training; "" if none has. No more records are handed out then, and
             training is over when nobody takes part in the open round.
         chief: the worker to evaluate and save, chosen when the last round is made.
+        chiefs: for each epoch but the last, the worker to evaluate and save in it: the first that asks.
         told_chief: the stay that was told last that it is the chief.
         starved: workers that have asked for records when there were none to hand out.
         last_round: what the histories record of the version's commit; {} if it has not been made here.
@@ -89,6 +90,7 @@ class JobState:
     settings: Settings = field(default_factory=lambda: Settings(groups=()))
     stopped: str = ""
     chief: int | None = None
+    chiefs: dict[int, int] = field(default_factory=dict)
     told_chief: Stay | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     loss: Curve = field(default_factory=Curve)
@@ -345,6 +347,7 @@ class JobState:
             "round": self.last_round,
             "chief": self.chief,
             "stopped": self.stopped,
+            "chiefs": [list(each) for each in self.chiefs.items()],
         }
 
     @classmethod
@@ -375,6 +378,7 @@ class JobState:
         state.last_round = saved.get("round", {})
         state.chief = saved["chief"]
         state.stopped = saved.get("stopped", "")
+        state.chiefs = dict(saved.get("chiefs", []))
         state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
         return state
 

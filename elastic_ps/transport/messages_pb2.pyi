@@ -183,6 +183,20 @@ class StopRequest(_message.Message):
     reason: str
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class ChiefRequest(_message.Message):
+    __slots__ = ("caller", "epoch")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    epoch: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class ChiefReply(_message.Message):
+    __slots__ = ("chief",)
+    CHIEF_FIELD_NUMBER: _ClassVar[int]
+    chief: bool
+    def __init__(self, chief: bool = ...) -> None: ...
+
 class ReleaseRequest(_message.Message):
     __slots__ = ("caller", "abandoned")
     CALLER_FIELD_NUMBER: _ClassVar[int]

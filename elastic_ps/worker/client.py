@@ -333,6 +333,11 @@ class Client:
             reply.stopped,
         )
 
+    def is_chief(self, epoch: int) -> bool:
+        """Whether this worker is the one to evaluate and save in this epoch."""
+        request = pb.ChiefRequest(caller=self.stay.caller(), epoch=epoch)
+        return self._ask(0, "Chief", request, pb.ChiefReply).chief
+
     def stop(self, reason: str) -> None:
         """End the training before all records are in the model."""
         self._ask(0, "Stop", pb.StopRequest(caller=self.stay.caller(), reason=reason), pb.Done)

@@ -92,6 +92,7 @@ class Engine:
         self._stopping = False
         self._abandoned = False  # a step that had begun was skipped; the parameter server does not know
         self._warned = False
+        self._chief_of: dict[int, bool] = {}
         self._closed = False
 
     @property
@@ -357,8 +358,7 @@ class Engine:
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
-                self.schedule.joined_again(self._join_again(refusal).settings)
-                self.gradients.void()
+                self._come_back(refusal)
                 if not wait:
                     return ()
 
@@ -396,8 +396,23 @@ class Engine:
         except Refused as refusal:
             if not expelled(refusal):
                 raise
-            self.schedule.joined_again(self._join_again(refusal).settings)
-            self.gradients.void()
+            self._come_back(refusal)
+
+    def is_chief_of(self, epoch: int) -> bool:
+        """Whether this worker is the one to evaluate and save in an epoch before the last one. Blocks."""
+        while epoch not in self._chief_of:
+            try:
+                self._chief_of[epoch] = self.client.is_chief(epoch)
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                self._come_back(refusal)
+        return self._chief_of[epoch]
+
+    def _come_back(self, refusal: Refused) -> None:
+        """Join again between two steps."""
+        self.schedule.joined_again(self._join_again(refusal).settings)
+        self.gradients.void()
 
     def begin_batch(self, ranges: Sequence[Range]) -> None:
         """A batch of these records is handed to the script."""

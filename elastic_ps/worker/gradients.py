@@ -22,9 +22,9 @@ from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.model import Flat
 
 _CHANGED_LATE = (
-    "the gradient of {name} was changed between backward() and optimizer.step(), when it had been sent "
-    "already (clip_grad_norm_ and GradScaler do that). Use session.optimizer(..., overlap=False), which "
-    "sends the gradients in optimizer.step()"
+    "the gradient of {name} was changed or replaced between backward() and optimizer.step(), when it had "
+    "been sent already (clip_grad_norm_ and GradScaler do that). Use session.optimizer(..., overlap=False), "
+    "which sends the gradients in optimizer.step()"
 )
 _TWICE = (
     "backward() ran a second time before optimizer.step(), and the first gradients have been sent already. "
@@ -41,19 +41,21 @@ class Gradients:
 
     Args:
         overlap: take gradients while backward runs; else all of them in `take_rest`.
+        check: compare each gradient with what was sent, which also notices changes through `.data`.
     """
 
-    def __init__(self, flat: Flat, engine: Engine, *, overlap: bool) -> None:
+    def __init__(self, flat: Flat, engine: Engine, *, overlap: bool, check: bool = False) -> None:
         self._flat = flat
         self._engine = engine
         self._overlap = overlap
+        self._check = check
         self._synchronise = True
         self._trainable = [i for i, spec in enumerate(flat.layout.tensors) if spec.rule is Rule.GRADIENT]
         self._buffers = [
             i for i, spec in enumerate(flat.layout.tensors) if spec.rule in (Rule.MEAN, Rule.MAXIMUM)
         ]
         self._lock = threading.Lock()
-        self._taken: dict[int, int] = {}
+        self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # the gradient, and how often it was changed
         self._waiting: dict[int, int] = {}
         self._hooked = False  # backward() has made gradients
         self.reset()
@@ -131,7 +133,7 @@ class Gradients:
                 raise UsageError(_TWICE)
             if not self._taken:
                 self._engine.begin_step()
-            self._taken[index] = gradient._version
+            self._taken[index] = gradient, gradient._version
         with torch.no_grad():
             self._flat.contribution(index).copy_(gradient)
         self._fill(index)
@@ -150,6 +152,19 @@ class Gradients:
             return ()
         return [piece.tensor in self._taken for piece in bucket.pieces]
 
+    def _is_changed(self, index: int, parameter: torch.Tensor) -> bool:
+        """Whether the gradient is not what it was when it was taken.
+
+        Changes through `.data` are seen only if values are compared.
+        """
+        gradient, version = self._taken[index]
+        if parameter.grad is not gradient or gradient._version != version:
+            return True
+        if not self._check:
+            return False
+        sent = self._flat.contribution(index)
+        return not torch.allclose(sent, gradient.to(sent.device), rtol=0, atol=0, equal_nan=True)
+
     def take_rest(self) -> None:
         """In `optimizer.step`: what no hook has taken, absent gradients, and the buffers.
 
@@ -159,7 +174,7 @@ class Gradients:
         for index in self._trainable:
             parameter = self._flat.tensors[index]
             if index in self._taken:
-                if parameter.grad is None or parameter.grad._version != self._taken[index]:
+                if self._is_changed(index, parameter):
                     raise UsageError(_CHANGED_LATE.format(name=self._flat.layout.tensors[index].name))
             elif parameter.grad is not None:
                 self._take(index, parameter)

@@ -178,6 +178,20 @@ class ElasticLoader:
                 "Iterate over loader.epochs(), and over the loader inside"
             )
 
+    def is_chief(self) -> bool | None:
+        """Whether this worker is to evaluate and save in the epoch under way; None outside of `epochs`.
+
+        Blocks: in the last epoch, until all records are in the model.
+        """
+        epoch, engine = self._supply.only, self._engine
+        if epoch is None or engine.over or engine.stopped or engine.closed:
+            return None
+        if epoch < self._epochs - 1:
+            return engine.is_chief_of(epoch)
+        if self._ended != epoch or engine.batches.computed or self._supply.await_some():
+            return False  # there are records to train, in another round of the same epoch
+        return None
+
     def await_end(self) -> None:
         """Block until training is over, if the loop has ended with batches for a last step, or was stopped.
 

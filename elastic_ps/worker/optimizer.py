@@ -26,13 +26,21 @@ class ElasticOptimizer(torch.optim.Optimizer):
     `Session.optimizer`. Not thread-safe: it belongs to the thread that trains.
     """
 
-    def __init__(self, wrapped: torch.optim.Optimizer, flat: Flat, engine: Engine, *, overlap: bool) -> None:
+    def __init__(
+        self,
+        wrapped: torch.optim.Optimizer,
+        flat: Flat,
+        engine: Engine,
+        *,
+        overlap: bool,
+        check: bool = False,
+    ) -> None:
         # Optimizer.__init__ would copy the groups; schedulers and scripts must see the wrapped one's.
         self.defaults = wrapped.defaults
         self._wrapped = wrapped
         self._engine = engine
         self._flat = flat
-        self._gradients = Gradients(flat, engine, overlap=overlap)
+        self._gradients = Gradients(flat, engine, overlap=overlap, check=check)
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups = wrapped.param_groups
 

@@ -80,13 +80,23 @@ class Session:
 
         True on exactly one worker, and only after all records are in the model. Blocks until they are when
         the loader ended before, because the script had batches to make a last step with.
+
+        In the body of `for epoch in loader.epochs()` it is true on exactly one of the workers that come to
+        the end of that epoch; the others may still train records of it, except in the last epoch.
         """
         for loader in self._loaders:
+            if (chief := loader.is_chief()) is not None:
+                return chief
             loader.await_end()
         return self._engine.chief
 
     def optimizer(
-        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module, *, overlap: bool = True
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        *,
+        overlap: bool = True,
+        check_gradients: bool = False,
     ) -> ElasticOptimizer:
         """Join the job with this model; returns the optimizer to use. Blocks.
 
@@ -97,6 +107,8 @@ class Session:
             model: on the device where it shall be trained.
             overlap: send gradients while backward runs. False sends them in `step`, for scripts that
                 change gradients in between (clip_grad_norm_, GradScaler) or run backward several times.
+            check_gradients: for debugging, compare each gradient in `step` with what was sent. With `overlap`
+                it finds changes through `.data`, which cannot be seen otherwise. Costs a pass over them.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -106,7 +118,9 @@ class Session:
         if self._optimizer is not None:
             raise UsageError("session.optimizer was called before; a job trains one model and optimizer")
         flat = self._engine.enter(model, optimizer)
-        self._optimizer = ElasticOptimizer(optimizer, flat, self._engine, overlap=overlap)
+        self._optimizer = ElasticOptimizer(
+            optimizer, flat, self._engine, overlap=overlap, check=check_gradients
+        )
         return self._optimizer
 
     def loader(

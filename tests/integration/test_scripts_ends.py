@@ -228,3 +228,47 @@ def test_an_epoch_is_iterated_once(tmp_path: Path) -> None:
                 model(batch)
 
     failing(tmp_path, script, UsageError, "epoch 0 has come to its end")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_one_worker_is_the_chief_in_each_epoch(tmp_path: Path, accumulate: int) -> None:
+    """The parameter server is lost on the way. Two batches make a step, and the last one may be alone."""
+    records, epochs = 44, 3
+    chiefs: list[int] = []
+    restarted = threading.Event()
+
+    def script(session: Session) -> None:
+        model = Tally(records)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, overlap=False)
+        loader = session.loader(Indexes(records), 4, epochs=epochs)
+        for epoch in loader.epochs():
+            held = 0
+            for batch in loader:
+                model(batch).backward()
+                held += 1
+                if held == accumulate:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    held = 0
+            if held:
+                optimizer.step()
+                optimizer.zero_grad()
+            if session.is_chief:
+                chiefs.append(epoch)
+            if epoch == 1 and not restarted.is_set():
+                restarted.set()
+                job.until(lambda: (job.status().progress.durable_version or 0) >= 1, "a checkpoint is there")
+                job.restart(0)
+        if session.is_chief:
+            chiefs.append(epochs)
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        parameterServer={"checkpoint": {"everyVersions": 1}},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+    assert sorted(set(chiefs)) == [0, 1, 2, 3]
+    assert chiefs.count(2) == chiefs.count(3) == 1

@@ -200,3 +200,28 @@ def test_a_worker_with_another_model_is_refused_and_the_others_train_on(tmp_path
         assert_each_record_once(job.commits(), records=120, epochs=1)
     for part in ("2.weight", "[17, 16]", "[16, 16]", "4.weight", "Adam", "SGD"):
         assert part in refusals[0]
+
+
+def replace(gradient: torch.Tensor, parameter: torch.nn.Parameter) -> None:
+    parameter.grad = gradient.clamp(-0.1, 0.1)
+
+
+def change_data(gradient: torch.Tensor, parameter: torch.nn.Parameter) -> None:
+    gradient.data.clamp_(-1e-3, 1e-3)
+
+
+@pytest.mark.parametrize(("change", "check"), [(replace, False), (change_data, True)])
+def test_gradients_that_change_after_they_were_sent(tmp_path: Path, change: Any, check: bool) -> None:
+    """Through `.data` it is noticed only if values are compared."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model, check_gradients=check)
+        for x, y in session.loader(Numbers(8), 4):
+            mse(model, x, y).backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                change(parameter.grad, parameter)
+            optimizer.step()
+
+    failing(tmp_path, script, UsageError, "changed or replaced between backward")
