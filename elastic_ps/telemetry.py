@@ -62,6 +62,11 @@ class History:
     def __init__(self, directory: Path | None, process: str) -> None:
         self._lines = _Lines(directory / f"{process}-{os.getpid()}.jsonl" if directory else None)
 
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is recorded, so that what is costly to find out need not be found out."""
+        return self._lines.enabled
+
     def record(self, event: str, **values: Any) -> None:
         """Append an event. Blocks for the write; does nothing without a directory."""
         if self._lines.enabled:

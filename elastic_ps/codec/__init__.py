@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 
 NONE = "none"
@@ -13,6 +15,11 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(bytearray())
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def checksum(data: memoryview) -> int:
+    """A number that differs if the bytes do, but for one case in four thousand million (CRC-32)."""
+    return zlib.crc32(data)
 
 
 def dtype_of(name: str) -> torch.dtype:

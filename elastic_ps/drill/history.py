@@ -27,6 +27,7 @@ Kind: TypeAlias = Literal[
     "stale term",  # a parameter server committed after a newer one had started
     "stale incarnation",  # a commit names a step that was sent after a newer process took the worker's place
     "acknowledged step lost",  # a worker saw its step applied, but no commit has it and nothing undid it
+    "values differ",  # two processes have different values of one version, or a checkpoint is of another one
     "version gap",  # versions of a term do not follow one another
     "version from nowhere",  # a term goes on from a version that no term before had committed
 ]
@@ -110,6 +111,21 @@ class Acknowledged:
     records: tuple[Range, ...]
 
 
+@dataclass(frozen=True)
+class Values:
+    """A process has a bucket's values, of `version` as it is in `term`: their checksum.
+
+    A parameter server says so when it has loaded, made or copied a version, a worker when it has pulled one.
+    """
+
+    time: float
+    process: str
+    term: int
+    version: int
+    bucket: int
+    checksum: int
+
+
 @dataclass
 class Histories:
     """What both sides recorded; each list in the order of time."""
@@ -122,6 +138,7 @@ class Histories:
     acknowledged: list[Acknowledged] = field(default_factory=list)
     skipped: list[Range] = field(default_factory=list)
     """Records that scripts left out: they may be missing."""
+    values: list[Values] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -161,6 +178,7 @@ def check(histories: Histories, data: Data | None, *, max_staleness: int = 0) ->
         *_staleness(histories, max_staleness),
         *_incarnations(histories),
         *_acknowledgements(histories),
+        *_values(histories),
         *_records(surviving, histories, data),
     ]
 
@@ -308,6 +326,32 @@ def _acknowledgements(histories: Histories) -> Iterator[Violation]:
         else:
             continue
         yield Violation("acknowledged step lost", text, seen.time)
+
+
+def _values(histories: Histories) -> Iterator[Violation]:
+    """All processes have the same values of a term's version, and a term goes on from those of its base."""
+    known: dict[tuple[int, int], dict[int, Values]] = defaultdict(dict)
+    for found in histories.values:
+        first = known[found.term, found.version].setdefault(found.bucket, found)
+        if first.checksum != found.checksum:
+            text = (
+                f"bucket {found.bucket} of version {found.version} in term {found.term} is one thing to "
+                f"{first.process} and another to {found.process}"
+            )
+            yield Violation("values differ", text, found.time)
+    restored = {each.term for each in histories.restored}
+    made_in: dict[int, int] = {}  # the versions that a term could go on from, and the terms that made them
+    for term, base in sorted(bases(histories).items()):
+        before = known[made_in[base], base] if term in restored and base in made_in else {}
+        for bucket, values in known[term, base].items():
+            if bucket in before and before[bucket].checksum != values.checksum:
+                text = (
+                    f"term {term} goes on from bucket {bucket} of version {base} with other values than "
+                    f"term {before[bucket].term} had"
+                )
+                yield Violation("values differ", text, values.time)
+        made_in = {version: made for version, made in made_in.items() if version < base} | {base: term}
+        made_in |= {c.version: term for c in histories.committed if c.term == term}
 
 
 def _records(surviving: Sequence[Committed], histories: Histories, data: Data | None) -> Iterator[Violation]:

@@ -17,6 +17,7 @@ from elastic_ps.drill.history import (
     Sent,
     Started,
     StepId,
+    Values,
 )
 
 
@@ -40,11 +41,11 @@ def read(directory: Path) -> Histories:
 
 def _events(directory: Path) -> Iterator[dict[str, Any]]:
     for path in sorted(directory.glob("*.jsonl")):
-        role = path.name.partition("-")[0]
+        role, process = path.name.partition("-")[0], path.name.rpartition("-")[0]
         with path.open(errors="replace") as lines:
             for line in lines:
                 try:
-                    yield {"role": role, **json.loads(line)}
+                    yield {"role": role, "process": process, **json.loads(line)}
                 except ValueError:
                     continue  # cut off: the process was killed while it wrote
 
@@ -52,6 +53,11 @@ def _events(directory: Path) -> Iterator[dict[str, Any]]:
 def _add(histories: Histories, event: dict[str, Any]) -> None:
     time = float(event["time"])
     match event["role"], event["event"]:
+        case _, "values":
+            histories.values += [
+                Values(time, event["process"], event["term"], version, bucket, found)
+                for bucket, version, found in event["values"]
+            ]
         case "ps", "start":
             histories.started.append(Started(time, event["term"]))
         case "ps", "restore":

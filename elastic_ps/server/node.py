@@ -17,6 +17,8 @@ from typing import NamedTuple
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import VALUE, Stored
+from elastic_ps.codec import as_bytes, checksum
+from elastic_ps.core.partition import Rule
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.job import Consistency
 from elastic_ps.server.follower import Follower, for_standby, sum_key
@@ -30,7 +32,7 @@ from elastic_ps.server.orders import (
     Written,
 )
 from elastic_ps.server.shard import Shard
-from elastic_ps.telemetry import Trace
+from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import Incoming
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class Node:
     """The shard of this process, once it is configured, and the thread that writes its checkpoints.
 
     Args:
+        history: where it is recorded which values the shard has got, made and kept; closed by the caller.
         follower: the shard's standby; closed by `close`.
     """
 
@@ -61,6 +64,7 @@ class Node:
         store: Store | None,
         consistency: Consistency,
         trace: Trace,
+        history: History | None = None,
         follower: Follower | None = None,
     ) -> None:
         self.index = index
@@ -68,6 +72,7 @@ class Node:
         self.store = store
         self._consistency = consistency
         self._trace = trace
+        self._history = history or History(None, "")
         self._lock = threading.Lock()
         self._shard: Shard | None = None
         self._term = 0
@@ -132,6 +137,8 @@ class Node:
             before, self._shard = self._shard, shard
             self._term, self._configuration, self._orders = configuration.term, configuration, []
             self._begun, self._written = (0, 0), None
+        if configuration.load_version is not None:
+            self._record_values(shard)
         if self._follower is not None:
             self._follower.reset(configuration)
         if before is not None:
@@ -154,7 +161,10 @@ class Node:
                 self._follower.stage(shard, advance)
         if advance.prepare:
             return self._report()
+        made = advance.apply is not None and shard.version < advance.version
         shard.advance(advance.version, advance.attempt, advance.expected, advance.apply)
+        if made:
+            self._record_values(shard)
         if advance.next is not None:
             with self._lock:
                 done = [order for order in self._orders if order.version == advance.version]
@@ -216,6 +226,7 @@ class Node:
                 RefusalCode.NOT_READY,
                 f"a checkpoint of version {advance.version}; shard {self.index} is at {shard.version}",
             )
+        self._record_values(shard)
         started = time.monotonic()
         copy = list(_copy(shard))
         pause = timedelta(seconds=time.monotonic() - started)
@@ -224,6 +235,17 @@ class Node:
         self._snapshots.put(_Snapshot(*label, advance.version, copy, pause))
         if self._follower is not None and self._configuration is not None:
             self._follower.begin(replace(self._configuration, load_version=advance.version))
+
+    def _record_values(self, shard: Shard) -> None:
+        """For whoever compares histories: the checksum of each bucket. The next round is not applied yet."""
+        if self._history.enabled:
+            version = shard.version
+            values = [
+                (bucket.index, version, checksum(as_bytes(flat)))
+                for bucket, flat in shard.values()
+                if bucket.rule is not Rule.CONSTANT
+            ]
+            self._history.record("values", term=shard.term, values=values)
 
     def take_sum(
         self, term: int, bucket: int, version: int, attempt: int, present: Sequence[bool], body: Incoming

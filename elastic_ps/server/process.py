@@ -87,6 +87,7 @@ class ParameterServer:
             store=store,
             consistency=spec.consistency,
             trace=self._trace,
+            history=self._history,
             follower=follower,
         )
         self._index, self._job, self._shards = index, environment.job, shards

@@ -86,7 +86,7 @@ def _save(
 
     keeper.await_whole(ask)
     if keeper.durable_version != order.version:
-        raise CheckpointError(keeper.problem)
+        raise CheckpointError(keeper.failure)
 
 
 def _order(shard: ShardControl, standby: RemoteShard, order: Advance) -> ShardControl:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from elastic_ps.codec import checksum
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.errors import (
     ConnectionLost,
@@ -230,6 +231,12 @@ class Exchange:
     def _arrived_at(self, version: int) -> None:
         """The values of `version` are there, or newer ones: their version is the oldest bucket's."""
         self.version = max(version, min(self._versions.values(), default=version))
+        if self._history.enabled:
+            values = [
+                (b.index, self._versions.get(b.index, version), checksum(self._flat.value_bytes(b)))
+                for b in self._stepped
+            ]
+            self._history.record("values", term=self._client.stay.term, values=values)
         self._flat.publish()
 
     def _say_what_is_newer(self, version: int) -> None:

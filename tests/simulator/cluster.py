@@ -221,7 +221,7 @@ class Cluster:
             standbys=tuple(self.address("standby", i) for i in count) if self.plan.standby else (),
             checkpoints=self.checkpoints,
             resume="auto",
-            history=self.history if (role, index) == ("ps", 0) else None,
+            history=self.history,
         )
 
     def _serve(self, role: Role, index: int) -> bool:

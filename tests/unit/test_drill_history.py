@@ -26,6 +26,7 @@ from elastic_ps.drill.history import (
     Sent,
     Started,
     StepId,
+    Values,
     check,
     fate,
 )
@@ -46,6 +47,7 @@ class Simulation:
     now: float = 0.0
     term: int = 0
     version: int = 0
+    models: dict[int, int] = field(default_factory=lambda: {0: 0})
 
     def run(self) -> Histories:
         rng = random.Random(self.seed)
@@ -88,6 +90,7 @@ class Simulation:
         if version is not None:
             self.histories.restored.append(Restored(self.now, self.term, version))
             self.version = version
+            self.have_values("ps-0", "ps-1")
         for worker in range(2):
             self.histories.joined.append(Joined(self.now, worker, self.term * 100 + worker))
 
@@ -100,6 +103,17 @@ class Simulation:
         for step, ranges in contributions.items():
             seen = Acknowledged(at, step, self.term, self.version, ranges)
             self.histories.acknowledged.append(seen)
+        self.models[self.version] = hash((self.models[self.version - 1], *contributions.items()))
+        self.have_values("ps-0", "ps-1", "worker-0", "worker-1")
+
+    def have_values(self, *processes: str) -> None:
+        """The shards of the present version, each with its buckets, and workers with all."""
+        model = self.models[self.version]
+        for process in processes:
+            for bucket in range(BUCKETS):
+                if process != f"ps-{1 - bucket % 2}":
+                    found = Values(self.now, process, self.term, self.version, bucket, hash((model, bucket)))
+                    self.histories.values.append(found)
 
     def crash(
         self,
@@ -207,6 +221,15 @@ def come_from_nowhere(histories: Histories, rng: random.Random) -> None:
     histories.restored.append(Restored(last.time + 1, last.term + 1, last.version + 5))
 
 
+def change(histories: Histories, which: Callable[[Values], bool]) -> None:
+    histories.values = [replace(v, checksum=v.checksum + 1) if which(v) else v for v in histories.values]
+
+
+def pull_a_torn_model(histories: Histories, rng: random.Random) -> None:
+    version = rng.choice([v.version for v in histories.values if v.process == "worker-1"])
+    change(histories, lambda v: (v.process, v.version, v.bucket) == ("worker-1", version, 1))
+
+
 @pytest.mark.parametrize(
     ("plant", "kind"),
     [
@@ -224,6 +247,7 @@ def come_from_nowhere(histories: Histories, rng: random.Random) -> None:
         (forget_a_commit, "record missing"),
         (acknowledge_what_was_not_taken, "acknowledged step lost"),
         (come_from_nowhere, "version from nowhere"),
+        (pull_a_torn_model, "values differ"),
     ],
 )
 @settings(max_examples=15, deadline=None)
@@ -232,6 +256,21 @@ def test_what_is_planted_is_found(plant: Plant, kind: Kind, seed: int, crashes: 
     histories = Simulation(seed, crashes).run()
     plant(histories, random.Random(seed))
     assert kind in kinds(histories)
+
+
+def test_a_checkpoint_that_is_in_part_of_another_version_is_found() -> None:
+    """A shard that was ahead of the others, or behind, was asked for a version, and all go on from that."""
+    found = 0
+    for seed in range(20):
+        histories = Simulation(seed, 3).run()
+        known = {(v.term, v.version) for v in histories.values if v.process == "worker-0"}
+        for went_back in histories.restored:
+            if (went_back.term - 1, went_back.version) in known:
+                torn, place = copy.deepcopy(histories), (went_back.term, went_back.version, 1)
+                change(torn, lambda v, place=place: (v.term, v.version, v.bucket) == place)  # type: ignore[misc]
+                assert kinds(torn) == {"values differ"}
+                found += 1
+    assert found > 5
 
 
 def test_a_step_may_be_as_stale_as_the_job_allows() -> None:
