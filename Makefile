@@ -38,6 +38,7 @@ bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.straggler
+	$(BIN)/python -m benchmarks.startup
 
 soak: $(VENV)/ready  ## Half an hour of faults on real processes, an hour of the simulator
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from elastic_ps.env import EXIT_HUNG, ProcessEnvironment
@@ -22,6 +25,27 @@ def end_on_request(status: int) -> None:
     To be called before what takes long to import: the first process of a container has no default action.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import what stays for the life of the process, without looking for garbage all the while.
+
+    Importing torch makes a million objects, none of them garbage. Python's collector goes through them again
+    and again, for a sixth of the time; afterwards it leaves them alone.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def end_soon() -> None:
+    """This process ends next: do not collect garbage for that, which takes longer than all the rest of it."""
+    gc.disable()
+    gc.freeze()
 
 
 def begin(environment: ProcessEnvironment) -> None:

@@ -253,7 +253,7 @@ def plan(desired: Desired, observed: Observed, now: float) -> list[Action]:
     servers = list(_start_servers("ps", desired, observed, now))
     if desired.standbys:
         servers += _start_servers("standby", desired, observed, now)
-    if servers or not _servers_ready(desired, observed):
+    if servers or not _servers_alive(desired, observed):
         return [*servers]
     return list(_workers(desired, observed, now))
 
@@ -376,9 +376,10 @@ def _may_replace(observed: Observed, before: Process, now: float) -> bool:
     return now - (before.ended or now) >= restart_delay(attempts).total_seconds()
 
 
-def _servers_ready(desired: Desired, observed: Observed) -> bool:
+def _servers_alive(desired: Desired, observed: Observed) -> bool:
+    """Workers need not wait until these answer: both have to import torch first, which takes seconds."""
     latest = observed.latest("ps")
-    return all(shard in latest and latest[shard].ready for shard in range(desired.shards))
+    return all(shard in latest and latest[shard].alive for shard in range(desired.shards))
 
 
 def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Action]:

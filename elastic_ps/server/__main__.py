@@ -23,11 +23,12 @@ def main() -> int:
     Returns the exit status, see `elastic_ps.env`.
     """
     process.end_on_request(0)
-    from elastic_ps import compiler
-    from elastic_ps.server.patience import Patience
-    from elastic_ps.server.process import ParameterServer, waiting_status
-    from elastic_ps.server.status import StatusServer
-    from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
+    with process.importing():
+        from elastic_ps import compiler
+        from elastic_ps.server.patience import Patience
+        from elastic_ps.server.process import ParameterServer, waiting_status
+        from elastic_ps.server.status import StatusServer
+        from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -65,6 +66,7 @@ def main() -> int:
     logger.info("another parameter server has taken over" if fenced else "asked to stop")
     server.close()
     http.close()
+    process.end_soon()
     return env.EXIT_FENCED if fenced else 0
 
 

@@ -88,7 +88,7 @@ _CLIENT_OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
     # A restarted server is found again quickly, also when its name now means another address.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # Retries are the caller's business, and gRPC's would keep a copy of what was sent.

@@ -19,10 +19,12 @@ from elastic_ps.worker import entrypoint
 def check(name: str, arguments: str) -> int:
     """Print what is wrong with the entrypoint or its arguments, if anything; returns the exit status."""
     try:
-        entrypoint.load(name, json.loads(arguments))
+        with process.importing():
+            entrypoint.load(name, json.loads(arguments))
     except InvalidJob as error:
         print(f"error: {error}", file=sys.stderr)
         return env.EXIT_INVALID
+    process.end_soon()
     return 0
 
 
@@ -31,8 +33,9 @@ def main() -> int:
     if len(sys.argv) == 4 and sys.argv[1] == "--check":
         return check(sys.argv[2], sys.argv[3])
     process.end_on_request(env.EXIT_LEFT)
-    from elastic_ps import compiler
-    from elastic_ps.worker import current
+    with process.importing():
+        from elastic_ps import compiler
+        from elastic_ps.worker import current
     from elastic_ps.worker.member import Drained
 
     try:
@@ -54,6 +57,7 @@ def main() -> int:
         return env.EXIT_HUNG if hung else 1
     finally:
         current.close()
+        process.end_soon()
     return 0
 
 

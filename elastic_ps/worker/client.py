@@ -47,6 +47,15 @@ logger = logging.getLogger(__name__)
 PATIENCE = timedelta(minutes=15)
 """For how long a call is repeated before the parameter server counts as lost: it may wait for a node."""
 
+FIRST_PAUSE = 0.02
+"""Seconds between the first two attempts of a call; later pauses are longer."""
+
+LONGEST_PAUSE_CALLING = 0.2
+"""Seconds, while nobody answers: whoever comes then waits for nothing else, and nobody has work with it."""
+
+LONGEST_PAUSE = 1.0
+"""Seconds, while the answer is "not yet": hundreds of workers may ask."""
+
 NOTICE = timedelta(seconds=10)
 """How often the log says that the parameter server does not answer."""
 
@@ -444,7 +453,7 @@ class Client:
         """Repeat what fails on the way, or is answered with "not yet", with growing pauses and jitter."""
         started = time.monotonic()
         deadline = started + self._patience.total_seconds()
-        pause = 0.02
+        pause, most = FIRST_PAUSE, LONGEST_PAUSE_CALLING
         while True:
             try:
                 return attempt()
@@ -459,8 +468,10 @@ class Client:
             except Refused as refusal:
                 if refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline or self.closed:
                     raise
+                if most < LONGEST_PAUSE:  # somebody is there now
+                    pause, most = FIRST_PAUSE, LONGEST_PAUSE
             self._closed.wait(pause * (0.5 + random.random()))
-            pause = min(1.0, pause * 2)
+            pause = min(most, pause * 2)
 
 
 def _only(answers: Iterator[Incoming]) -> bytes:

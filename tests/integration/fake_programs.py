@@ -156,6 +156,18 @@ def call(address: str, path: str, **body: int) -> dict[str, Any]:
     return answer
 
 
+def join(address: str, index: int) -> int:
+    """The server may have to start first."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return int(call(address, "/join", worker=index, pid=os.getpid())["incarnation"])
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
 def run_worker(environment: env.ProcessEnvironment) -> int:
     arguments: dict[str, Any] = environment.spec.arguments
     leaving = threading.Event()
@@ -164,7 +176,7 @@ def run_worker(environment: env.ProcessEnvironment) -> int:
     if arguments.get("child"):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     index, address = environment.index, environment.http
-    incarnation = call(address, "/join", worker=index, pid=os.getpid())["incarnation"]
+    incarnation = join(address, index)
     print(f"worker {index} has {os.environ['OMP_NUM_THREADS']} threads")
     if environment.trace is not None:
         event = {"name": "step", "ph": "X", "ts": 1, "dur": 2, "pid": os.getpid(), "tid": 1}

@@ -67,10 +67,10 @@ def test_parameter_servers_start_before_workers() -> None:
         ("ps", 1),
     ]
     second = Process(role="ps", index=1, pid=2, started=NOW)
-    waiting = Observed(started=NOW, processes=(SERVER, second))
-    assert plan(desired, waiting, NOW) == []
-    ready = Observed(started=NOW, processes=(SERVER, replace(second, ready=True)))
-    assert [(a.role, a.index) for a in plan(desired, ready, NOW) if isinstance(a, Start)] == [
+    dead = Observed(started=NOW, processes=(SERVER, replace(second, exit=-9, ended=NOW)))
+    assert [(a.role, a.index) for a in plan(desired, dead, NOW) if isinstance(a, Start)] == [("ps", 1)]
+    starting = Observed(started=NOW, processes=(SERVER, second))
+    assert [(a.role, a.index) for a in plan(desired, starting, NOW) if isinstance(a, Start)] == [
         ("worker", 0),
         ("worker", 1),
     ]
