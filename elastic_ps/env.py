@@ -82,6 +82,7 @@ class ProcessEnvironment:
         trace: directory for trace events; None records none.
         history: directory for the histories that tests check; None records none.
         lifeline: a file descriptor that closes when the starter dies; the process then ends itself.
+        run: names this run of the job for all time, where whoever starts it gives it a name; "" if not.
         instance: names the process for all time, where whoever starts it wants to speak of it; "" if not.
     """
 
@@ -98,6 +99,7 @@ class ProcessEnvironment:
     trace: Path | None = None
     history: Path | None = None
     lifeline: int | None = None
+    run: str = ""
     instance: str = ""
 
     def to_variables(self) -> dict[str, str]:
@@ -116,6 +118,7 @@ class ProcessEnvironment:
             "TRACE": str(self.trace or ""),
             "HISTORY": str(self.history or ""),
             "LIFELINE": "" if self.lifeline is None else str(self.lifeline),
+            "RUN": self.run,
             "INSTANCE": self.instance,
         }
         return {PREFIX + key: value for key, value in values.items() if value}
@@ -170,6 +173,7 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
         trace=path("TRACE"),
         history=path("HISTORY"),
         lifeline=int(lifeline) if lifeline else None,
+        run=source.get(PREFIX + "RUN", ""),
         instance=source.get(PREFIX + "INSTANCE", ""),
     )
 

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 from elastic_ps.errors import CheckpointCorrupt, CheckpointError, StorageUnavailable
 
@@ -126,7 +126,25 @@ def flush(path: Path) -> None:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which is made if it is not there. Blocks until nobody else holds it."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(path, "a", opener=lambda name, _: os.open(name, flags, 0o666)) as file:
+    with _to_lock(path, create=True) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def try_lock(path: Path, *, create: bool = True) -> TextIO | None:
+    """Take the lock of a file, until it is closed; None if somebody else holds it. Raises OSError."""
+    file = _to_lock(path, create=create)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _to_lock(path: Path, *, create: bool) -> TextIO:
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+    return open(path, "a", opener=lambda name, _: os.open(name, flags, 0o666))

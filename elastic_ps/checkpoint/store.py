@@ -17,6 +17,7 @@ from pathlib import Path
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import LIMIT as MANIFEST_LIMIT
 from elastic_ps.checkpoint.manifest import MANIFEST, MOST_TERMS, Manifest, ShardFile, is_count, parse
+from elastic_ps.checkpoint.owner import Claim
 from elastic_ps.checkpoint.tensors import Reader, Stored, write
 from elastic_ps.errors import (
     CheckpointCorrupt,
@@ -39,6 +40,27 @@ class Store:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._claim: Claim | None = None
+
+    def claim(self, job: str, run: str, *, adopt: bool = False, wait: bool = False) -> None:
+        """Make the directory that of a run of a job, until `close`; see `Claim.take`.
+
+        Raises:
+            InvalidJob: it belongs to another job, or to another run that goes on.
+            StorageUnavailable: an earlier run of the job has not ended yet, or the disk does not allow it.
+        """
+        claim = Claim(self.directory, job, run)
+        try:
+            with self._locked():
+                claim.take(adopt=adopt, wait=wait)
+        except OSError as error:
+            raise files.failure(error, f"cannot write into {self.directory}") from error
+        self._claim = claim
+
+    def close(self) -> None:
+        """Let other jobs have the directory."""
+        if self._claim is not None:
+            self._claim.close()
 
     def _names(self) -> list[str]:
         """What is in the directory. Raises StorageUnavailable: that cannot be seen at the moment."""
@@ -115,6 +137,8 @@ class Store:
         try:
             with self._locked():
                 self.require_term(manifest.term)
+                if self._claim is not None:
+                    self._claim.hold()
                 self._finish(manifest, partial)
                 self._prune(manifest, keep)
         except OSError as error:

@@ -59,6 +59,12 @@ class Lanes:
         """The worker indexes that still have records to train; no round is complete without them."""
         return frozenset(number for number, lane in enumerate(self._lanes) if not lane.finished)
 
+    def extend(self, epochs: int) -> None:
+        """See `Ledger.extend`."""
+        self.epochs = epochs
+        for lane in self._lanes:
+            lane.extend(epochs)
+
     def take(self, holder: int, *, worker: int, batch: int) -> list[Range]:
         """Hand the next records of worker `worker`'s lane to `holder`."""
         if worker >= len(self._lanes):

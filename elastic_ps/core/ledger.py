@@ -73,6 +73,10 @@ class Ledger:
         held = [r.epoch for ranges in self._held.values() for r in ranges]
         return min([*(r.epoch for r in self._returned), *held, self._next_epoch])
 
+    def extend(self, epochs: int) -> None:
+        """Each record is to be trained `epochs` times instead, which is not fewer than before."""
+        self.epochs = epochs
+
     def held(self, holder: int) -> list[Range]:
         """What `holder` holds."""
         return list(self._held.get(holder, ()))

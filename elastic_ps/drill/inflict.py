@@ -282,6 +282,7 @@ def _rival(target: LocalTarget) -> Iterator[str]:
         resume="require",
         history=launcher.options.history,
         lifeline=lifeline.fd,
+        run=launcher.run,
     )
     with tempfile.TemporaryDirectory() as logs:
         child = Child(

@@ -177,6 +177,7 @@ class Observed:
         processes: every process so far, in the order of their start.
         progress: as the parameter server last told it.
         asked_at: when that answer was asked for; None before the first one.
+        was_finished: the job goes on from a checkpoint of a finished one, and has trained nothing since.
         stop: a request to stop.
         verdict: how the job ends, once that has been concluded.
     """
@@ -185,6 +186,7 @@ class Observed:
     processes: Sequence[Process] = ()
     progress: Progress = field(default_factory=Progress)
     asked_at: float | None = None
+    was_finished: bool = False
     stop: StopRequest | None = None
     verdict: Verdict | None = None
 
@@ -194,6 +196,12 @@ class Observed:
     def latest(self, role: Role) -> dict[int, Process]:
         """The newest process of each index."""
         return {process.index: process for process in self.of(role)}
+
+
+WAS_FINISHED = (
+    "the job was finished already: every record of every epoch is in its checkpoint, and the script trains "
+    "no more epochs than before"
+)
 
 
 @dataclass(frozen=True)
@@ -345,7 +353,7 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
     if progress.finished and progress.stopped:
         return Verdict("Succeeded", "StoppedEarly", progress.why_stopped)
     if progress.finished:
-        return Verdict("Succeeded", "Finished", progress.all_done)
+        return Verdict("Succeeded", "Finished", WAS_FINISHED if observed.was_finished else progress.all_done)
     if progress.records_expected is None:
         return Verdict("Succeeded", "Finished", "every worker has ended its script")
     return Verdict(
@@ -385,6 +393,8 @@ def _servers_alive(desired: Desired, observed: Observed) -> bool:
 def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Action]:
     """Actions for the workers of a job that goes on."""
     latest, finished = observed.latest("worker"), observed.progress.finished
+    if observed.was_finished and not latest:
+        finished = False  # whether the script trains more epochs than before, only a worker can tell
     for index in range(desired.workers):
         before = latest.get(index)
         if before is None or before.ending == "left":

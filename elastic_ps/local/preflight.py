@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from elastic_ps.checkpoint.owner import running
 from elastic_ps.env import EXIT_INVALID, inherited
-from elastic_ps.errors import UserError
+from elastic_ps.errors import StorageUnavailable, UserError
 from elastic_ps.job import TrainingJob
 from elastic_ps.local.plan import ScaleAt
 from elastic_ps.local.processes import Programs
@@ -45,14 +46,28 @@ def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:
                 f"--resume {resume}: no whole checkpoint in it (a directory version-* with a manifest.json)"
             )
         prepare_directory(resume, option="--resume")
+        _refuse_running(resume, option="--resume")
         return
     path = job.spec.parameter_server.checkpoint.path
     if path is not None:
         prepare_directory(Path(path), option="spec.parameterServer.checkpoint.path")
+        _refuse_running(Path(path), option="spec.parameterServer.checkpoint.path")
     if path is not None and any(Path(path).glob("version-*")):
         raise UserError(
             f"the directory {path} (spec.parameterServer.checkpoint.path) holds checkpoints already: go on "
             f"from them with --resume {path}, or name an empty directory, or remove them"
+        )
+
+
+def _refuse_running(path: Path, *, option: str) -> None:
+    """Raise UserError where the checkpoints of another job are being written."""
+    try:
+        owner = running(path)
+    except StorageUnavailable as error:
+        raise UserError(f"{option} {path}: {error}") from error
+    if owner is not None:
+        raise UserError(
+            f"{option} {path} belongs to {owner}, which is running; stop it first, or name another directory"
         )
 
 

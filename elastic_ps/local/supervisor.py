@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import assert_never
 
-from elastic_ps.env import EXIT_LEFT, ProcessEnvironment, inherited
+from elastic_ps.env import EXIT_LEFT, ProcessEnvironment, Resume, inherited
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
 from elastic_ps.job import TrainingJob
 from elastic_ps.local import plan as planning
@@ -32,6 +32,7 @@ from elastic_ps.local.record import Record
 from elastic_ps.local.snapshot import phase_of, process_statuses, stuck, useful
 from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
 from elastic_ps.local.trace import merge_traces
+from elastic_ps.status import ServerStatus
 
 TICK = timedelta(milliseconds=50)
 STATUS_INTERVAL = timedelta(milliseconds=500)
@@ -53,6 +54,7 @@ class Launcher:
         self.options = options or Options()
         self.directory = JobDirectory(job.name, root=self.options.root)
         self.record = Record()
+        self.run = uuid.uuid4().hex
         self._lock_file = self.directory.claim()
         self.checkpoints = self._choose_checkpoints()
         self.directory.write_job(job)
@@ -256,6 +258,7 @@ class Launcher:
     def _read_answers(self, now: float) -> bool:
         polled = self._poller.polled()
         if polled.status is not None and polled.status is not self.record.last:
+            self._note_whether_finished_before(polled.status)
             self.record.add(polled.status, now - self._observed.started)
             self._observed = replace(
                 self._observed, progress=polled.status.progress, asked_at=polled.asked_at
@@ -272,6 +275,15 @@ class Launcher:
         changed = processes != tuple(self._observed.processes)
         self._observed = replace(self._observed, processes=processes)
         return changed
+
+    def _note_whether_finished_before(self, status: ServerStatus) -> None:
+        """A job that goes on from a checkpoint may have nothing left to do."""
+        begins = not self._observed.of("worker")
+        was = status.progress.finished and (begins or self._observed.was_finished)
+        if was and not self._observed.was_finished:
+            epochs = status.progress.epochs
+            self._event("checkpoint", f"the job is finished: the model has seen all records {epochs} times")
+        self._observed = replace(self._observed, was_finished=was)
 
     def _execute(self, action: planning.Action, now: float) -> None:
         match action:
@@ -333,12 +345,18 @@ class Launcher:
             bind=(self._standbys if standby else self._addresses)[shard],
             http=(self._standbys_http if standby else self._http)[shard],
             checkpoints=self.checkpoints,
-            resume="auto" if action.replaces else "no" if self.options.resume is None else "require",
+            resume=self._resume(action),
             trace=self._trace_directory(),
             history=self.options.history,
             lifeline=self._lifeline.fd,
+            run=self.run,
             instance=uuid.uuid4().hex,
         )
+
+    def _resume(self, action: planning.Start) -> Resume:
+        if self.options.resume is not None:
+            return "require"
+        return "auto" if action.replaces else "no"
 
     def _trace_directory(self) -> Path | None:
         if self.options.trace is None:

@@ -297,13 +297,8 @@ class Coordinator(Driver):
         state, spec = self._state, self._spec
         lanes = spec.worker.replicas if spec.consistency.deterministic else 0
         state.open_ledger(records, epochs, shard_records=spec.data.shard_records, lanes=lanes)
-        assert state.ledger is not None
-        if (state.ledger.records, state.ledger.epochs) != (records, epochs):
-            raise Refused(
-                RefusalCode.INVALID,
-                f"this worker's data set has {records} records for {epochs} epochs; the job trains "
-                f"{state.ledger.records} records for {state.ledger.epochs} epochs",
-            )
+        if wrong := state.match_ledger(records, epochs):
+            raise Refused(RefusalCode.INVALID, wrong)
 
     def release(self, worker: int, incarnation: int, *, call: int, abandoned: bool = False) -> None:
         """A worker gives back what it holds, and is not waited for; it stays a member. See `take`."""

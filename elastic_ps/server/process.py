@@ -110,8 +110,7 @@ class ParameterServer:
     ) -> None:
         """Shard 0: count this start, find the checkpoint, look after the members."""
         if store is not None:
-            # What an interrupted write left behind may be what fills the disk.
-            self.term = self._patience.until_done(store.next_term, between=store.discard_partial)
+            self._enter(environment, store)
         keeper, found = self._keeper(environment, store) if store else (None, None)
         remotes = [RemoteShard(environment.job, connect(shard)) for shard in range(1, self._shards)]
         controls: list[ShardControl] = [self.node, *remotes]
@@ -139,6 +138,23 @@ class ParameterServer:
             raise
         self.coordinator = coordinator
 
+    def _enter(self, environment: ProcessEnvironment, store: Store) -> None:
+        """Make the checkpoint directory this job's, and count this start there. A refusal changes nothing."""
+        wait, resume = self._patience.until_done, environment.resume
+        versions = wait(store.versions)
+        if resume == "no" and versions:
+            raise InvalidJob(
+                f"{store.directory} holds checkpoints of an earlier run, up to version {versions[-1]}. "
+                "Go on from them with --resume, or name an empty directory"
+            )
+        adopt = resume == "require" or not versions
+        # What an interrupted write left behind may be what fills the disk.
+        wait(
+            lambda: store.claim(environment.job, environment.run, adopt=adopt, wait=resume == "auto"),
+            between=store.discard_partial,
+        )
+        self.term = wait(store.next_term, between=store.discard_partial)
+
     def _keeper(self, environment: ProcessEnvironment, store: Store) -> tuple[Keeper, Manifest | None]:
         """The keeper of the checkpoints, and the one to go on from."""
         store.discard_partial()
@@ -155,7 +171,7 @@ class ParameterServer:
             check=partial(require_usable, spec=environment.spec),
         )
         try:
-            found = self._find(environment, store, keeper)
+            found = self._find(environment, keeper)
             if found is not None and found.term >= self.term:  # it was written elsewhere, and copied
                 self._patience.until_done(partial(keeper.begin_term, above=found.term))
                 self.term = keeper.term
@@ -164,16 +180,10 @@ class ParameterServer:
             keeper.close()
             raise
 
-    def _find(self, environment: ProcessEnvironment, store: Store, keeper: Keeper) -> Manifest | None:
+    def _find(self, environment: ProcessEnvironment, keeper: Keeper) -> Manifest | None:
         """The checkpoint to go on from; None begins anew."""
         if environment.resume == "no":
-            versions = self._patience.until_done(store.versions)
-            if not versions:
-                return None
-            raise InvalidJob(
-                f"{store.directory} holds checkpoints of an earlier run, up to version {versions[-1]}. "
-                "Go on from them with --resume, or name an empty directory"
-            )
+            return None
         try:
             return self._patience.until_done(keeper.newest)
         except NoCheckpoint:
@@ -213,6 +223,8 @@ class ParameterServer:
         for remote in self._remotes:
             remote.close()
         self.node.close()
+        if self.node.store is not None:
+            self.node.store.close()
         self._history.close()
         self._trace.close()
 

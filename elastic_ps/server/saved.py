@@ -35,6 +35,7 @@ class _Saved(BaseModel):
     loss: list[tuple[int, float]]
     round: dict[str, Any] = {}
     chief: int | None
+    stopped: str = ""
 
 
 def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:

@@ -67,6 +67,7 @@ class JobState:
         initialised: the first worker's values have arrived and are kept.
         initialiser: the worker that is sending them.
         arrived: all of them are there, so that it does not matter any more what becomes of that worker.
+        resumed: the job goes on from a checkpoint, and nobody has taken records since.
         ledger: None before a worker has named its data set.
         stopped: why a script has ended the training; "" if none has. No more records are handed out then, and
             training is over when nobody takes part in the open round.
@@ -87,6 +88,7 @@ class JobState:
     initialised: bool = False
     initialiser: int | None = None
     arrived: bool = False
+    resumed: bool = False
     settings: Settings = field(default_factory=lambda: Settings(groups=()))
     stopped: str = ""
     chief: int | None = None
@@ -183,6 +185,28 @@ class JobState:
             self.ledger = Lanes(records, epochs, shard_records, lanes)
         elif self.ledger is None:
             self.ledger = Ledger(records, epochs, shard_records)
+
+    def match_ledger(self, records: int, epochs: int) -> str:
+        """Compare a worker's data set with the job's; what is wrong with it in words, "" if nothing.
+
+        A job that goes on from a checkpoint may train more epochs than were asked for when that was written.
+        The first worker to take records says so.
+        """
+        assert self.ledger is not None
+        if self.resumed and records == self.ledger.records and epochs > self.ledger.epochs:
+            self.chief = self.told_chief = None  # the end is another one
+            self.stopped = ""
+            self.ledger.extend(epochs)
+        if (self.ledger.records, self.ledger.epochs) == (records, epochs):
+            self.resumed = False
+            return ""
+        fewer = (
+            ". A job that goes on from a checkpoint may train more epochs, not fewer" if self.resumed else ""
+        )
+        return (
+            f"this worker's data set has {records} records for {epochs} epochs; the job trains "
+            f"{self.ledger.records} records for {self.ledger.epochs} epochs{fewer}"
+        )
 
     def take(self, worker: int, incarnation: int, batch: int) -> list[Range]:
         """Hand records to a worker; none when the training was stopped."""
@@ -364,6 +388,7 @@ class JobState:
     ) -> JobState:
         """The state of `version` as a new term begins with it: members are gone, the rest is as before."""
         state = cls(term=term, lease=lease, consistency=consistency, model=model, initialised=True)
+        state.resumed = True
         state.settings = Settings.from_json(saved["settings"])
         for stay in (Stay(**stay) for stay in saved["members"]):
             if not stay.outcome:

@@ -150,7 +150,7 @@ def pod(job: Mapping[str, Any], spec: TrainingJobSpec, role: Role, index: int) -
     for container in pod_spec["containers"]:
         if container["name"] == names.CONTAINER[role]:
             given = with_threads(container.get("env") or [], container.get("resources") or {})
-            container["env"] = _contract(name, spec, role, index, given)
+            container["env"] = _contract(job, spec, role, index, given)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
 
 
@@ -233,8 +233,11 @@ def _metadata(job: Mapping[str, Any], name: str, labels: dict[str, str]) -> Mani
     }
 
 
-def _contract(job: str, spec: TrainingJobSpec, role: Role, index: int, given: list[Any]) -> list[Manifest]:
+def _contract(
+    job: Mapping[str, Any], spec: TrainingJobSpec, role: Role, index: int, given: list[Any]
+) -> list[Manifest]:
     """The container's variables: the user's, then those of the process contract, which win."""
+    name = job["metadata"]["name"]
     bare = spec.model_copy(
         update={
             "parameter_server": spec.parameter_server.model_copy(update={"template": {}}),
@@ -244,16 +247,17 @@ def _contract(job: str, spec: TrainingJobSpec, role: Role, index: int, given: li
 
     def addresses(of: Role) -> tuple[str, ...]:
         shards = range(spec.parameter_server.replicas)
-        return tuple(f"{names.service(job, shard, of)}:{DEFAULT_PORT}" for shard in shards)
+        return tuple(f"{names.service(name, shard, of)}:{DEFAULT_PORT}" for shard in shards)
 
     environment = ProcessEnvironment(
-        job=job,
+        job=name,
         spec=bare,
         role=role,
         index=index,
         addresses=addresses("ps"),
         standbys=addresses("standby") if role == "ps" and has_standbys(spec) else (),
         checkpoints=None if role == "worker" else Path(names.CHECKPOINT_DIRECTORY),
+        run=job["metadata"]["uid"],
     )
     variables = environment.to_variables()
     kept = [item for item in given if item["name"] not in variables]

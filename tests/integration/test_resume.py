@@ -14,7 +14,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.errors import CheckpointCorrupt, InvalidJob, ModelMismatch, NoCheckpoint
+from elastic_ps.env import ProcessEnvironment, Resume
+from elastic_ps.errors import CheckpointCorrupt, InvalidJob, InvalidModel, ModelMismatch, NoCheckpoint
+from elastic_ps.server.process import ParameterServer
+from elastic_ps.transport.inproc import InprocServer, connect
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
 from tests.integration.oracle import (
@@ -219,3 +222,70 @@ def test_a_new_run_does_not_begin_among_the_checkpoints_of_another(tmp_path: Pat
     ):
         pass
     assert store.versions() == [7]
+
+
+@pytest.mark.parametrize("resume", ["no", "auto", "require"])
+def test_another_job_on_the_directory_is_refused_and_the_first_goes_on(
+    tmp_path: Path, resume: Resume
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    with running_job(tmp_path, checkpoints=checkpoints, parameterServer=server(1, "1ms")) as job:
+        job.start(0, trainer(CLASSES["SGD"]))
+        job.until(lambda: bool(job.version), "training has begun")
+        other = ProcessEnvironment(
+            job="other",
+            spec=job.spec,
+            role="ps",
+            index=0,
+            addresses=("",),
+            checkpoints=checkpoints,
+            resume=resume,
+        )
+        with pytest.raises(InvalidJob, match=r"checkpoints of an earlier run|belongs to job 'test'"):
+            ParameterServer(other, InprocServer(), lambda _: connect(InprocServer()))
+        job.join()
+        assert job.status().term == 1, "nobody has taken over"
+        assert job.status().progress.records_applied == RECORDS * EPOCHS
+
+
+def epochs_trained(tmp_path: Path, epochs: int, *, workers: int = 2, **fields: Any) -> list[Commit]:
+    """Begin or go on with a script that trains so many epochs; returns what was trained."""
+    chiefs: list[int] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(CLASSES["SGD"](model), model)
+        for x, y in session.loader(DATA, 10, epochs=epochs):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+        if session.is_chief:
+            chiefs.append(session.worker)
+
+    path = tmp_path / f"{len(list(tmp_path.glob('run-*')))}"
+    with running_job(
+        tmp_path / f"run-{path.name}", checkpoints=tmp_path / "checkpoints", resume="auto", **fields
+    ) as job:
+        for worker in range(workers):
+            job.start(worker, script)
+        job.join()
+        progress = job.status().progress
+        assert (progress.finished, progress.records_applied) == (True, epochs * RECORDS)
+        assert len(chiefs) == 1
+        return job.commits()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_finished_job_goes_on_with_more_epochs_and_trains_no_fewer(
+    tmp_path: Path, deterministic: bool
+) -> None:
+    fields: dict[str, Any] = {
+        "consistency": {"deterministic": deterministic},
+        "worker": {"replicas": 2},
+    }
+    commits = epochs_trained(tmp_path, 1, **fields)
+    assert epochs_trained(tmp_path, 1, **fields) == [], "nothing is left to train"
+    commits += epochs_trained(tmp_path, 3, **fields)
+    assert_each_record_once(commits, records=RECORDS, epochs=3)
+    with pytest.raises(InvalidModel, match=r"for 2 epochs; the job trains 150 records for 3.*not fewer"):
+        epochs_trained(tmp_path, 2, workers=1, **fields)

@@ -335,3 +335,15 @@ def test_what_makes_a_process_useful() -> None:
     assert useful(SERVER, None, frozenset({0}))
     assert not useful(SERVER, None, frozenset({1}))
     assert not useful(replace(SERVER, exit=-11), None, frozenset({0}))
+
+
+def test_a_job_that_was_finished_ends_when_its_workers_find_nothing_to_train() -> None:
+    """Whether the script trains more epochs than before, only a worker can tell."""
+    known: dict[str, Any] = {"progress": FINISHED, "was_finished": True}
+    assert [a.index for a in plan(DESIRED, observed(**known), NOW) if isinstance(a, Start)] == [0, 1]
+    assert plan(DESIRED, observed(worker(0), worker(1), **known), NOW) == []
+    left = ended(1, 0, asked=NOW - 3)
+    assert plan(DESIRED, observed(worker(0), left, **known), NOW) == []
+    done = verdict(ended(0, 0), ended(1, 0), **known)
+    assert (done.phase, done.reason) == ("Succeeded", "Finished")
+    assert "finished already" in done.message

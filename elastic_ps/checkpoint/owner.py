@@ -1,0 +1,122 @@
+"""Whose a checkpoint directory is: it belongs to one job at a time.
+
+`job.json` names the job and its run, and as long as the run's parameter server lives it holds the lock of
+`job.lock`. Parameter servers of one run may meet here, when one is taken for dead and replaced: which of them
+may write is decided by terms, not by this lock. Nothing here imports torch, so that a directory can be looked
+at before anything is started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from elastic_ps.checkpoint import files
+from elastic_ps.errors import CheckpointCorrupt, InvalidJob, StorageUnavailable
+
+LIMIT = 1 << 16
+"""Most bytes of `job.json`."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A run of a job, and the process of it that was here last.
+
+    Attributes:
+        run: names the run for all time; "" where whoever started it gives it no name.
+    """
+
+    job: str
+    run: str
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"job {self.job!r} (parameter server pid {self.pid} on {self.host})"
+
+
+def running(directory: Path) -> Owner | None:
+    """The owner of a directory, if its parameter server lives; None too if that cannot be seen."""
+    try:
+        lock = files.try_lock(directory / "job.lock", create=False)
+    except OSError:
+        return None
+    if lock is not None:
+        lock.close()
+        return None
+    return _read(directory / "job.json")
+
+
+class Claim:
+    """A run's claim to a directory. Not thread-safe, except that `hold` may be called from any one thread."""
+
+    def __init__(self, directory: Path, job: str, run: str) -> None:
+        self._directory = directory
+        self._owner = Owner(job, run, os.getpid(), socket.gethostname())
+        self._lock: TextIO | None = None
+
+    def take(self, *, adopt: bool, wait: bool) -> None:
+        """Make the directory the run's own; the lock of `Store` is held.
+
+        Args:
+            adopt: also one of another job, that has ended.
+            wait: an earlier run of the same job is about to end.
+
+        Raises:
+            InvalidJob: it belongs to another job, or to another run that goes on.
+            StorageUnavailable: an earlier run of the job has not ended yet, and is to be waited for.
+            OSError: it cannot be read or written.
+        """
+        before = _read(self._directory / "job.json")
+        self.hold()
+        ours = before is None or (before.job, before.run) == (self._owner.job, self._owner.run)
+        if not ours:
+            assert before is not None
+            try:
+                self._require_free(before, adopt=adopt, wait=wait)
+            except BaseException:
+                self.close()
+                raise
+        files.write_text(self._directory / "job.json", json.dumps(asdict(self._owner)) + "\n")
+
+    def _require_free(self, before: Owner, *, adopt: bool, wait: bool) -> None:
+        """Raise if somebody else has the directory, or had it and this job does not go on from it."""
+        same = before.job == self._owner.job
+        if self._lock is None and same and wait:
+            raise StorageUnavailable(f"{self._directory} is still used by an earlier run of {before}")
+        if self._lock is None:
+            raise InvalidJob(f"{self._directory} belongs to {before}, which is running. {WAY_OUT}")
+        if not same and not adopt:
+            raise InvalidJob(
+                f"{self._directory} holds the checkpoints of {before}, which has ended. {WAY_OUT}, or delete "
+                f"{self._directory / 'job.json'} to let this job go on from them"
+            )
+
+    def hold(self) -> None:
+        """Take the lock if it is free: a parameter server that was taken for dead may hold it still."""
+        if self._lock is None:
+            self._lock = files.try_lock(self._directory / "job.lock")
+
+    def close(self) -> None:
+        """Give the lock back; the directory stays the job's."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+WAY_OUT = "Each job needs a checkpoint directory of its own: name another one"
+
+
+def _read(path: Path) -> Owner | None:
+    """None if there is none, or none that can be understood. Raises StorageUnavailable."""
+    if not os.path.lexists(path):
+        return None
+    try:
+        data = json.loads(files.read_text(path, limit=LIMIT))
+        return Owner(str(data["job"]), str(data["run"]), int(data["pid"]), str(data["host"]))
+    except (CheckpointCorrupt, ValueError, KeyError, TypeError):
+        return None
