@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic_ps.checkpoint.plain import load_checkpoint
     from elastic_ps.errors import (
         ConnectionLost,
         ElasticPSError,
@@ -37,6 +38,7 @@ _PLACES = {
     "Session": "elastic_ps.worker.session",
     "Drained": "elastic_ps.worker.member",
     "ElasticOptimizer": "elastic_ps.worker.optimizer",
+    "load_checkpoint": "elastic_ps.checkpoint.plain",
     "TrainingJob": "elastic_ps.job",
     "load_job": "elastic_ps.job",
     "ElasticPSError": "elastic_ps.errors",
@@ -63,6 +65,7 @@ __all__ = [
     "UsageError",
     "UserError",
     "connect",
+    "load_checkpoint",
     "load_job",
 ]
 

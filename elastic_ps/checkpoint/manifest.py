@@ -73,7 +73,15 @@ class Manifest:
     def specs(self) -> tuple[TensorSpec, ...]:
         """The model's tensors."""
         return tuple(
-            TensorSpec(**{**t, "shape": tuple(t["shape"]), "rule": Rule(t["rule"])}) for t in self.tensors
+            TensorSpec(
+                name=t["name"],
+                shape=tuple(t["shape"]),
+                dtype=t["dtype"],
+                rule=Rule(t["rule"]),
+                group=t["group"],
+                aliases=tuple(t.get("aliases", ())),
+            )
+            for t in self.tensors
         )
 
     def to_text(self) -> str:
@@ -142,12 +150,13 @@ def _faults_of_tensors(tensors: list[dict[str, Any]]) -> Iterator[str]:
     if not isinstance(tensors, list):
         yield "tensors is not a list"
         return
-    names = set()
+    names: set[str] = set()
     for tensor in tensors:
         name, shape = tensor["name"], tensor["shape"]
-        if not isinstance(name, str) or name in names:
-            yield f"{name!r} is not the name of a tensor, or is there twice"
-        names.add(name)
+        for each in (name, *tensor.get("aliases", ())):
+            if not isinstance(each, str) or each in names:
+                yield f"{each!r} is not the name of a tensor, or is there twice"
+            names.add(each)
         if not (isinstance(shape, list) and all(is_count(n, below=MOST_ELEMENTS) for n in shape)):
             yield f"tensor {name!r} has the shape {shape!r}"
         elif len(shape) > 64 or math.prod(n or 1 for n in shape) >= MOST_ELEMENTS:

@@ -39,6 +39,10 @@ def main(arguments: Sequence[str] | None = None, *, programs: Programs | None = 
             from elastic_ps.cli.drill import drill
 
             return drill(parsed, programs)
+        if parsed.command == "export":
+            from elastic_ps.cli.export import export
+
+            return export(parsed)
         from elastic_ps.cli import control
 
         commands = {

@@ -79,6 +79,12 @@ exit codes:
   1    anything else; the table says what"""
 
 
+EXPORT_EXAMPLES = """\
+examples:
+  elastic-ps export checkpoints model.safetensors      model.load_state_dict(load_file("model.safetensors"))
+  elastic-ps export checkpoints model.pt --version 80  model.load_state_dict(torch.load("model.pt"))"""
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=98)
@@ -94,6 +100,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_scale(commands)
     _add_logs(commands)
     _add_stop(commands)
+    _add_export(commands)
     _add_drill(commands)
     return parser
 
@@ -175,6 +182,21 @@ def _add_stop(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         formatter_class=_Help,
     )
     stop.add_argument("job", metavar="JOB", help="the job's name or its YAML file")
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint's model as one file for plain PyTorch",
+        description="Write the model of a checkpoint into one file, under the names of the model's "
+        "state_dict. The optimizer's state is not in it: elastic_ps.load_checkpoint(DIR, model, optimizer) "
+        "loads both. The job may be running.",
+        epilog=EXPORT_EXAMPLES,
+        formatter_class=_Help,
+    )
+    export.add_argument("directory", metavar="DIR", type=Path, help="a job's checkpoint directory")
+    export.add_argument("out", metavar="OUT", type=Path, help="a file *.safetensors or *.pt; it is replaced")
+    export.add_argument("--version", type=int, metavar="N", help="of the model; the newest if not given")
 
 
 def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from elastic_ps.local import LocalStatus, Outcome
+from elastic_ps.local.plan import WAS_FINISHED
 from elastic_ps.status import Member, Progress
 
 
@@ -99,6 +100,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
     yield "records", f"{progress.records_applied:,}{expected} in the model"
     if progress.records_skipped:
         yield "skipped", f"{progress.records_skipped:,} records"
+    if outcome.verdict.message == WAS_FINISHED:
+        yield "note", WAS_FINISHED
     yield "version", f"{progress.version:,}"
     if outcome.record.samples_per_second is not None:
         seconds = duration(outcome.record.training_seconds)

@@ -12,7 +12,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 SMALLEST_BUCKET_BYTES = 256 * 1024
@@ -59,6 +59,7 @@ class TensorSpec:
         dtype: a key of `ITEM_SIZE`.
         rule: what happens to it in training.
         group: index of the optimizer's parameter group; -1 where `rule` is not GRADIENT.
+        aliases: its other names in `state_dict`, where several modules share it.
     """
 
     name: str
@@ -66,6 +67,7 @@ class TensorSpec:
     dtype: str
     rule: Rule
     group: int = -1
+    aliases: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def elements(self) -> int:

@@ -12,14 +12,23 @@ from elastic_ps.transport import messages_pb2 as pb
 
 def tensors_to_message(tensors: Iterable[TensorSpec]) -> list[pb.Tensor]:
     return [
-        pb.Tensor(name=t.name, shape=t.shape, dtype=t.dtype, rule=int(t.rule), group=t.group) for t in tensors
+        pb.Tensor(
+            name=t.name,
+            shape=t.shape,
+            dtype=t.dtype,
+            rule=int(t.rule),
+            group=t.group,
+            aliases=t.aliases,
+        )
+        for t in tensors
     ]
 
 
 def tensors_from_message(messages: Iterable[pb.Tensor]) -> tuple[TensorSpec, ...]:
     """Raises Malformed for a dtype or rule that does not exist."""
     return tuple(
-        TensorSpec(m.name, tuple(m.shape), _dtype(m.dtype), _rule(m.rule), m.group) for m in messages
+        TensorSpec(m.name, tuple(m.shape), _dtype(m.dtype), _rule(m.rule), m.group, tuple(m.aliases))
+        for m in messages
     )
 
 

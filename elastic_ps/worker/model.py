@@ -52,7 +52,10 @@ class Described:
                 f"{len(unknown)} parameters of the optimizer are not parameters of the model; "
                 "give session.optimizer the model that the optimizer was made for"
             )
-        persistent = model.state_dict(keep_vars=True).keys()
+        persistent = model.state_dict(keep_vars=True)
+        self._names: dict[int, list[str]] = {}
+        for name, tensor in persistent.items():
+            self._names.setdefault(id(tensor), []).append(name)
         buffers = {n: b for n, b in model.named_buffers() if n in persistent}
         self.specs: list[TensorSpec] = []
         self.tensors: list[torch.Tensor] = []
@@ -76,7 +79,8 @@ class Described:
             raise InvalidModel(
                 f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which cannot be trained"
             )
-        self.specs.append(TensorSpec(name, tuple(tensor.shape), dtype, rule, group))
+        aliases = tuple(other for other in self._names.get(id(tensor), []) if other != name)
+        self.specs.append(TensorSpec(name, tuple(tensor.shape), dtype, rule, group, aliases))
         self.tensors.append(tensor)
 
     @staticmethod
@@ -145,7 +149,8 @@ class Flat:
         view = self.value(index)
         view.copy_(tensor)
         if tensor.device.type == "cpu" and tensor.numel():
-            tensor.data = view
+            # The same memory, as a storage of its own: what saves a tensor saves all of its storage.
+            tensor.data = torch.frombuffer(as_bytes(view), dtype=view.dtype).view(view.shape)
         self._addresses.append(tensor.data_ptr())
 
     def value(self, index: int) -> torch.Tensor:

@@ -1,0 +1,29 @@
+"""`python -m elastic_ps.checkpoint DIR OUT`: what `elastic-ps export` runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from elastic_ps.checkpoint.plain import export
+from elastic_ps.errors import ElasticPSError, UserError
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m elastic_ps.checkpoint", description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--version", type=int)
+    parsed = parser.parse_args()
+    try:
+        version, tensors = export(parsed.directory, parsed.out, version=parsed.version)
+    except ElasticPSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    print(f"{parsed.out}: version {version}, {tensors} tensors")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""A checkpoint's model for plain PyTorch: loaded into a model, or written into one file.
+
+Nothing is changed in the checkpoint directory, so it may be that of a job that runs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from elastic_ps.checkpoint import files
+from elastic_ps.checkpoint.manifest import MANIFEST
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint.tensors import Reader
+from elastic_ps.core.partition import Rule
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, UserError
+
+FORMATS = (".safetensors", ".pt")
+
+
+def load_checkpoint(
+    directory: Path | str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    version: int | None = None,
+) -> int:
+    """Load a job's checkpoint into a model, and its optimizer's state into an optimizer.
+
+    Needs no job and no session. Blocks for reading and verifying the files. Tensors keep their devices.
+
+    Args:
+        directory: the job's checkpoint directory, or one `version-...` directory in it.
+        model: of the class that was trained, with tensors of the same names and shapes.
+        optimizer: made for `model` as in the script; takes over state and hyperparameters, such as the
+            learning rate. None leaves them.
+        version: which one; None takes the newest whole one.
+
+    Returns:
+        The version: how many optimizer steps the model has taken.
+
+    Raises:
+        ModelMismatch: the model or the optimizer is another one; neither has changed.
+        UserError: there is no such checkpoint.
+        CheckpointCorrupt: it is damaged.
+        StorageUnavailable: it cannot be read at the moment.
+    """
+    with open_checkpoint(Path(directory), version) as reader:
+        values = state_dict(reader)
+        _require_same(model, values)
+        state = None if optimizer is None else _optimizer_state(reader, model, optimizer)
+        model.load_state_dict(values, strict=False)
+        if optimizer is not None and state is not None:
+            optimizer.load_state_dict(state)
+        return reader.manifest.version
+
+
+def export(directory: Path, out: Path, *, version: int | None = None) -> tuple[int, int]:
+    """Write a checkpoint's model as a plain `state_dict` into a file, which is replaced as a whole.
+
+    Args:
+        out: ends with `.safetensors` or `.pt`.
+
+    Returns:
+        The version, and the number of tensors.
+
+    Raises:
+        UserError: `out` has another ending or cannot be written, or there is no such checkpoint.
+        CheckpointCorrupt, StorageUnavailable: see `load_checkpoint`.
+    """
+    if out.suffix not in FORMATS:
+        raise UserError(f"OUT {out}: expected a name that ends with {' or '.join(FORMATS)}")
+    with open_checkpoint(directory, version) as reader:
+        values = state_dict(reader)
+        temporary = out.with_name(f".{out.name}.partial")
+        try:
+            if out.suffix == ".pt":
+                torch.save(values, temporary)
+            else:  # a format in which no two tensors share their memory
+                first = {id(tensor): name for name, tensor in reversed(values.items())}
+                apart = {n: t if first[id(t)] == n else t.clone() for n, t in values.items()}
+                safetensors.torch.save_file(apart, temporary)
+            files.flush(temporary)
+            temporary.replace(out)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(f"OUT {out}: it cannot be written: {error}") from error
+        return reader.manifest.version, len(values)
+
+
+def open_checkpoint(directory: Path, version: int | None) -> Reader:
+    """A verified checkpoint; a warning tells if it is not the newest or holds NaN. Raises as above."""
+    if version is None and (directory / MANIFEST).is_file():
+        if not directory.name.startswith("version-") or not directory.name[8:].isdecimal():
+            raise UserError(f"{directory}: the name of a checkpoint is version-..., as it was written")
+        directory, version = directory.parent, int(directory.name[8:])
+    store = Store(directory)
+    versions = store.versions()
+    if not versions or (version is not None and version not in versions):
+        known = f"; there are {', '.join(map(str, versions))}" if versions else ""
+        which = "no checkpoint" if version is None else f"no checkpoint of version {version}"
+        raise UserError(f"{directory}: {which} in it (a directory version-*){known}")
+    problems: list[str] = []
+    for candidate in reversed(versions) if version is None else [version]:
+        try:
+            store.manifest(candidate)
+            reader = store.open(candidate)
+        except CheckpointCorrupt as error:
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            warnings.warn(f"a newer checkpoint is broken: {problem}", RuntimeWarning, stacklevel=3)
+        if found := reader.not_finite():
+            text = f"version {candidate} holds NaN or Inf in {', '.join(found)}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return reader
+    raise CheckpointCorrupt("; ".join(problems))
+
+
+def state_dict(reader: Reader) -> dict[str, torch.Tensor]:
+    """The model's tensors by name; one that several modules share is there under each of its names."""
+    values: dict[str, torch.Tensor] = {}
+    for index, spec in enumerate(reader.manifest.specs):
+        value = reader.value(index, 0, spec.elements).view(spec.shape)
+        values |= dict.fromkeys((spec.name, *spec.aliases), value)
+    return values
+
+
+def _require_same(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Raise ModelMismatch unless the model has these tensors and no others."""
+    own = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    # A checkpoint of an older program knows a shared tensor by one name only.
+    known = {id(own[name]) for name in values if name in own}
+    wrong = [
+        f"{name} is not in the checkpoint"
+        for name in own
+        if name not in values and id(own[name]) not in known
+    ]
+    wrong += [f"{name} is not in the model" for name in values if name not in own]
+    wrong += [
+        f"{name} is {list(own[name].shape)}, in the checkpoint {list(value.shape)}"
+        for name, value in values.items()
+        if name in own and own[name].shape != value.shape
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ModelMismatch(f"the model is not the one that was trained: {'; '.join(wrong[:8])}{more}")
+
+
+def _optimizer_state(
+    reader: Reader, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """What `optimizer.load_state_dict` takes. Raises ModelMismatch."""
+    manifest = reader.manifest
+    groups = Settings.from_json(manifest.state["settings"]).groups
+    if type(optimizer).__name__ != manifest.optimizer:
+        raise ModelMismatch(
+            f"the optimizer is a {type(optimizer).__name__}, in the checkpoint a {manifest.optimizer}"
+        )
+    if len(optimizer.param_groups) != len(groups):
+        raise ModelMismatch(
+            f"the optimizer has {len(optimizer.param_groups)} parameter groups, "
+            f"in the checkpoint {len(groups)}"
+        )
+    own = model.state_dict(keep_vars=True)
+    places = {
+        id(own[name]): index
+        for index, spec in enumerate(manifest.specs)
+        for name in (spec.name, *spec.aliases)
+        if name in own
+    }
+    state = optimizer.state_dict()
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        packed = state["param_groups"][number]
+        packed.update({key: _like(packed[key], value) for key, value in saved.items() if key in packed})
+        for position, parameter in zip(packed["params"], group["params"], strict=True):
+            index = places.get(id(parameter))
+            spec = None if index is None else manifest.specs[index]
+            if index is None or spec is None or (spec.rule, spec.group) != (Rule.GRADIENT, number):
+                name = "a parameter" if spec is None else spec.name
+                raise ModelMismatch(f"{name} is in group {number} of the optimizer, not so in the checkpoint")
+            if entries := reader.state(index, 0, spec.elements):
+                state["state"][position] = {
+                    key: value.view(spec.shape) if value.dim() else value for key, value in entries.items()
+                }
+    return state
+
+
+def _like(present: object, saved: Any) -> Any:
+    """A hyperparameter as the optimizer has it: JSON knows no tuples."""
+    return tuple(saved) if isinstance(present, tuple) else saved
