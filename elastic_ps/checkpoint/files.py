@@ -19,8 +19,8 @@ from typing import BinaryIO, TextIO
 
 from elastic_ps.errors import CheckpointCorrupt, CheckpointError, StorageUnavailable
 
-NEVER = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
-"""Errors that say what there is. All others (EIO, EACCES, ESTALE, ENOSPC, ...) may pass."""
+NEVER = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EOPNOTSUPP})
+"""Errors that say what there is, or what a file system cannot do. Others (EIO, EACCES, ENOSPC) may pass."""
 
 WRONG = NEVER | {errno.ENOENT, errno.ENXIO}
 """The same for what is to be read, and so has to be there."""

@@ -357,10 +357,8 @@ class Driver:
                 term = self._keeper.term if self._keeper else self._state.term + 1
                 self._state = JobState(term, self.lease, self._spec.consistency)
         except (TransportError, Refused, CheckpointError) as error:
-            text = f"the checkpoint is not restored yet: {error}"
-            logger.warning("%s", text)
             if self._keeper is not None:
-                self._keeper.failed(text)
+                self._keeper.failed(f"the checkpoint is not restored yet: {error}")
             return False
         with self._changed:
             self._spoiled = False

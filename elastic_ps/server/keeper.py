@@ -12,7 +12,14 @@ from typing import Any
 
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Check, Store
-from elastic_ps.errors import CheckpointError, Fenced, Refused, TransportError
+from elastic_ps.errors import (
+    CheckpointError,
+    Fenced,
+    NoCheckpoint,
+    Refused,
+    StorageUnavailable,
+    TransportError,
+)
 from elastic_ps.server.orders import Written
 
 logger = logging.getLogger(__name__)
@@ -98,6 +105,8 @@ class Keeper:
     def failed(self, problem: str) -> None:
         """Going back to a checkpoint has failed; `problem` says so until there is a newer outcome."""
         with self._lock:
+            if self._problem != problem:
+                logger.warning("%s", problem)
             self._problem = problem
 
     def problem(self, version: int, now: float) -> str:
@@ -162,8 +171,18 @@ class Keeper:
             raise
 
     def newest(self) -> Manifest:
-        """The newest whole checkpoint; broken ones are set aside. Raises as `Store.newest`."""
-        manifest, problems = self._store.newest(self._check)
+        """The newest whole checkpoint; broken ones are set aside. Raises as `Store.newest`.
+
+        A directory that is empty, where a checkpoint has been written, is StorageUnavailable: begun anew, the
+        job would lose what was trained, and its volume may only be away.
+        """
+        try:
+            manifest, problems = self._store.newest(self._check)
+        except NoCheckpoint as error:
+            if (version := self.durable_version) is None:
+                raise
+            text = f"the checkpoint of version {version} has gone from {self._store.directory}"
+            raise StorageUnavailable(f"{text}; bring it back, or stop the job") from error
         for problem in problems:
             logger.warning("%s", problem)
         written = self._store.written(manifest.version)

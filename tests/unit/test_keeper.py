@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.errors import Fenced
+from elastic_ps.errors import Fenced, NoCheckpoint, StorageUnavailable
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.orders import Written
 from tests.polling import eventually
@@ -131,3 +131,18 @@ def test_a_checkpoint_whose_parts_do_not_come_is_given_up_and_another_one_begun(
     assert not keeper.writing
     assert "version 1 was given up: shards [0]" in keeper.failure
     assert keeper.due(2, 601.0)
+
+
+def test_checkpoints_that_have_gone_are_waited_for(store: Store, keeper: Keeper) -> None:
+    """A volume that is away for a moment must not make the job begin anew."""
+    with pytest.raises(NoCheckpoint):
+        keeper.newest()
+    keeper.begin(1, 0.0, dict(STATE), number=1)
+    file = store.write_shard(keeper.term, 1, 0, 1, iter(()), number=1)
+    keeper.part(0, Written(keeper.term, 1, 1, file, "", timedelta(0)))
+    eventually(lambda: keeper.durable_version == 1, "version 1 is on disk")
+    aside = store.path(1).rename(store.directory.parent / "aside")
+    with pytest.raises(StorageUnavailable, match="the checkpoint of version 1 has gone"):
+        keeper.newest()
+    aside.rename(store.path(1))
+    assert keeper.newest().version == 1

@@ -42,6 +42,7 @@ def test_the_process_is_told_who_it_is() -> None:
     pod = build("worker", 3, parameterServer={"replicas": 2}, worker={"template": {"spec": {}}})
     variables = {item["name"]: item["value"] for item in container(pod)["env"]}
     told = env.read(variables)
+    assert told.run, "so that two jobs of one name are told apart on a volume"
     assert (told.job, told.role, told.index) == ("digits", "worker", 3)
     assert told.addresses == ("digits-ps-0:2222", "digits-ps-1:2222")
     assert told.checkpoints is None
