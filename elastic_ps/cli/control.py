@@ -46,7 +46,7 @@ def scale(parsed: argparse.Namespace) -> int:
     directory = _directory(parsed.job)
     _status_of(directory)
     if directory.launcher() is None:
-        raise UserError(f"job {directory.job!r} does not run; `elastic-ps run` starts it")
+        raise UserError(f"job {directory.job!r} is not running; start it with `elastic-ps run`")
     before = directory.scale(parsed.workers)
     if before == parsed.workers:
         print(f"{directory.job} has {before} workers already")
@@ -61,7 +61,7 @@ def stop(parsed: argparse.Namespace) -> int:
     _status_of(directory)
     launcher = directory.launcher()
     if launcher is None:
-        print(f"{directory.job} does not run")
+        print(f"{directory.job} is not running")
         return 0
     os.kill(launcher, signal.SIGTERM)
     deadline = time.monotonic() + STOP_LIMIT.total_seconds()
@@ -73,7 +73,7 @@ def stop(parsed: argparse.Namespace) -> int:
     found = _status_of(directory)
     print(f"{directory.job} is stopped")
     if any(Path(found.checkpoints).glob("version-*/manifest.json")):
-        print(f"go on from its last checkpoint with: elastic-ps run FILE --resume {found.checkpoints}")
+        print(f"continue from its last checkpoint with: elastic-ps run FILE --resume {found.checkpoints}")
     return 0
 
 

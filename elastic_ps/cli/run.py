@@ -147,7 +147,7 @@ def _tell_failure(outcome: Outcome) -> None:
         print(f"error: job {name!r} failed ({verdict.reason}): {verdict.message}", file=sys.stderr)
         print(f"All output: elastic-ps logs {name}", file=sys.stderr)
     if verdict.phase != "Succeeded" and any(Path(status.checkpoints).glob("version-*/manifest.json")):
-        print(f"Go on from its last checkpoint with --resume {status.checkpoints}", file=sys.stderr)
+        print(f"Continue from its last checkpoint with --resume {status.checkpoints}", file=sys.stderr)
 
 
 @contextlib.contextmanager
