@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -19,8 +18,8 @@ from elastic_ps.job import TrainingJob
 from elastic_ps.local import Launcher, Options, Outcome, ScaleAt
 from elastic_ps.local.report import build_report
 from elastic_ps.status import Member
-from tests.integration.launching import PROGRAMS, gone, make_job, wait_for_workers, workers_of
-from tests.polling import LIMIT, eventually
+from tests.integration.launching import PROGRAMS, gone, make_job, wait_for_end, wait_for_workers, workers_of
+from tests.polling import eventually
 
 FOREVER = 10_000_000
 
@@ -37,7 +36,7 @@ def launched(job: TrainingJob, root: Path, options: Options | None = None) -> It
 
 
 def end_of(launcher: Launcher) -> Outcome:
-    assert launcher.wait(timedelta(seconds=LIMIT)), launcher.status()
+    wait_for_end(launcher)
     return launcher.outcome()
 
 
