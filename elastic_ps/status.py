@@ -46,22 +46,25 @@ class Progress(CamelModel):
         default=None, description="When the newest complete checkpoint was written."
     )
     metrics: dict[str, float] = Field(
-        default_factory=dict, description="What scripts reported, e.g. test_accuracy."
+        default_factory=dict, description="The values that scripts reported last, for example test_accuracy."
     )
     finished: bool = Field(
         default=False,
-        description="Training is over: every record of every epoch is in the model or was skipped, or see "
-        "stopped.",
+        description="Whether training is over: every record of every epoch is in the model or was skipped, "
+        "or a script has stopped the training (see stopped).",
     )
     stopped: str = Field(
-        default="", description="Why a script has ended the training early (session.stop); empty: none has."
+        default="",
+        description="The reason that a script gave to session.stop. Empty if no script has stopped the "
+        "training.",
     )
 
     @property
     def all_done(self) -> str:
         """What has become of all records."""
         if self.records_skipped:
-            return f"every record of every epoch is in the model, except {self.records_skipped} skipped ones"
+            skipped = self.records_skipped
+            return f"every record of every epoch is in the model, except {skipped} that were skipped"
         return "every record of every epoch is in the model"
 
     @property
