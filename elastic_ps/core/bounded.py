@@ -1,15 +1,16 @@
-"""Rounds that are made of whatever steps are there, with a bound on how old they may be.
+"""Rounds that are made of the steps that are ready, with a bound on how old these may be.
 
-A worker computes on some version, its *base*, while others make new ones; when its step becomes part of a
-version, the step's *staleness* is the number of versions between. As in the stale synchronous parallel model
-(Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server") the fast
-do not wait for the slow until these would fall back further than a bound. There the bound is on the
-difference of the workers' own counts; here it is on versions, so that it means the same for who joins late.
+A worker computes on some version, its *base*, while other workers make new versions. When its step becomes
+part of a version, the step's *staleness* is the number of versions between. As in the stale synchronous
+parallel model (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server"), fast workers wait for a slow one only when its step would become more stale than the bound. There
+the bound is on the difference of the workers' own step counts. Here it is on versions, so that it means the
+same for a worker that joins late.
 
-A worker asks when its step is complete, and holds the round up only for as long as it sends. Those who send
-at the same time share a round, as transactions share a group commit: that bounds the wait and the number of
-optimizer steps when many send, and it lets any number of workers stay within any bound. With a bound of 0
-all would have to share each round, which is `sync`.
+A worker asks when its step is complete, and holds the round up only for as long as it sends. Workers that
+send at the same time share a round, as transactions share a group commit. That bounds the wait and the
+number of optimizer steps when many workers send, and any number of workers can stay within any bound. With a
+bound of 0, all workers would have to share each round, and that is `sync`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class BoundedRounds(AskedRounds):
     Attributes:
         max_staleness: the most versions that may be made between the one that a step is computed on and the
             one that it goes into; at least 1.
-        bases: for each worker that takes part, a version that its step is computed on, or an older one.
-        asking: who has been told to ask again for the next round, and has not been let in since.
+        bases: for each worker that takes part, the version that its step is computed on, or an older one.
+        asking: the workers that were told to ask again for the next round and have not been let in since.
     """
 
     max_staleness: int = 1
@@ -47,7 +48,7 @@ class BoundedRounds(AskedRounds):
         return void
 
     def _set_bases(self) -> None:
-        """Who takes part now and did not before is handed the open round's version."""
+        """A worker that takes part now and did not before is handed the open round's version."""
         self.bases = {worker: self.bases.get(worker, self.version) for worker in self.expected}
         self.asking &= self.expected
 
@@ -85,7 +86,7 @@ class BoundedRounds(AskedRounds):
         return True
 
     def begin(self, worker: int, *, version: int) -> Entry:
-        """IN, unless the open round waits only for those who are sending, for whom others have waited.
+        """IN, unless the open round has a finished step and waits only for workers that are sending theirs.
 
         Raises:
             Refused: INVALID: the worker takes no part, or has an older version than it was told to have.
