@@ -252,8 +252,8 @@ class Coordinator(Driver):
 
     def _skip(self, state: JobState, stay: Stay, skipped: Sequence[Range]) -> None:
         """A script has left records out, and makes no step to tell so with; the lock is held."""
-        if not skipped:
-            return
+        if not skipped or not state.rounds.knows(stay.worker):
+            return  # its step came late: what it held has gone to others, who train it
         assert state.ledger is not None
         try:
             state.ledger.check(stay.incarnation, skipped)

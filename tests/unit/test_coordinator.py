@@ -59,8 +59,8 @@ def coordinator(shard: Notes) -> Iterator[Coordinator]:
 
 
 @contextmanager
-def running(shards: Sequence[Notes]) -> Iterator[Coordinator]:
-    spec = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
+def running(shards: Sequence[Notes], **fields: Any) -> Iterator[Coordinator]:
+    spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
     coordinator = Coordinator("job", spec, 1, shards, keeper=None, history=History(None, ""))
     coordinator.start(None)
     try:
@@ -93,9 +93,9 @@ def start(coordinator: Coordinator, worker: int = 0, *, instance: str = "", call
     return joined.stay
 
 
-def take(coordinator: Coordinator, stay: Stay, *, call: int, wait: bool = True) -> Taken:
+def take(coordinator: Coordinator, stay: Stay, *, call: int, wait: bool = True, **more: Any) -> Taken:
     return coordinator.take(
-        stay.worker, stay.incarnation, call=call, records=100, epochs=1, batch=10, wait=wait
+        stay.worker, stay.incarnation, call=call, records=100, epochs=1, batch=10, wait=wait, **more
     )
 
 
@@ -250,6 +250,21 @@ def test_a_late_copy_of_a_call_does_not_take_a_worker_out_of_the_round(coordinat
         assert refused.value.code is RefusalCode.STALE_CALL
     assert coordinator._state.rounds.takes_part(0)
     assert finish(coordinator, stay, taken), "it holds its records"
+
+
+def test_a_script_that_skips_a_step_which_was_late_leaves_its_records_to_others() -> None:
+    """Its worker learns of the refusal on another thread, maybe after the script has called `skip`."""
+    with running([Notes()], consistency={"backupWorkers": 1}) as coordinator:
+        first, late = start(coordinator, 0), start(coordinator, 1)
+        taken = {stay.worker: take(coordinator, stay, call=1) for stay in (first, late)}
+        assert coordinator.begin(0, first.incarnation, version=0, step=0) is not None
+        with pytest.raises(Refused) as refused:
+            coordinator.begin(1, late.incarnation, version=0, step=0)
+        assert refused.value.code is RefusalCode.LATE
+        assert finish(coordinator, first, taken[0])
+        again = take(coordinator, late, call=2, skipped=taken[1].ranges, abandoned=True)
+        assert again.ranges, "it is given records again"
+        assert coordinator.status().progress.records_skipped == 0
 
 
 def test_a_process_that_was_replaced_does_not_expel_the_one_in_its_place(coordinator: Coordinator) -> None:
