@@ -1,7 +1,8 @@
 """What the script has in hand for the next step: batches, and the metrics to go with them.
 
-Only records that a backward() ran for are trained. A batch is decided when the next one is handed out, or
-when there is none left: if no backward() ran for it, the script has skipped it, and nobody is to train it.
+Only records that a backward() ran for are trained. A backward() is for the batch that was handed out last.
+If that has had one, it is for the first that has had none, as when several batches are loaded first. A batch
+without one is skipped when a step is made with later ones, or when the loop ends: nobody is to train it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ class Batches:
     Attributes:
         lost: the last ones went to others, as this worker had to join again or was late; the script does not
             know.
+        grouped: the script loads several batches before it computes on them.
         given_back: the last one was dropped before anything was computed on it; the script may still hold it.
     """
 
     def __init__(self) -> None:
-        self.lost = self.given_back = False
-        self._open: list[Range] = []  # the batch that was handed out last, if no backward() has run for it
+        self.lost = self.given_back = self.grouped = False
+        self._open: list[list[Range]] = []  # batches that no backward() has run for
+        self._new = 0  # how many of the last of these were handed out since the last backward()
         self._computed: list[Range] = []
         self._skipped: list[Range] = []
         self._metrics: dict[str, Any] = {}
@@ -33,8 +36,13 @@ class Batches:
 
     @property
     def undecided(self) -> bool:
-        """Whether no backward() has run for the batch that was handed out last."""
+        """Whether there are batches that no backward() has run for."""
         return bool(self._open)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no backward() has run since the last batch was handed out."""
+        return self._new > 0
 
     @property
     def computed(self) -> tuple[Range, ...]:
@@ -52,21 +60,34 @@ class Batches:
         return sum(r.records for r in self._computed)
 
     def add(self, ranges: Iterable[Range]) -> None:
-        """A batch of these records is handed to the script; the one before is decided."""
-        self._open = list(ranges)
+        """A batch of these records is handed to the script."""
+        self._open.append(list(ranges))
+        self._new += 1
         self.lost = self.given_back = False
 
     def compute(self) -> None:
-        """A backward() has run: the last batch belongs to the next step."""
-        self._computed += self._open
-        self._open = []
+        """A backward() has run: its batch belongs to the next step."""
+        self.grouped |= bool(self._open) and not self._new
+        if self._open:
+            self._computed += self._open.pop(-1 if self._new else 0)
+        self._new = 0
 
-    def decide(self) -> int:
-        """There will be no backward() for the last batch any more; returns how many records it skips."""
-        records = sum(r.records for r in self._open)
-        self._skipped += self._open
-        self._open = []
-        return records
+    def compute_all(self) -> None:
+        """All batches belong to the next step."""
+        for ranges in self._open:
+            self._computed += ranges
+        self._open, self._new = [], 0
+
+    def decide(self, *, keep_new: bool = False) -> int:
+        """There will be no backward() for the batches without one; returns how many records that skips.
+
+        With `keep_new` those are not meant that were handed out since the last backward().
+        """
+        kept = self._open[len(self._open) - self._new :] if keep_new else []
+        skipped = [r for ranges in self._open[: len(self._open) - len(kept)] for r in ranges]
+        self._skipped += skipped
+        self._open, self._new = kept, len(kept)
+        return sum(r.records for r in skipped)
 
     def reopen(self) -> int:
         """The gradients of what was computed are dropped; returns how many records are skipped by that.
@@ -74,9 +95,11 @@ class Batches:
         If no batch was handed out since, they may be computed once more (Foret et al. 2021, "Sharpness-aware
         minimization", does so), and it is not decided yet.
         """
-        if self._open:
+        if self._new:
             return self.skip_computed()
-        self._open, self._computed = self._computed, []
+        if self._computed:
+            self._open.append(self._computed)
+        self._computed, self._new = [], len(self._open)
         return 0
 
     def skip_computed(self) -> int:
@@ -97,7 +120,7 @@ class Batches:
     def drop(self) -> None:
         """The script stopped iterating: forget the batch that it has not computed on."""
         self.given_back = bool(self._open)
-        self._open = []
+        self._open, self._new = [], 0
 
     def step_made(self) -> None:
         """A step was made of what was computed. A batch that was loaded before it is for the next one."""
@@ -105,7 +128,7 @@ class Batches:
 
     def forget(self, *, lost: bool = False) -> None:
         """They go to others; `lost`: without the script's doing."""
-        self._open, self._computed, self._skipped, self._metrics = [], [], [], {}
+        self._open, self._computed, self._skipped, self._metrics, self._new = [], [], [], {}, 0
         self.lost = lost
 
     def report(self, metrics: Mapping[str, Any]) -> None:

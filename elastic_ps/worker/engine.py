@@ -222,7 +222,7 @@ class Engine:
     def begin_step(self) -> None:
         """The first gradient of a step is there. Raises UsageError if it belongs to no batch."""
         if self.batches.undecided and not self.batches.computed:
-            self.batches.compute()  # gradients that no backward() made
+            self.batches.compute_all()  # gradients that no backward() made
         if not self.batches.computed and self.batches.given_back:
             raise UsageError(
                 "this step's batch was given back when the loop over the loader was left before backward(). "
@@ -266,6 +266,7 @@ class Engine:
         assert step is not None
         if step.samples != batches.samples:
             raise UsageError("backward() ran for two batches before optimizer.step(); call step() first")
+        self._note_skipped(batches.decide(keep_new=True))
         settings = self.schedule.current().to_json()
         ending = Ending(
             ranges=batches.computed, settings=settings, metrics=batches.metrics(), skipped=batches.skipped
@@ -307,10 +308,13 @@ class Engine:
             self._note_skipped(self.batches.reopen())
 
     def settle(self) -> None:
-        """Decide what becomes of the batch that was handed out last: it is computed on or skipped."""
-        if self.batches.undecided and self.gradients.set_by_hand():
-            self.batches.compute()
+        """The loop is over: batches that no backward() has run for are skipped."""
+        self._settle_by_hand()
         self._note_skipped(self.batches.decide())
+
+    def _settle_by_hand(self) -> None:
+        if self.batches.undecided and self.gradients.set_by_hand():
+            self.batches.compute_all()
 
     def skip_if_not_finite(self) -> bool:
         """The loop has ended, and no step was made with what was computed; did a GradScaler leave it out?"""
@@ -416,7 +420,7 @@ class Engine:
 
     def begin_batch(self, ranges: Sequence[Range]) -> None:
         """A batch of these records is handed to the script."""
-        self.settle()
+        self._settle_by_hand()
         self.batches.add(ranges)
         self._phases.forward()
 

@@ -58,6 +58,7 @@ class Gradients:
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # the gradient, and how often it was changed
         self._waiting: dict[int, int] = {}
         self._hooked = False  # backward() has made gradients
+        self._ran: set[int] = set()  # the parameters that the present backward() has reached
         self.reset()
         self._hooks = [self._hook(index) for index in self._trainable]
         engine.gradients = self
@@ -65,6 +66,7 @@ class Gradients:
     def reset(self) -> None:
         """The next gradient is the first of a step."""
         self._taken.clear()
+        self._ran.clear()
         self._waiting = {b.index: len(b.pieces) for b in self._flat.layout.pushed}
 
     def void(self) -> None:
@@ -103,9 +105,12 @@ class Gradients:
                 return
             with self._lock:
                 self._hooked = True
-                if batches.undecided and batches.computed and self._first(index):
+                if batches.fresh and batches.computed and self._first(index):
                     batches.skip_computed()
-                batches.compute()
+                if batches.fresh or index in self._ran:  # another backward() than for the last gradient
+                    self._ran.clear()
+                    batches.compute()
+                self._ran.add(index)
             if self._overlap and self._synchronise:
                 self._take(index, parameter)
 

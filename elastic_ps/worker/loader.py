@@ -150,8 +150,9 @@ class ElasticLoader:
                         break
                 if engine.stopped:
                     continue
-                engine.settle()
-                if not engine.skip_if_not_finite():
+                if not engine.batches.grouped:
+                    engine.settle()
+                if engine.batches.undecided or not engine.skip_if_not_finite():
                     self._ended_early = True
                     break
             self._ended = supply.only
