@@ -6,7 +6,7 @@ SCALE ?= --scale 100:4 --scale 1700:2
 MINUTES ?= 30
 SIMULATOR_SECONDS ?= 3600
 
-.PHONY: run test test-here test-cluster check check-bounds bench soak proto manifests format cluster cluster-down install uninstall clean
+.PHONY: run test test-here test-cluster check check-bounds mutants bench soak proto manifests format cluster cluster-down install uninstall clean
 
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
@@ -32,6 +32,12 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files
 
 check-bounds: $(VENV)/ready  ## The unit tests with the oldest versions that pyproject.toml allows
 	$(BIN)/python tools/check_bounds.py
+
+mutants: $(VENV)/ready  ## Small changes of the code by chance: do the unit tests notice? Takes long
+	$(BIN)/python tools/mutants.py core --least 0.95
+	$(BIN)/python tools/mutants.py decisions --least 0.95
+	$(BIN)/python tools/mutants.py server --least 0.85
+	$(BIN)/python tools/mutants.py operator --least 0.85
 
 bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
 	$(BIN)/python benchmarks/transport.py

@@ -47,3 +47,58 @@ def test_a_curve_is_bounded_keeps_its_beginning_and_its_order(limit: int, count:
     versions = [version for version, _ in curve.points]
     assert versions == sorted(set(versions))
     assert count - versions[-1] <= 4 * (count // limit + 1), "the end of the curve is there, about"
+
+
+def test_points_closer_than_a_hundredth_of_the_window_are_merged() -> None:
+    rate = Rate(window=100)
+    rate.add(0, 0)
+    rate.add(5, 0.999)  # too close
+    assert rate.per_second(10, 2) == 5
+    rate.add(20, 1)  # a hundredth of the window, and the first point is old enough to be left behind
+    rate.add(40, 100)
+    rate.add(60, 101)
+    assert rate.per_second(120, 201) == pytest.approx(100 / 200)
+
+
+def test_the_oldest_point_is_the_last_one_outside_of_the_window() -> None:
+    rate = Rate(window=10)
+    for second in (0, 1, 10, 11):
+        rate.add(second * second, second)
+    # The point at 1 s is as old as the window when the one at 11 s comes.
+    assert rate.per_second(121, 11) == pytest.approx((121 - 1) / (11 - 1))
+    assert Rate().window == 5
+
+
+def test_two_points_are_kept_however_old() -> None:
+    rate = Rate(window=1)
+    rate.add(0, 0)
+    rate.add(10, 100)
+    assert rate.per_second(10, 100) == pytest.approx(0.1)
+    rate.add(20, 200)
+    assert rate.per_second(20, 200) == pytest.approx(0.1)
+
+
+def test_a_rate_over_no_time_is_none() -> None:
+    rate = Rate()
+    rate.add(3, 1.0)
+    assert rate.per_second(4, 1.0) is None
+    assert rate.per_second(4, 1.0 + 1e-3 / 2) is None
+    assert rate.per_second(4, 1.5) == pytest.approx(2)
+
+
+def test_a_curve_drops_every_second_point_when_it_is_full() -> None:
+    curve = Curve(limit=4)
+    for version in range(4):
+        curve.add(version, 0.0)
+    assert [version for version, _ in curve.points] == [0, 1, 2, 3]
+    curve.add(4, 0.0)
+    assert [version for version, _ in curve.points] == [0, 2, 4]
+    for version in range(5, 11):
+        curve.add(version, 0.0)
+    assert [version for version, _ in curve.points] == [0, 4, 8]
+    for version in range(11, 16):
+        curve.add(version, 0.0)
+    assert [version for version, _ in curve.points] == [0, 4, 8, 12]
+    curve.add(16, 0.0)
+    assert [version for version, _ in curve.points] == [0, 8, 16]
+    assert Curve().limit == 1024
