@@ -72,6 +72,22 @@ def test_who_was_turned_away_is_back_in_the_next_round() -> None:
     assert let_in(rounds, 2, version=6)
 
 
+def test_who_was_turned_away_counts_as_such_until_it_comes_back_or_gives_up() -> None:
+    rounds = opened(0, 1, 2, 3, spare=2)
+    assert let_in(rounds, 0, version=5)
+    assert let_in(rounds, 1, version=5)
+    assert not let_in(rounds, 2, version=5)
+    assert not let_in(rounds, 3, version=5)
+    assert rounds.turned_away == {2, 3}
+    rounds.admit(2)
+    assert rounds.turned_away == {3}
+    rounds.withdraw(3)
+    assert rounds.turned_away == set()
+    assert not let_in(rounds, 0, version=4)
+    rounds.lose(0)
+    assert rounds.turned_away == set()
+
+
 def test_who_was_turned_away_and_has_not_come_back_is_the_one_to_do_without() -> None:
     rounds = opened(0, 1, 2)
     assert let_in(rounds, 0, version=5)

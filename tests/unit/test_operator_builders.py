@@ -132,3 +132,24 @@ def test_names_are_short_enough() -> None:
     longest = names.pod("x" * 52, "worker", 99999)
     assert len(longest) <= 65
     assert len(names.service("x" * 52, 63)) <= 63
+
+
+def test_the_jobs_objects_are_its_own() -> None:
+    job = job_document()
+    reference = builders.owner(job)
+    assert reference["controller"] is True
+    assert (reference["kind"], reference["uid"]) == ("TrainingJob", job["metadata"]["uid"])
+
+
+def test_an_events_message_is_as_long_as_the_api_allows() -> None:
+    made = builders.event(
+        job_document(),
+        name="e",
+        kind="Warning",
+        reason="Failed",
+        message="x" * 2000,
+        now="2026-01-01T00:00:00Z",
+    )
+    assert made["message"] == "x" * 1024
+    assert made["count"] == 1
+    assert (made["type"], made["reason"]) == ("Warning", "Failed")
