@@ -1,0 +1,49 @@
+"""What the operator counts, and when a finished job is deleted."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from elastic_operator.plan import DeleteJob, Observed, Options, Plan
+from elastic_operator.pods import Pod
+from elastic_operator.reconcile import reconcile
+from elastic_operator.status import with_counts
+from elastic_ps.status import TrainingJobStatus, WorkerStatus
+from tests.unit.simulation import START, job_document
+
+ENDED = "2026-01-01T00:00:00Z"
+
+
+def worker(index: int, **fields: Any) -> Pod:
+    return Pod(name=f"w-{index}", uid=f"uid-{index}", role="worker", index=index, **fields)
+
+
+def counted(status: TrainingJobStatus, *pods: Pod) -> WorkerStatus:
+    return with_counts(status, Observed(pods=pods), job="digits", replicas=2, shards=1).worker
+
+
+def test_a_worker_on_its_way_out_is_not_counted_as_ready() -> None:
+    worker_status = counted(
+        TrainingJobStatus(), worker(0, ready=True), worker(1, ready=True, deleting=START), worker(2)
+    )
+    assert (worker_status.replicas, worker_status.ready) == (2, 1)
+
+
+def test_workers_that_completed_are_kept_when_the_job_is_over_and_their_pods_are_gone() -> None:
+    status = TrainingJobStatus(worker=WorkerStatus(completed=2))
+    assert counted(status, worker(0, ending="done"), worker(5, ending="done")).completed == 1
+    assert counted(status.model_copy(update={"completion_time": ENDED})).completed == 2
+
+
+@pytest.mark.parametrize(("seconds", "deleted"), [(9, False), (10, True), (11, True)])
+def test_a_finished_job_is_deleted_when_its_time_is_over(seconds: int, deleted: bool) -> None:
+    succeeded = {"type": "Succeeded", "status": "True", "reason": "Finished", "lastTransitionTime": ENDED}
+    job = job_document(runPolicy={"ttlSecondsAfterFinished": 10})
+    job["status"] = {"phase": "Succeeded", "completionTime": ENDED, "conditions": [succeeded]}
+    plan: Plan = reconcile(job, Observed(), START + timedelta(seconds=seconds), Options())
+    assert [type(action) for action in plan.actions] == ([DeleteJob] if deleted else [])
+    if not deleted:
+        assert plan.requeue == timedelta(seconds=1)
