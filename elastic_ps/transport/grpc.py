@@ -45,8 +45,12 @@ from elastic_ps.transport.wire import (  # noqa: E402
 
 _LOG = logging.getLogger(__name__)
 
-CALLS = 512
-"""How many calls a server answers at the same time; the next ones wait. Each has a thread."""
+CALLS = 4096
+"""How many calls a server answers at the same time; the next ones wait. Each has a thread, which is made when
+it is needed. A worker has two calls that wait most of the time: for records or a round, and for a version."""
+
+CALLS_OF_ONE = 64
+"""How many of them may be of one connection, so that none takes all threads. A worker needs eight."""
 
 WINDOW = 1024 * 1024
 """Bytes that a sender may send in one call before the receiver has asked for them. A server of n calls with
@@ -76,7 +80,7 @@ _COMMON_OPTIONS = (
 _SERVER_OPTIONS = (
     *_COMMON_OPTIONS,
     ("grpc.so_reuseport", 0),
-    ("grpc.max_concurrent_streams", CALLS),
+    ("grpc.max_concurrent_streams", CALLS_OF_ONE),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),

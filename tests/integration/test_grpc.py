@@ -29,7 +29,7 @@ from elastic_ps.transport.base import Frame, Incoming, Limits, unary
 from elastic_ps.transport.grpc import WINDOW, GrpcConnection, GrpcServer
 from elastic_ps.transport.wire import messages
 from elastic_ps.worker import client
-from tests.polling import eventually
+from tests.polling import LIMIT, eventually
 
 LONG = timedelta(seconds=60)
 MIB = 1024 * 1024
@@ -405,6 +405,33 @@ def test_more_calls_than_threads_wait_for_their_turn() -> None:
     assert [[answer.header for answer in call] for call in calls] == [[bytes([n])] for n in range(20)]
     connection.close()
     server.close()
+
+
+def test_the_waiting_calls_of_many_workers_leave_room_for_others() -> None:
+    """Three hundred workers, each of which waits for records and for a version."""
+    entered, go_on = threading.Semaphore(0), threading.Event()
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        if method == "wait":
+            entered.release()
+            assert go_on.wait(LONG.total_seconds())
+        yield Frame(incoming.header)
+
+    server = GrpcServer("127.0.0.1:0")
+    server.serve(handler)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(server.close)
+        connections = [GrpcConnection(server.address) for _ in range(15)]
+        for connection in connections:
+            cleanup.callback(connection.close)
+        calls = [c.call("wait", Frame(b""), timeout=LONG) for c in connections for _ in range(40)]
+        cleanup.callback(go_on.set)
+        for _ in calls:
+            assert entered.acquire(timeout=LIMIT)
+        assert unary(connections[0], "echo", b"heard", timeout=LONG) == b"heard"
+        go_on.set()
+        for call in calls:
+            assert [answer.header for answer in call] == [b""]
 
 
 def test_calls_leave_nothing_to_the_garbage_collector(connection: GrpcConnection) -> None:
