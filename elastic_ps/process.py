@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,6 +77,25 @@ def _watch_lifeline(descriptor: int | None) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def end_if_a_thread_fails() -> None:
+    """From now on an exception that a thread does not handle ends this process, with status 1.
+
+    A parameter server that has lost one of its threads would look healthy and never answer. Started again, it
+    goes on from its checkpoint.
+    """
+
+    def end(failure: threading.ExceptHookArgs) -> None:
+        name = failure.thread.name if failure.thread is not None else "unknown"
+        reason = f"the thread {name} has failed: {failure.exc_type.__name__}: {failure.exc_value}"
+        with contextlib.suppress(Exception):
+            traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+            leave_reason(reason)
+        os._exit(1)
+
+    threading.excepthook = end
 
 
 def leave_reason(text: str) -> None:

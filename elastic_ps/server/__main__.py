@@ -36,6 +36,7 @@ def main() -> int:
     try:
         environment = env.read()
         process.begin(environment)
+        process.end_if_a_thread_fails()
         compiler.defer()
         transport = GrpcServer(environment.bind)
         patience = Patience(stop.is_set)

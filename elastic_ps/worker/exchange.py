@@ -27,7 +27,6 @@ from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.errors import (
     ConnectionLost,
     DeadlineExceeded,
-    ElasticPSError,
     Malformed,
     RefusalCode,
     Refused,
@@ -277,7 +276,7 @@ class Exchange:
             except Refused as refusal:
                 if refusal.code is not RefusalCode.STALE_ATTEMPT:
                     self._fail(refusal, push.generation)
-            except ElasticPSError as error:
+            except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
                 self._fail(error, push.generation)
 
     def _current(self, push: _Push) -> bool:
@@ -357,7 +356,7 @@ class Exchange:
                 except Refused as refusal:
                     if refusal.code is not RefusalCode.NOT_READY or self._closing.wait(0.1):
                         self._fail(refusal, pull.generation)
-                except ElasticPSError as error:
+                except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
                     self._fail(error, pull.generation)
 
     def _pull_once(self, shard: int, pull: _Pull) -> bool:

@@ -40,6 +40,8 @@ class Heart:
                 hung = isinstance(error, Refused) and error.code is RefusalCode.HUNG
                 if hung and self._on_hung is not None:
                     self._on_hung(str(error))
+            except Exception:
+                logger.exception("a heartbeat has failed")  # the next one may not
 
     def close(self) -> None:
         """End the thread; waits for a heartbeat under way."""

@@ -1,0 +1,31 @@
+"""What a process does about its own life."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("failure", ["raise MemoryError('no room')", "raise RecursionError('no room')"])
+def test_a_server_that_loses_a_thread_ends_and_says_which(failure: str) -> None:
+    """Else it looks healthy and never answers again."""
+    program = f"""
+import threading
+from elastic_ps import process
+
+def work():
+    {failure}
+
+process.end_if_a_thread_fails()
+threading.Thread(target=work, name="ticker", daemon=True).start()
+threading.Event().wait(60)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert ended.returncode == 1
+    assert "in work" in ended.stderr, "the traceback"
+    assert "error: the thread ticker has failed:" in ended.stderr
+    assert "no room" in ended.stderr.splitlines()[-1]
