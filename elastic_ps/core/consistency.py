@@ -277,6 +277,10 @@ class AskedRounds(SyncRounds):
     def _begun(self, worker: int) -> bool:
         return worker in self.begun
 
+    def restart(self) -> list[Contribution]:
+        self.begun -= self.gone  # a process that has come in the place of one of them has not begun
+        return super().restart()
+
     def _open_again(self) -> None:
         self.begun &= self.expected
         super()._open_again()

@@ -166,6 +166,21 @@ def test_only_a_loss_that_is_in_the_sums_starts_the_round_again() -> None:
     assert rounds.ready, "of two workers one is enough"
 
 
+def test_a_round_that_starts_again_does_not_wait_for_who_came_in_the_place_of_one_that_had_finished() -> None:
+    rounds = opened(0, 1, 2, spare=1)
+    assert let_in(rounds, 0, version=5)
+    assert let_in(rounds, 1, version=5)
+    finish(rounds, 0)
+    rounds.lose(0)
+    rounds.admit(0)
+    rounds.lose(1)
+    assert rounds.expected == {0, 2}
+    assert not rounds.begun
+    assert let_in(rounds, 2, version=5)
+    finish(rounds, 2)
+    assert rounds.ready, "of two workers one is enough"
+
+
 def test_a_single_worker_is_enough_and_needed() -> None:
     rounds = opened(0, spare=3)
     assert let_in(rounds, 0, version=5)
