@@ -85,7 +85,8 @@ class Ledger:
         """Hand records to `holder`; an empty list if there are none to hand out at the moment.
 
         Near the end of the job ranges become smaller (guided self-scheduling, Polychronopoulos and Kuck
-        1987), so that the `workers` workers run out of records together.
+        1987), so that the `workers` workers run out of records together. They are whole batches, so that
+        only the end of an epoch makes a smaller one, as without a parameter server.
 
         Args:
             fresh: rather some that nobody has had yet; otherwise those come first that were given back.
@@ -93,7 +94,7 @@ class Ledger:
         held = sum(r.records for ranges in self._held.values() for r in ranges)
         left = self.expected - self.applied - self.skipped - held
         fair = -(-left // (2 * max(1, workers) * batch)) * batch
-        limit = max(batch, min(self.shard_records, fair))
+        limit = max(batch, min(self.shard_records, fair) // batch * batch)
         first, second = self._take_returned, self._take_new
         taken = (second(limit) or first(limit)) if fresh else (first(limit) or second(limit))
         if taken is None:

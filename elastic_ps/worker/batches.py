@@ -113,6 +113,10 @@ class Batches:
         """There will be no step with the batches in hand; returns how many records are skipped by that."""
         return self.skip_computed() + self.decide()
 
+    def leave_out(self, ranges: Iterable[Range]) -> None:
+        """These records are skipped without being handed to the script."""
+        self._skipped += ranges
+
     def told(self) -> None:
         """The parameter server knows what was skipped."""
         self._skipped = []

@@ -64,6 +64,7 @@ class Engine:
         generation: changes when this worker had to join again, so that all records in hand were dropped.
         stopped: why a script has ended the training, as far as this worker knows; "" if none has.
         over: all records are in the model, or the training was stopped.
+        iterating: a script is in a loop over a loader.
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
         gradients: the model's, from `session.optimizer` on.
         entered: whether the model has been given to the job, or has got the job's values.
@@ -93,6 +94,7 @@ class Engine:
         self._abandoned = False  # a step that had begun was skipped; the parameter server does not know
         self._warned = False
         self._chief_of: dict[int, bool] = {}
+        self.iterating = False
         self._closed = False
 
     @property
@@ -417,6 +419,10 @@ class Engine:
         """Join again between two steps."""
         self.schedule.joined_again(self._join_again(refusal).settings)
         self.gradients.void()
+
+    def leave_out(self, ranges: Sequence[Range]) -> None:
+        """Records that the loader does not hand to the script: nobody is to train them."""
+        self.batches.leave_out(ranges)
 
     def begin_batch(self, ranges: Sequence[Range]) -> None:
         """A batch of these records is handed to the script."""

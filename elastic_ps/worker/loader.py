@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import InvalidModel, UsageError
@@ -28,6 +28,7 @@ _CARRIED = (
     "multiprocessing_context",
     "generator",
     "prefetch_factor",
+    "persistent_workers",
 )
 """What is taken over from a DataLoader that the script gives."""
 
@@ -37,11 +38,51 @@ _OVER = (
     "`for epoch in range(5)` write `for epoch in loader.epochs()`. To look at the data once more, "
     "for example to evaluate, use a torch.utils.data.DataLoader of your own"
 )
+_TWO_LOOPS = (
+    "a loop over session.loader(...) begins while another one is under way, as with zip(loader_a, loader_b). "
+    "A job counts the records of one data set: combine them, for example with torch.utils.data.StackDataset "
+    "or ConcatDataset, and give that to session.loader"
+)
 _EPOCH_OVER = (
     "the loop over the records of epoch {epoch} has come to its end and begins a second time. Iterate once "
     "in each round of `for epoch in loader.epochs()`; to look at the data once more, for example to "
     "evaluate, use a torch.utils.data.DataLoader of your own"
 )
+
+
+_NOT_OPTIONS = {"sampler", "batch_sampler", "shuffle"}
+
+
+def _shuffles(source: DataLoader[Any]) -> bool:
+    """Whether a DataLoader's order is random. Raises UsageError if it chooses records in its own way."""
+    module, data = type(source).__module__, source.dataset
+    if module.partition(".")[0] in ("accelerate", "transformers"):
+        raise UsageError(
+            f"the DataLoader is a {module}.{type(source).__name__}, which divides the records "
+            "among processes itself. Give session.loader the DataLoader before accelerator.prepare(...), "
+            "or the data set"
+        )
+    if isinstance(data, IterableDataset):
+        return False
+    if source.batch_size is None:
+        raise UsageError(
+            "the DataLoader has a batch_sampler of its own, or batch_size=None. The parameter server decides "
+            "which records make a batch: give session.loader the data set and batch_size"
+        )
+    sampler: Any = source.sampler
+    if type(sampler) is SequentialSampler:
+        return False
+    if (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and len(sampler) == len(sampler.data_source)
+    ):
+        return True
+    raise UsageError(
+        f"the DataLoader has a {type(sampler).__name__} that chooses records itself. In a job every record "
+        "is trained once in each epoch: give session.loader a DataLoader with shuffle=True or False and no "
+        "sampler, or a torch.utils.data.Subset with the records that you want"
+    )
 
 
 class ElasticLoader:
@@ -56,20 +97,29 @@ class ElasticLoader:
 
     Attributes:
         epoch: the epoch that the last batch belongs to, from 0.
+        dataset: the data set, with all records.
+        batch_size: records in a batch.
     """
 
     def __init__(
         self, engine: Engine, source: Any, *, batch_size: int | None, epochs: int, options: Any
     ) -> None:
         self._engine = engine
+        shuffle = engine.spec.data.shuffle
         if isinstance(source, DataLoader):
             if batch_size is not None or options:
                 raise UsageError(
                     "session.loader(DataLoader) takes its options from the DataLoader; give only epochs"
                 )
+            shuffle = _shuffles(source)
             batch_size = source.batch_size
-            options = {key: getattr(source, key) for key in _CARRIED}
+            options = {key: getattr(source, key) for key in (*_CARRIED, "drop_last")}
             source = source.dataset
+        for name in _NOT_OPTIONS & options.keys():
+            raise UsageError(
+                f"session.loader has no option {name}: the parameter server decides which records a worker "
+                "computes on. The job's data.shuffle, or the shuffle of a DataLoader, says in which order"
+            )
         if batch_size is None or batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; expected a number of records, at least 1")
         if epochs < 1:
@@ -83,16 +133,29 @@ class ElasticLoader:
             raise InvalidModel(f"the data set {type(source).__name__} is empty")
         self.batch_size = batch_size
         self.epoch = 0
-        self._source, self._options = source, dict(options)
+        self.dataset = source
+        self._options = dict(options)
+        self._drop_last = bool(self._options.pop("drop_last", False))
         self._epochs = epochs
-        self._supply = Supply(engine, records=len(source), epochs=epochs, batch_size=batch_size)
+        self._supply = Supply(
+            engine,
+            records=len(source),
+            epochs=epochs,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_last=self._drop_last,
+        )
+        self._sampler = _Sampler(self._supply)
+        self._fetching: DataLoader[Any] | None = None
         self._ended_early = False
         self._ended: int | None = None  # the last epoch whose loop came to its end
         self._left: int | None = None  # the last epoch whose loop was left by a break
 
     def __len__(self) -> int:
-        """Batches of one epoch if this worker were alone."""
-        return -(-len(self._source) // self.batch_size)
+        """Batches of one epoch if this worker were alone. With several workers each has a part of them."""
+        if self._drop_last:
+            return len(self.dataset) // self.batch_size
+        return -(-len(self.dataset) // self.batch_size)
 
     def epochs(self) -> Iterator[int]:
         """Yield the number of each epoch that still has records to train; iterate over the loader inside.
@@ -132,16 +195,20 @@ class ElasticLoader:
             raise UsageError(_OVER)
         if supply.only is not None and supply.only == self._ended:
             raise UsageError(_EPOCH_OVER.format(epoch=supply.only))
+        if engine.iterating:
+            raise UsageError(_TWO_LOOPS)
+        if self._fetching is None:
+            self._fetching = DataLoader(self.dataset, batch_sampler=self._sampler, **self._options)
+        engine.iterating = True
         try:
             while supply.await_some():
                 if supply.only is not None and supply.epoch > supply.only:
                     break
-                sampler = _Sampler(supply)
-                for batch in DataLoader(self._source, batch_sampler=sampler, **self._options):
+                for batch in self._fetching:
                     if supply.outdated:
                         break  # what was fetched ahead belongs to others now
                     self._check_accumulation()
-                    ranges = sampler.issued.popleft()
+                    ranges = self._sampler.issued.popleft()
                     self.epoch = ranges[0].epoch
                     engine.begin_batch(ranges)
                     yield batch
@@ -163,6 +230,7 @@ class ElasticLoader:
                 supply.leave_epoch()
             raise
         finally:
+            engine.iterating = False
             if supply.only is None:
                 supply.give_up()
 
@@ -219,6 +287,7 @@ class _Sampler:
         self.issued: deque[list[Range]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.issued.clear()
         while ranges := self._supply.next_batch():
             self.issued.append(ranges)
             yield self._supply.indices(ranges)

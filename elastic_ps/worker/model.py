@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 from elastic_ps.codec import as_bytes, dtype_of, name_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec
@@ -33,7 +34,25 @@ class Described:
         Raises:
             InvalidModel: the parameter server cannot train this; the message says what to do.
         """
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, UninitializedParameter):
+                raise InvalidModel(
+                    f"{name} is a lazy parameter without a shape: run the model once on a batch, before the "
+                    "optimizer is made"
+                )
+            if parameter.is_meta:
+                raise InvalidModel(
+                    f"{name} is on the meta device and has no values: call model.to_empty(device=...) and "
+                    "initialise it, before the optimizer is made"
+                )
         self.optimizer = type(optimizer).__name__
+        module = type(optimizer).__module__.partition(".")[0]
+        if module in ("accelerate", "transformers"):
+            raise InvalidModel(
+                f"the optimizer is {module}'s {self.optimizer}, which divides the work among processes "
+                "itself. Give session.optimizer the torch optimizer and the model before "
+                "accelerator.prepare(...)"
+            )
         if type(optimizer) is not getattr(torch.optim, self.optimizer, None):
             raise InvalidModel(
                 f"the optimizer is a {type(optimizer).__module__}.{self.optimizer}; the parameter server "

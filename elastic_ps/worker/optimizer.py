@@ -41,6 +41,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._engine = engine
         self._flat = flat
         self._gradients = Gradients(flat, engine, overlap=overlap, check=check)
+        wrapped.register_step_pre_hook(_refuse_step)
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups = wrapped.param_groups
 
@@ -113,7 +114,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """Not possible: raises UsageError that says what to do."""
         raise UsageError(
             "the optimizer's state lives on the parameter server and cannot be loaded by a worker. "
-            "To go on from a checkpoint, start the job with `elastic-ps run JOB --resume DIR`"
+            "To go on from a checkpoint, start the job with `elastic-ps run JOB --resume DIR`. "
+            "accelerate and the Trainer of Hugging Face load it when they prepare an optimizer; they divide "
+            "the work among processes themselves, so write the training loop without them"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -122,3 +125,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         raise UsageError("parameter groups cannot be added after session.optimizer(...); add them before")
+
+
+def _refuse_step(_optimizer: object, _args: object, _kwargs: object) -> None:
+    raise UsageError(
+        "step() of the torch optimizer was called, whose steps the parameter server makes. Use the optimizer "
+        "that session.optimizer returns: optimizer = session.optimizer(optimizer, model)"
+    )

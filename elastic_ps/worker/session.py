@@ -129,11 +129,12 @@ class Session:
         """An iterable over this worker's share of the records.
 
         Args:
-            source: a map-style data set, or a `torch.utils.data.DataLoader` over one, whose batch size and
-                other options are then used (not its sampler: the order is the job's `data.shuffle`).
+            source: a map-style data set, or a `torch.utils.data.DataLoader` over one, whose batch size,
+                `shuffle`, `drop_last` and other options are then used. A random order is that of the job's
+                `data.seed`. Without a DataLoader the job's `data.shuffle` says whether the order is random.
             batch_size: records in a batch of one worker.
             epochs: how often each record is trained, by all workers together.
-            options: as of DataLoader: num_workers, collate_fn, pin_memory, ...
+            options: as of DataLoader: num_workers, collate_fn, pin_memory, drop_last, ...
 
         Raises:
             InvalidModel: a data set without length.

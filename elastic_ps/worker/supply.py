@@ -27,17 +27,29 @@ class Supply:
         records: in the data set.
         epochs: that the job trains.
         batch_size: records in a batch of this worker.
+        shuffle: the order of records is random, and the same on all workers.
+        drop_last: skip the records of an epoch that do not fill a batch.
 
     Attributes:
         only: the epoch that is asked for; records of later ones are kept. None: any.
         over: all records are in the model.
     """
 
-    def __init__(self, engine: Engine, *, records: int, epochs: int, batch_size: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        records: int,
+        epochs: int,
+        batch_size: int,
+        shuffle: bool,
+        drop_last: bool,
+    ) -> None:
         self.only: int | None = None
         self.over = False
         self._engine = engine
         self._records, self._epochs, self._batch_size = records, epochs, batch_size
+        self._shuffle, self._drop_last = shuffle, drop_last
         self._kept: list[Range] = []
         self._generation = engine.generation
 
@@ -91,14 +103,17 @@ class Supply:
             self._kept[0] = first._replace(start=taken.stop)
             if not self._kept[0].records:
                 self._kept.pop(0)
+        if self._drop_last and missing and batch and not self.outdated:
+            self._engine.leave_out(batch)
+            return self.next_batch()
         return [] if self.outdated else batch
 
     def indices(self, ranges: list[Range]) -> list[int]:
         """The data set's indexes of the records at these positions."""
-        data = self._engine.spec.data
+        seed = self._engine.spec.data.seed
         result: list[int] = []
         for r in ranges:
-            order = permutation(self._records, r.epoch, shuffle=data.shuffle, seed=data.seed)
+            order = permutation(self._records, r.epoch, shuffle=self._shuffle, seed=seed)
             result.extend(order[r.start : r.stop])
         return result
 

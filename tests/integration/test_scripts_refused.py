@@ -225,3 +225,40 @@ def test_gradients_that_change_after_they_were_sent(tmp_path: Path, change: Any,
             optimizer.step()
 
     failing(tmp_path, script, UsageError, "changed or replaced between backward")
+
+
+class AcceleratedOptimizer(torch.optim.SGD):
+    """Stands for accelerate's, which is told by its name."""
+
+    __module__ = "accelerate.optimizer"
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize(
+    ("make_model", "make", "match"),
+    [
+        (lambda: torch.nn.LazyLinear(3), sgd, "lazy parameter"),
+        (lambda: torch.nn.Linear(3, 3, device="meta"), sgd, "meta device"),
+        (make_mlp, lambda m: AcceleratedOptimizer(m.parameters(), lr=0.1), "before accelerator.prepare"),
+    ],
+)
+def test_models_and_optimizers_that_are_not_ready(
+    tmp_path: Path, make_model: MakeModel, make: MakeOptimizer, match: str
+) -> None:
+    def script(session: Session) -> None:
+        model = make_model()
+        session.optimizer(make(model), model)
+
+    failing(tmp_path, script, InvalidModel, match)
+
+
+def test_an_optimizer_whose_result_is_not_used_is_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = sgd(model)
+        session.optimizer(optimizer, model)
+        for x, y in session.loader(Numbers(8), 4):
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    failing(tmp_path, script, UsageError, "optimizer that session.optimizer returns")

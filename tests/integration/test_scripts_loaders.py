@@ -1,0 +1,163 @@
+"""What a script may give to `session.loader`, and what is made of a DataLoader's options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
+from elastic_ps.errors import UsageError
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Indexes, Tally, running_job
+from tests.integration.trained import failing
+
+RECORDS = 21
+
+
+def batches_of(tmp_path: Path, source: Any, *, epochs: int = 1, **fields: Any) -> list[list[int]]:
+    """Train on a loader alone; returns the records of each batch. All records are accounted for."""
+    batches: list[list[int]] = []
+
+    def script(session: Session) -> None:
+        model = Tally(RECORDS)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        loader = session.loader(source, epochs=epochs)
+        assert loader.dataset is source.dataset
+        assert len(loader) == len(source)
+        for _ in loader.epochs():
+            for batch in loader:
+                batches.append(batch.tolist())
+                optimizer.zero_grad()
+                model(batch).backward()
+                optimizer.step()
+
+    with running_job(tmp_path, **fields) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().progress.finished
+        skipped = job.status().progress.records_skipped
+    assert skipped == RECORDS * epochs - sum(len(batch) for batch in batches)
+    assert check(read(tmp_path / "history"), Data(RECORDS, epochs)) == []
+    return batches
+
+
+def test_a_dataloader_without_shuffle_keeps_the_order(tmp_path: Path) -> None:
+    batches = batches_of(tmp_path, DataLoader(Indexes(RECORDS), batch_size=4))
+    assert [record for batch in batches for record in batch] == list(range(RECORDS))
+
+
+def test_a_dataloader_with_shuffle_has_a_random_order(tmp_path: Path) -> None:
+    source = DataLoader(Indexes(RECORDS), batch_size=4, shuffle=True)
+    batches = batches_of(tmp_path, source, data={"shuffle": False})
+    records = [record for batch in batches for record in batch]
+    assert sorted(records) == list(range(RECORDS))
+    assert records != sorted(records)
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_only_the_end_of_an_epoch_makes_a_smaller_batch(tmp_path: Path, drop_last: bool) -> None:
+    """Whatever number of records is handed out at a time; `drop_last` skips it."""
+    source = DataLoader(Indexes(RECORDS), batch_size=4, shuffle=True, drop_last=drop_last)
+    batches = batches_of(tmp_path, source, epochs=2, data={"shardRecords": 6})
+    epoch = [4] * 5 + ([] if drop_last else [1])
+    assert [len(batch) for batch in batches] == epoch * 2
+
+
+def test_worker_processes_of_a_loader_may_persist(tmp_path: Path) -> None:
+    source = DataLoader(
+        Pids(RECORDS), batch_size=4, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    seen: set[int] = set()
+
+    def script(session: Session) -> None:
+        model = Tally(RECORDS)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        loader = session.loader(source, epochs=3)
+        for _ in loader.epochs():
+            for records, pids in loader:
+                seen.update(pids.tolist())
+                optimizer.zero_grad()
+                model(records).backward()
+                optimizer.step()
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+    assert len(seen) == 1
+    assert check(read(tmp_path / "history"), Data(RECORDS, 3)) == []
+
+
+class Pids(torch.utils.data.Dataset[tuple[int, int]]):
+    """Records with the process that they were fetched by."""
+
+    def __init__(self, records: int) -> None:
+        self._records = records
+
+    def __len__(self) -> int:
+        return self._records
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, os.getpid()
+
+
+class Prepared(DataLoader[int]):
+    """Stands for accelerate's, which is not needed to tell it by its name."""
+
+    __module__ = "accelerate.data_loader"
+
+
+DATA = Indexes(RECORDS)
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: DataLoader(DATA, 4, sampler=SubsetRandomSampler(range(5))), "has a SubsetRandomSampler"),
+        (lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * 21, 21)), "WeightedRandomSampler"),
+        (lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=8)), "has a RandomSampler"),
+        (lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True)), "has a RandomSampler"),
+        (
+            lambda: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, False)),
+            "batch_sampler of its own",
+        ),
+        (lambda: DataLoader(DATA, batch_size=None), "batch_size=None"),
+        (lambda: Prepared(DATA, 4), "before accelerator.prepare"),
+    ],
+)
+def test_a_dataloader_that_chooses_records_is_refused(
+    tmp_path: Path, make: Callable[[], Any], match: str
+) -> None:
+    failing(tmp_path, lambda session: session.loader(make()), UsageError, match)
+
+
+@pytest.mark.parametrize("option", ["sampler", "batch_sampler", "shuffle"])
+def test_options_that_choose_records_are_refused(tmp_path: Path, option: str) -> None:
+    def script(session: Session) -> None:
+        options: dict[str, Any] = {option: None}
+        session.loader(DATA, 4, **options)
+
+    failing(tmp_path, script, UsageError, f"no option {option}")
+
+
+def test_two_loaders_at_a_time_are_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = Tally(RECORDS)
+        session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for _ in zip(session.loader(DATA, 4), session.loader(DATA, 4), strict=True):
+            pass
+
+    failing(tmp_path, script, UsageError, "StackDataset")
