@@ -114,11 +114,18 @@ class ElasticLoader:
             shuffle = _shuffles(source)
             batch_size = source.batch_size
             options = {key: getattr(source, key) for key in (*_CARRIED, "drop_last")}
+            options["in_order"] = getattr(source, "in_order", True)  # from torch 2.6 on
             source = source.dataset
         for name in _NOT_OPTIONS & options.keys():
             raise UsageError(
                 f"session.loader has no option {name}: the parameter server decides which records a worker "
                 "computes on. The job's data.shuffle, or the shuffle of a DataLoader, says in which order"
+            )
+        options = dict(options)
+        if not options.pop("in_order", True):
+            raise UsageError(
+                "in_order is False, but records are counted in the order in which batches were asked for: "
+                "leave in_order out"
             )
         if batch_size is None or batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; expected a number of records, at least 1")
@@ -134,8 +141,8 @@ class ElasticLoader:
         self.batch_size = batch_size
         self.epoch = 0
         self.dataset = source
-        self._options = dict(options)
-        self._drop_last = bool(self._options.pop("drop_last", False))
+        self._options = options
+        self._drop_last = bool(options.pop("drop_last", False))
         self._epochs = epochs
         self._supply = Supply(
             engine,

@@ -153,6 +153,20 @@ def test_options_that_choose_records_are_refused(tmp_path: Path, option: str) ->
     failing(tmp_path, script, UsageError, f"no option {option}")
 
 
+@pytest.mark.parametrize("given", ["option", "DataLoader"])
+def test_batches_out_of_order_are_refused(tmp_path: Path, given: str) -> None:
+    """Records would be counted with another batch than theirs."""
+
+    def script(session: Session) -> None:
+        if given == "option":
+            session.loader(DATA, 4, num_workers=2, in_order=False)
+        source = DataLoader(DATA, 4, num_workers=2)
+        source.in_order = False
+        session.loader(source)
+
+    failing(tmp_path, script, UsageError, "in_order is False")
+
+
 def test_two_loaders_at_a_time_are_refused(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = Tally(RECORDS)
