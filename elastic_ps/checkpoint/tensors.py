@@ -52,7 +52,10 @@ _CODES = {name: code for code, name in DTYPES.items()}
 _NAME = re.compile(r"(\d{1,9})/(\d{1,15})/(\w{1,100})/(elements|scalar)", re.ASCII)
 
 VALUE = "value"
-"""The key of a tensor's own elements; other keys are of the optimizer's state."""
+"""The key of a tensor's own elements; other keys are of the optimizer's state, but for `MASTER`."""
+
+MASTER = "master"
+"""The key of what the optimizer steps, in single precision, where `VALUE` is rounded from it."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import VALUE, Stored
+from elastic_ps.checkpoint.tensors import MASTER, VALUE, Stored
 from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
@@ -297,11 +297,12 @@ class Node:
 
 
 def _copy(shard: Shard) -> Iterator[Stored]:
-    for bucket, flat in shard.values():
-        start = 0
-        for piece in bucket.pieces:
-            yield Stored(piece.tensor, piece.start, VALUE, flat[start : start + piece.length].clone())
-            start += piece.length
+    for key, tensors in ((VALUE, shard.values()), (MASTER, shard.masters())):
+        for bucket, flat in tensors:
+            start = 0
+            for piece in bucket.pieces:
+                yield Stored(piece.tensor, piece.start, key, flat[start : start + piece.length].clone())
+                start += piece.length
     for entry in shard.state():
         yield Stored(entry.tensor, entry.start, entry.key, entry.value, entry.scalar)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from elastic_ps.checkpoint.tensors import Reader
+from elastic_ps.checkpoint.tensors import MASTER, Reader
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, partition
@@ -22,6 +22,7 @@ from elastic_ps.core.settings import NOT_SENT, Settings, check_optimizer
 from elastic_ps.errors import CheckpointCorrupt, UserError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
+from elastic_ps.server.values import WIDE
 
 
 class _Saved(BaseModel):
@@ -108,9 +109,12 @@ def _try_optimizer(reader: Reader, settings: Settings) -> None:
     for index, tensor in enumerate(manifest.specs):
         if tensor.rule is not Rule.GRADIENT:
             continue
+        stepped = name_of(WIDE.get(tensor.dtype, dtype_of(tensor.dtype)))
         if not 0 <= tensor.group < len(settings.groups):
             raise ValueError(f"{tensor.name} is in group {tensor.group} of {len(settings.groups)}")
-        expected, found = usual(tensor.group, tensor.dtype, tensor.shape == ()), reader.keys(index)
+        expected, found = usual(tensor.group, stepped, tensor.shape == ()), reader.keys(index)
+        if found.pop(MASTER, (stepped, False)) != (stepped, False):
+            raise ValueError(f"{tensor.name}: a master that is not of {stepped}")
         different = {key for key in expected.keys() & found.keys() if expected[key] != found[key]}
         # SGD makes its buffer when it finds none.
         missing = expected.keys() - found.keys() if found and manifest.optimizer != "SGD" else set()

@@ -139,7 +139,7 @@ class Shard:
                 require_finite(values, f"first values of bucket {index}")
             with self._changed:
                 self._log.check_initialiser(worker, incarnation)
-                self._buckets[index].values.copy_(values)
+                self._buckets[index].initialise(values)
         finally:
             self._buffers.put(buffer)
 
@@ -431,6 +431,12 @@ class Shard:
         """The values, live: copy them before the next round is applied."""
         for values in self._buckets.values():
             yield values.bucket, values.values
+
+    def masters(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """What the optimizer steps, live, where the values are only rounded from it."""
+        for values in self._buckets.values():
+            if values.master is not values.values:
+                yield values.bucket, values.master
 
 
 def _typed(buffer: torch.Tensor, bucket: Bucket) -> torch.Tensor:

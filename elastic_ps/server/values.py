@@ -9,14 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.checkpoint.tensors import Reader
+from elastic_ps.checkpoint.tensors import MASTER, Reader
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import check_optimizer
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 
-SUM_DTYPE = {"float16": torch.float32, "bfloat16": torch.float32}
-"""Sums of half-precision gradients are kept in single precision."""
+WIDE = {"float16": torch.float32, "bfloat16": torch.float32}
+"""Half precision is too coarse to add small numbers up in. Sums of gradients are kept in single precision,
+and so is what the optimizer steps, the *master* (Micikevicius et al. 2018, "Mixed Precision Training").
+"""
 
 
 class StateEntry(NamedTuple):
@@ -38,7 +40,8 @@ class BucketValues:
 
     Attributes:
         bucket: what it is.
-        values: flat, of the bucket's dtype; pulled from and stepped in place.
+        values: flat, of the bucket's dtype; what workers pull.
+        master: what the optimizer steps; `values` itself unless they are of half precision.
         version: number of steps taken.
     """
 
@@ -46,9 +49,11 @@ class BucketValues:
         self.bucket = bucket
         self._stale = stale
         self.values = torch.zeros(bucket.elements, dtype=dtype_of(bucket.dtype))
+        self.master = self.values
         self.version = 0
         self._sum: torch.Tensor | None = None
         self._sum_bound = 0.0
+        self._weight = 0
         self._present: list[bool] = []
         self._bounds = [0]
         for piece in bucket.pieces:
@@ -57,12 +62,18 @@ class BucketValues:
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[int] = []
         if bucket.rule is Rule.GRADIENT:
+            self.master = self.values.to(WIDE.get(bucket.dtype, self.values.dtype))
             self._parameters = [
-                torch.nn.Parameter(self._piece(self.values, i)) for i in range(len(bucket.pieces))
+                torch.nn.Parameter(self._piece(self.master, i)) for i in range(len(bucket.pieces))
             ]
 
     def _piece(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         return flat[self._bounds[index] : self._bounds[index + 1]]
+
+    def initialise(self, values: torch.Tensor) -> None:
+        """Take the first values from a worker."""
+        self.values.copy_(values)
+        self.master.copy_(values)
 
     def build_optimizer(
         self, name: str, groups: Sequence[Mapping[str, Any]], piece_groups: Sequence[int]
@@ -86,9 +97,9 @@ class BucketValues:
 
     @property
     def sum(self) -> torch.Tensor:
-        """The sum of the open round, flat, of the dtype that sums are kept in."""
+        """The open round's sum (for a MEAN, the mean so far): flat, of the dtype that sums are kept in."""
         if self._sum is None:
-            dtype = SUM_DTYPE.get(self.bucket.dtype, self.values.dtype)
+            dtype = WIDE.get(self.bucket.dtype, self.values.dtype)
             self._sum = torch.empty(self.bucket.elements, dtype=dtype)
         return self._sum
 
@@ -122,7 +133,7 @@ class BucketValues:
         if not present:
             present = [True] * len(self.bucket.pieces)
         total = self.sum
-        if self.bucket.rule is not Rule.MAXIMUM and total.is_floating_point():
+        if self.bucket.rule is Rule.GRADIENT:
             bound = samples * largest + (0.0 if first else self._sum_bound)
             if bound > torch.finfo(total.dtype).max / 2:
                 _require_no_overflow(contribution, samples, None if first else total, who)
@@ -132,6 +143,12 @@ class BucketValues:
                 total.copy_(contribution)
             else:
                 torch.maximum(total, contribution, out=total)
+        elif self.bucket.rule is Rule.MEAN:
+            self._weight = samples if first else self._weight + samples
+            if first:
+                total.copy_(contribution)
+            else:
+                _move_mean(total, contribution.to(total.dtype), samples / self._weight)
         elif first:
             torch.mul(contribution.to(total.dtype), samples, out=total)
         else:
@@ -145,12 +162,11 @@ class BucketValues:
         assert self._sum is not None, "a round is applied only when contributions are complete"
         if self.bucket.rule is Rule.MAXIMUM:
             self.values.copy_(torch.maximum(self._sum, self.values) if self._stale else self._sum)
+        elif self.bucket.rule is Rule.MEAN:
+            self.values.copy_(self._sum)
         else:
             self._sum.div_(samples)
-            if self.bucket.rule is Rule.MEAN:
-                self.values.copy_(self._sum)
-            else:
-                self._step(groups)
+            self._step(groups)
         self.version = version
 
     def _step(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -158,10 +174,11 @@ class BucketValues:
         assert self._sum is not None
         for own, number in zip(self._optimizer.param_groups, self._groups, strict=True):
             own.update(groups[number])
-        gradient = self._sum.to(self.values.dtype)
         for index, parameter in enumerate(self._parameters):
-            parameter.grad = self._piece(gradient, index) if self._present[index] else None
+            parameter.grad = self._piece(self._sum, index) if self._present[index] else None
         self._optimizer.step()
+        if self.master is not self.values:
+            self.values.copy_(self.master)
 
     def state(self) -> Iterator[StateEntry]:
         """The optimizer's state. The tensors are live: copy them before the next `apply`."""
@@ -179,10 +196,23 @@ class BucketValues:
         """Take values and optimizer state over from a checkpoint of `version`; nothing else of it is read."""
         for index, piece in enumerate(self.bucket.pieces):
             where = (piece.tensor, piece.start, piece.length)
-            self._piece(self.values, index).copy_(stored.value(*where))
-            if self._optimizer is not None and (state := stored.state(*where)):
+            values, state = stored.value(*where), stored.state(*where)
+            self._piece(self.values, index).copy_(values)
+            if self.master is not self.values:
+                self._piece(self.master, index).copy_(state.pop(MASTER, values))
+            if self._optimizer is not None and state:
                 self._optimizer.state[self._parameters[index]] = state
         self.version = version
+
+
+def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:
+    """Make `mean` the mean of itself and `value`, which has `share` of the weight.
+
+    The mean of equal values is that value to the bit, so that a constant does not drift by rounding; nothing
+    overflows, since weights are below 1.
+    """
+    mixed = mean * (1 - share) + value * share
+    mean.copy_(torch.where(mean == value, mean, mixed))
 
 
 def require_finite(contribution: torch.Tensor, who: str, *, usual: torch.Tensor | None = None) -> float:
@@ -210,7 +240,7 @@ def _require_no_overflow(
     contribution: torch.Tensor, samples: int, total: torch.Tensor | None, who: str
 ) -> None:
     """Raise Refused (NOT_FINITE) if finite values, weighed and added to a finite sum, are not finite."""
-    dtype = SUM_DTYPE.get(str(contribution.dtype).removeprefix("torch."), contribution.dtype)
+    dtype = WIDE.get(str(contribution.dtype).removeprefix("torch."), contribution.dtype)
     sum_after = contribution.to(dtype) * samples
     finite = torch.isfinite(contribution)
     if total is not None:

@@ -2,8 +2,8 @@
 
 All parameters of one dtype are laid one after the other into one flat tensor, in the order of the buckets,
 so that a bucket is a slice of it. On the CPU the model's parameters become views of that memory, and a
-pulled bucket is received straight into the model; on another device it is received into host memory and
-copied.
+pulled bucket is received straight into the model. What is on another device, or in another order in memory
+(`channels_last`), stays where it is; pulled values are copied to it.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Flat:
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        """Allocate, copy the model's values in, and on the CPU make the model use this memory."""
+        """Allocate, copy the model's values in, and make the model use this memory where it can."""
         self.layout = layout
         self.tensors = tensors
         sizes: dict[tuple[str, Rule], int] = {}
@@ -160,6 +160,7 @@ class Flat:
             for piece in bucket.pieces:
                 self.buckets_of[piece.tensor].append(bucket.index)
         self._addresses: list[int] = []
+        self._apart: list[int] = []  # tensors with memory of their own
         with torch.no_grad():
             for index, tensor in enumerate(tensors):
                 self._adopt(index, tensor)
@@ -167,9 +168,13 @@ class Flat:
     def _adopt(self, index: int, tensor: torch.Tensor) -> None:
         view = self.value(index)
         view.copy_(tensor)
-        if tensor.device.type == "cpu" and tensor.numel():
+        if tensor.device.type != "cpu" or not _one_after_the_other(tensor):
+            self._apart.append(index)
+        elif tensor.numel():
             # The same memory, as a storage of its own: what saves a tensor saves all of its storage.
-            tensor.data = torch.frombuffer(as_bytes(view), dtype=view.dtype).view(view.shape)
+            memory = torch.frombuffer(as_bytes(view), dtype=view.dtype)
+            strides = tensor.stride() if tensor.is_contiguous() else view.stride()
+            tensor.data = memory.as_strided(tensor.shape, strides)
         self._addresses.append(tensor.data_ptr())
 
     def value(self, index: int) -> torch.Tensor:
@@ -208,8 +213,17 @@ class Flat:
                 )
 
     def publish(self) -> None:
-        """Copy pulled values to the model's tensors that are not on the CPU. Blocks for the copies."""
+        """Copy pulled values to the model's tensors that have memory of their own. Blocks for the copies."""
         with torch.no_grad():
-            for index, tensor in enumerate(self.tensors):
-                if tensor.device.type != "cpu":
-                    tensor.copy_(self.value(index))
+            for index in self._apart:
+                self.tensors[index].copy_(self.value(index))
+
+
+def _one_after_the_other(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may have its elements in their logical order in memory.
+
+    True of a tensor that was expanded, since elements that share memory cannot be trained; not of one that
+    was permuted on purpose.
+    """
+    shared = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.is_contiguous() or shared

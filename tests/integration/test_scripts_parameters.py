@@ -152,18 +152,42 @@ def test_other_precisions(tmp_path: Path, dtype: torch.dtype) -> None:
     check_against_replay(tmp_path, lambda: make_mlp().to(dtype), sgd, loss=loss)
 
 
+def test_the_order_of_elements_in_memory_is_kept(tmp_path: Path) -> None:
+    """channels_last stays channels_last, and means the same as on one process."""
+
+    class Pictures(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = torch.nn.Conv2d(3, 4, 2)
+            self.last = make_mlp((4, 1))
+            with torch.no_grad():
+                self.convolution.weight.copy_(torch.linspace(-1, 1, 48).view(4, 3, 2, 2))
+                self.convolution.bias.fill_(0.1)  # type: ignore[union-attr]
+            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+        def forward(self, x: torch.Tensor) -> Any:
+            picture = x[:, :, None, None].expand(-1, -1, 2, 2).view(-1, 3, 2, 2, 2).sum(2)
+            return self.last(torch.tanh(self.convolution(picture)).flatten(1))
+
+    def before(version: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        assert isinstance(model, Pictures)
+        assert model.convolution.weight.is_contiguous(memory_format=torch.channels_last)
+
+    check_against_replay(tmp_path, Pictures, sgd, before=before, parameterServer={"replicas": 2})
+
+
 def test_a_mixture_of_precisions(tmp_path: Path) -> None:
     class Mixed(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
             super().__init__()
             self.body = make_mlp()
             self.scale = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
-            self.shift = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+            self.shift = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
             self.register_buffer("flags", torch.tensor([True, False]))
             self.register_buffer("count", torch.zeros(2, dtype=torch.int16))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.body(x) * self.scale.float() + self.shift.float()  # type: ignore[no-any-return]
+            return self.body(x) * self.scale.float() + self.shift.bfloat16().float()  # type: ignore[no-any-return]
 
     models = Models()
 
@@ -177,7 +201,7 @@ def test_a_mixture_of_precisions(tmp_path: Path) -> None:
 
     commits = alone(tmp_path, script, parameterServer={"replicas": 3})
     model = models[0]
-    reference = Mixed()
+    reference = Mixed(torch.float32)  # the parameter server steps a master in single precision
     optimizer = sgd(reference)
     from elastic_ps.worker.supply import permutation
 
@@ -190,7 +214,8 @@ def test_a_mixture_of_precisions(tmp_path: Path) -> None:
         mse(reference, x, y).backward()
         optimizer.step()
     for name, value in reference.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value)
+        ours = model.state_dict()[name]
+        torch.testing.assert_close(ours, value.to(ours.dtype))
 
 
 @pytest.mark.parametrize(

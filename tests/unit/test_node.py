@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.checkpoint.manifest import ShardFile
+from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.core.partition import Rule, TensorSpec, partition
@@ -66,8 +66,66 @@ def test_a_part_is_told_until_another_checkpoint_is_ordered(tmp_path: Path) -> N
         node.close()
 
 
-def told_in(node: Node, *, term: int) -> Written | None:
-    return node.advance(Advance(0, 0, {}, term=term)).written
+def test_a_checkpoint_keeps_the_master_of_half_precision_values(tmp_path: Path) -> None:
+    """Else what has added up below half precision would be lost by each restart."""
+    store = Store(tmp_path)
+    term = store.next_term()
+    spec = TensorSpec("w", (4,), "bfloat16", Rule.GRADIENT, 0)
+    layout = partition([spec], bucket_bytes=1 << 20, shards=1)
+    settings = Settings(({"lr": 1.0, "momentum": 0.5},))
+    one = torch.full((4,), -(2.0**-12), dtype=torch.bfloat16)
+
+    def step(node: Node, version: int) -> None:
+        node.advance(Advance(version, 0, {0: 1}, term=term))
+        key = PushKey(term=term, worker=0, incarnation=1, step=version, bucket=0, version=version, attempt=0)
+        node.shard.push(key, 1, (), Body(one))
+        apply = Application(0, [(0, 1, version)], 1, settings)
+        node.advance(Advance(version + 1, 0, {0: 1}, apply, term=term))
+
+    def master(node: Node) -> list[float]:
+        ((_, values),) = node.shard.masters()
+        return values.tolist()
+
+    first, second = (
+        Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, "")) for _ in range(2)
+    )
+    try:
+        first.configure(Configuration(layout, "SGD", settings, term, None))
+        step(first, 0)
+        first.advance(Advance(1, 0, {}, checkpoint=1, term=term))
+        eventually(lambda: told_in(first, term=term, version=1) is not None, "the part is written")
+        written = told_in(first, term=term, version=1)
+        assert written is not None
+        assert written.file is not None
+        store.commit(
+            Manifest(
+                job="j",
+                version=1,
+                term=term,
+                number=1,
+                tensors=[asdict(spec)],
+                optimizer="SGD",
+                state={},
+                files=[written.file],
+            ),
+            keep=1,
+        )
+        second.configure(Configuration(layout, "SGD", settings, term, 1))
+        assert master(second) == [2.0**-12] * 4
+        for node in (first, second):
+            step(node, 1)
+        assert master(first) == master(second) == [2.0**-12 * 2.5] * 4
+        assert [
+            torch.equal(a, b)
+            for (_, a), (_, b) in zip(first.shard.values(), second.shard.values(), strict=True)
+        ] == [True]
+    finally:
+        first.close()
+        second.close()
+
+
+def told_in(node: Node, *, term: int, version: int = 0) -> Written | None:
+    return node.advance(Advance(version, 0, {}, term=term)).written
 
 
 def test_a_part_that_is_told_twice_is_one_part(tmp_path: Path) -> None:

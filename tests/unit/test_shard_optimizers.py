@@ -110,6 +110,19 @@ def test_half_precision_gradients_are_summed_in_single_precision(dtype: str) -> 
     assert torch.equal(rig.values(), expected)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_steps_too_small_for_half_precision_add_up(dtype: str) -> None:
+    """1 + 2**-12 is 1 in half precision; 4096 such steps make 2."""
+    rig = Rig(one_bucket(tensor("w", 4, dtype=dtype)))
+    rig.fill(0, torch.ones(4, dtype=dtype_of(dtype)))
+    for _ in range(64):
+        rig.push(0, torch.full((4,), -(2.0**-12), dtype=dtype_of(dtype)))
+        rig.commit(0, samples=1)
+    assert rig.values().dtype is dtype_of(dtype)
+    assert rig.values().float().tolist() == [1 + 2.0**-6] * 4
+    assert all(e.value.dtype is torch.float32 for e in rig.shard.state() if not e.scalar)
+
+
 def test_state_is_copied_and_complete() -> None:
     settings = Settings(({"lr": 0.1},))
     rig = Rig(one_bucket(tensor("a", 2), tensor("b", 3)), optimizer="Adam", settings=settings)

@@ -70,6 +70,30 @@ def test_counters_take_the_maximum_and_running_statistics_the_mean() -> None:
     assert rig.values(number[3]).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_a_constant_buffer_stays_as_it_is(dtype: str) -> None:
+    """A mask, a table of frequencies: the mean of equal values is that value, to the bit."""
+    kind = dtype_of(dtype)
+    largest = torch.finfo(kind).max
+    constant = torch.cat([torch.rand(61), torch.tensor([largest, -largest, -math.inf])]).to(kind)
+    rig = Rig(one_bucket(tensor("mask", 64, dtype=dtype, rule=Rule.MEAN)))
+    rig.fill(0, constant)
+    for _ in range(20):
+        for worker, samples in enumerate((3, 7, 11)):
+            rig.push(worker, constant, samples=samples)
+        rig.commit(0, 1, 2, samples=21)
+        assert torch.equal(rig.values(), constant)
+
+
+def test_the_mean_of_a_buffer_keeps_infinities_and_does_not_overflow() -> None:
+    rig = Rig(one_bucket(tensor("buffer", 3, rule=Rule.MEAN)))
+    rig.fill(0, torch.tensor([-math.inf, -math.inf, 0.0]))
+    rig.push(0, torch.tensor([-math.inf, 1.0, 3e38]), samples=1)
+    rig.push(1, torch.tensor([1.0, -math.inf, -3e38]), samples=3)
+    rig.commit(0, 1, samples=4)
+    assert rig.values().tolist() == [-math.inf, -math.inf, pytest.approx(-1.5e38)]
+
+
 def test_counters_of_a_stale_step_do_not_go_back() -> None:
     layout = partition((tensor("count", 2, dtype="int64", rule=Rule.MAXIMUM),), bucket_bytes=1024, shards=1)
     rig = Rig(layout, workers=(0,), consistency=Consistency(mode="bounded", max_staleness=4))
