@@ -296,7 +296,7 @@ class Coordinator(Driver):
     def _open_ledger(self, records: int, epochs: int) -> None:
         state, spec = self._state, self._spec
         lanes = spec.worker.replicas if spec.consistency.deterministic else 0
-        state.open_ledger(records, epochs, shard_records=spec.data.shard_records, lanes=lanes)
+        state.open_ledger(records, epochs, lanes=lanes)
         if wrong := state.match_ledger(records, epochs):
             raise Refused(RefusalCode.INVALID, wrong)
 

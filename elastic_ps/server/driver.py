@@ -87,7 +87,7 @@ class Driver:
         self._history = history
         self._clock = clock or time.monotonic
         self._changed = threading.Condition()
-        self._state = JobState(term, self.lease, spec.consistency)
+        self._state = JobState(term, self.lease, spec.consistency, spec.data)
         self._configuring = False
         self._driving = False
         self._stale = False  # the shards do not know yet who takes part in the open round
@@ -355,7 +355,7 @@ class Driver:
             logger.error("a shard has lost the model, and there is nothing to go on from: %s", error)
             with self._changed:
                 term = self._keeper.term if self._keeper else self._state.term + 1
-                self._state = JobState(term, self.lease, self._spec.consistency)
+                self._state = JobState(term, self.lease, self._spec.consistency, self._spec.data)
         except (TransportError, Refused, CheckpointError) as error:
             if self._keeper is not None:
                 self._keeper.failed(f"the checkpoint is not restored yet: {error}")
@@ -376,9 +376,9 @@ class Driver:
             term=term,
             lease=self.lease,
             consistency=self._spec.consistency,
+            data=self._spec.data,
             version=found.version,
             model=Model(layout, found.optimizer),
-            shard_records=self._spec.data.shard_records,
         )
         self._history.record("restore", term=term, version=found.version, round=state.last_round)
         self._prepared, self._ordered = None, 0

@@ -23,8 +23,8 @@ from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.progress import Curve, Rate
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.job import Consistency
+from elastic_ps.errors import InvalidJob, RefusalCode, Refused
+from elastic_ps.job import Consistency, Data
 from elastic_ps.status import Member, Progress
 
 INCARNATIONS_PER_TERM = 1 << 32
@@ -63,6 +63,7 @@ class JobState:
         term: of the parameter server.
         lease: how long a member may be silent.
         consistency: which decides what rounds are made of.
+        data: in which order the records are handed out, and how many at a time.
         model: None before the first worker has come.
         initialised: the first worker's values have arrived and are kept.
         initialiser: the worker that is sending them.
@@ -81,6 +82,7 @@ class JobState:
     term: int
     lease: timedelta
     consistency: Consistency = field(default_factory=Consistency)
+    data: Data = field(default_factory=Data)
     members: Membership = field(init=False)
     rounds: SyncRounds = field(init=False)
     ledger: Ledger | Lanes | None = None
@@ -179,12 +181,12 @@ class JobState:
             self.give_back(stay.incarnation)
         return entry
 
-    def open_ledger(self, records: int, epochs: int, *, shard_records: int, lanes: int) -> None:
+    def open_ledger(self, records: int, epochs: int, *, lanes: int) -> None:
         """The first worker names its data set; with `lanes`, the schedule is fixed for that many workers."""
         if self.ledger is None and lanes:
-            self.ledger = Lanes(records, epochs, shard_records, lanes)
+            self.ledger = Lanes(records, epochs, self.data.shard_records, lanes)
         elif self.ledger is None:
-            self.ledger = Ledger(records, epochs, shard_records)
+            self.ledger = Ledger(records, epochs, self.data.shard_records)
 
     def match_ledger(self, records: int, epochs: int) -> str:
         """Compare a worker's data set with the job's; what is wrong with it in words, "" if nothing.
@@ -365,6 +367,7 @@ class JobState:
             "optimizer": self.model.optimizer,
             "settings": self.settings.to_json(),
             "ledger": self.ledger.state() if self.ledger else None,
+            "order": self.data.model_dump(include={"shuffle", "seed"}),
             "members": [asdict(stay) for stay in self.members.stays()],
             "metrics": dict(self.metrics),
             "loss": list(self.loss.points),
@@ -382,12 +385,23 @@ class JobState:
         term: int,
         lease: timedelta,
         consistency: Consistency,
+        data: Data,
         version: int,
         model: Model,
-        shard_records: int,
     ) -> JobState:
-        """The state of `version` as a new term begins with it: members are gone, the rest is as before."""
-        state = cls(term=term, lease=lease, consistency=consistency, model=model, initialised=True)
+        """The state of `version` as a new term begins with it: members are gone, the rest is as before.
+
+        Raises:
+            InvalidJob: `data` has another order of records, in which other ones would have been trained.
+        """
+        for key, before in saved["order"].items():
+            if getattr(data, key) != before:
+                raise InvalidJob(
+                    f"data.{key} is {getattr(data, key)}, and the checkpoint of version {version} was made "
+                    f"with {before}. In the new order some records would be trained again, and others never; "
+                    f"set data.{key} to {before} to go on from the checkpoint"
+                )
+        state = cls(term, lease, consistency, data, model=model, initialised=True)
         state.resumed = True
         state.settings = Settings.from_json(saved["settings"])
         for stay in (Stay(**stay) for stay in saved["members"]):
@@ -398,7 +412,7 @@ class JobState:
         state.rounds.version = version
         if saved["ledger"] is not None:
             kind = Lanes if "lanes" in saved["ledger"] else Ledger
-            state.ledger = kind.from_state(saved["ledger"], shard_records=shard_records)
+            state.ledger = kind.from_state(saved["ledger"], shard_records=data.shard_records)
         state.metrics = dict(saved["metrics"])
         state.last_round = saved.get("round", {})
         state.chief = saved["chief"]

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
-
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.engine import Engine
-
-
-@lru_cache(maxsize=4)
-def permutation(records: int, epoch: int, *, shuffle: bool, seed: int) -> list[int]:
-    """The index of the record at each position of an epoch; the same in every worker."""
-    if not shuffle:
-        return list(range(records))
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(records, generator=generator).tolist()
+from elastic_ps.worker.order import permutation
 
 
 class Supply:

@@ -16,8 +16,8 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused
+from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
-from elastic_ps.worker.supply import permutation
 from tests.integration.harness import Job, Numbers, events, make_mlp, make_spec, running_job
 from tests.integration.oracle import assert_each_record_once, mse
 from tests.integration.trained import adam, sgd, training

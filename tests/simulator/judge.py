@@ -10,7 +10,7 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.drill import history
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import CheckpointError
-from elastic_ps.worker.supply import permutation
+from elastic_ps.worker.order import permutation
 from tests.simulator.cluster import MOMENTUM, PARAMETERS, Cluster, Sight
 
 

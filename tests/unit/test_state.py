@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,8 @@ from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, TensorSpec, partition
-from elastic_ps.job import Consistency
+from elastic_ps.errors import InvalidJob
+from elastic_ps.job import Consistency, Data
 from elastic_ps.server.state import JobState, Model
 
 
@@ -283,9 +285,45 @@ def test_a_checkpoint_knows_that_the_training_was_stopped(state: JobState) -> No
         term=2,
         lease=timedelta(seconds=10),
         consistency=Consistency(),
+        data=Data(),
         version=0,
         model=model,
-        shard_records=10,
     )
     assert again.stopped == "no improvement"
     assert again.finished
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ({"seed": 2}, "data.seed is 2, .* made with 1"),
+        ({"seed": 1, "shuffle": False}, "data.shuffle is False"),
+    ],
+)
+def test_a_checkpoint_goes_on_in_the_order_of_records_that_it_was_made_with(
+    data: dict[str, Any], match: str
+) -> None:
+    """In another order records would be trained twice, and others never, in the epoch that is under way."""
+    model = Model(
+        partition((TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),), bucket_bytes=1024, shards=1), "SGD"
+    )
+    lease = timedelta(seconds=10)
+    state = JobState(1, lease, data=Data(seed=1, shard_records=16), model=model, initialised=True)
+    state.open_ledger(100, 1, lanes=0)
+
+    def restored(data: Data) -> JobState:
+        return JobState.from_checkpoint(
+            state.to_checkpoint(),
+            term=2,
+            lease=lease,
+            consistency=Consistency(),
+            data=data,
+            version=7,
+            model=model,
+        )
+
+    ledger = restored(Data(seed=1, shard_records=8)).ledger
+    assert isinstance(ledger, Ledger)
+    assert ledger.shard_records == 8, "what may change"
+    with pytest.raises(InvalidJob, match=match):
+        restored(Data(**data))

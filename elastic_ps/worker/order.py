@@ -1,0 +1,98 @@
+"""Which record stands at which position of an epoch: a permutation by formula, not by a list.
+
+A list of the order takes memory for every record of the data set, in every worker, and time before the
+first batch. A cipher over the numbers 0 to `n - 1` is a permutation of them, too, and any part of it is
+computed from the key alone. This one is the generalised Feistel network with cycle walking of Black and
+Rogaway 2002, "Ciphers with Arbitrary Finite Domains": a position is written as two digits, each round adds
+a keyed hash of one digit to the other, and a result that is not below `n` is put through again. It shuffles
+and keeps no secret, so its hash is a cheap one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import overload
+
+import torch
+
+ROUNDS = 8
+"""Twice the four that make a Feistel network of random functions look random (Luby and Rackoff 1988)."""
+
+MOST_RECORDS = 1 << 60
+"""Up to here all numbers of the computation fit into 64 bits with a sign."""
+
+_CHUNK = 1 << 16
+_LOW_31_BITS = (1 << 31) - 1
+
+
+def permutation(records: int, epoch: int, *, shuffle: bool, seed: int) -> Sequence[int]:
+    """The index of the record at each position of an epoch; the same in every worker."""
+    return Shuffled(records, seed=seed, epoch=epoch) if shuffle else range(records)
+
+
+class Shuffled(Sequence[int]):
+    """A permutation of `range(records)` that looks random. It takes no memory. Thread-safe.
+
+    A slice is computed at once and is a list; element by element takes far longer.
+
+    Args:
+        records: how many there are; `MOST_RECORDS` at most.
+        seed, epoch: each pair has a permutation of its own.
+    """
+
+    def __init__(self, records: int, *, seed: int, epoch: int) -> None:
+        if not 0 <= records <= MOST_RECORDS:
+            raise ValueError(f"{records} records; expected 0 to {MOST_RECORDS}")
+        self._records = records
+        self._low = math.isqrt(max(1, records) - 1) + 1  # the square root, rounded up
+        self._high = -(-records // self._low)
+        self._keys = _keys(seed, epoch)
+
+    def __len__(self) -> int:
+        return self._records
+
+    @overload
+    def __getitem__(self, position: int) -> int: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[int]: ...
+    def __getitem__(self, position: int | slice) -> int | list[int]:
+        if isinstance(position, slice):
+            start, stop, step = position.indices(self._records)
+            length = len(range(start, stop, step))
+            return self._records_at(start + step * torch.arange(length))
+        return self._records_at(torch.tensor([range(self._records)[position]]))[0]
+
+    def __iter__(self) -> Iterator[int]:
+        for start in range(0, self._records, _CHUNK):
+            yield from self[start : start + _CHUNK]
+
+    def _records_at(self, positions: torch.Tensor) -> list[int]:
+        values = self._encipher(positions)
+        while (outside := values >= self._records).any():
+            values[outside] = self._encipher(values[outside])
+        return values.tolist()
+
+    def _encipher(self, values: torch.Tensor) -> torch.Tensor:
+        """A permutation of the numbers below `low * high`. The digits change places in each round."""
+        first, second = values % self._low, values // self._low
+        for number, key in enumerate(self._keys):  # an even number of them: each digit ends in its own place
+            base = self._high if number % 2 else self._low
+            first, second = second, (first + _hash(second, key)) % base
+        return second * self._low + first
+
+
+@lru_cache(maxsize=16)
+def _keys(seed: int, epoch: int) -> tuple[int, ...]:
+    digest = hashlib.shake_128(f"{seed}/{epoch}".encode()).digest(4 * ROUNDS)
+    return tuple(key & _LOW_31_BITS for key in struct.unpack(f"<{ROUNDS}I", digest))
+
+
+def _hash(values: torch.Tensor, key: int) -> torch.Tensor:
+    """31 bits that look random, of each of the values below 2**31."""
+    values = ((values ^ key) * 0x45D9F3B) & _LOW_31_BITS
+    values = ((values ^ (values >> 15)) * 0x2C1B3C6D) & _LOW_31_BITS
+    return values ^ (values >> 14)
