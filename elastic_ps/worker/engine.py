@@ -114,14 +114,14 @@ class Engine:
 
     # --- coming and going
 
-    def enter(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Flat:
+    def enter(self, described: Described, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Flat:
         """Join the job with this model; returns the memory that it has from now on. Blocks.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
             ConnectionLost: no parameter server answers.
         """
-        described, self.schedule = Described(model, optimizer), Schedule(optimizer)
+        self.schedule = Schedule(optimizer)
         membership = self.member.join(described, self.schedule.current())
         flat = Flat(membership.layout, described.tensors)
         self.exchange = Exchange(
@@ -147,6 +147,7 @@ class Engine:
                     for bucket in membership.layout.buckets:
                         self.client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
                     self.client.initialised()
+                    flat.publish()
                 else:
                     own = False
                     exchange.fetch(membership.version, contributor=False)

@@ -213,6 +213,7 @@ class Exchange:
         though nothing is computed on it before the worker takes part.
         """
         every = wanted = self._flat.layout.pull_order
+        self._flat.check(thorough=True)
         self._versions.clear()
         for _ in range(FETCHES):
             with self._changed:
@@ -247,6 +248,7 @@ class Exchange:
                 logger.debug("%s", refusal)  # the next call is refused, too
 
     def _pull(self, version: int, wanted: Sequence[Bucket], *, contributor: bool) -> None:
+        self._flat.expect()
         self._missing = {bucket.index for bucket in wanted}
         for shard, channel in enumerate(self._to_pull):
             own = [b.index for b in wanted if b.shard == shard]

@@ -17,6 +17,7 @@ from elastic_ps.codec import as_bytes, dtype_of, name_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec
 from elastic_ps.core.settings import CONSTRUCTED, Settings, check_optimizer, plain_group
 from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.worker.seal import Seal
 
 
 class Described:
@@ -28,8 +29,19 @@ class Described:
         optimizer: name of the optimizer's class.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        averaged: Sequence[str] = (),
+        own: Sequence[str] = (),
+    ) -> None:
         """Look at both; nothing is changed.
+
+        Args:
+            averaged, own: names of modules, parameters or buffers that the optimizer does not train: those
+                that the script changes, of which the job keeps the mean, and those that the job leaves alone.
 
         Raises:
             InvalidModel: the parameter server cannot train this; the message says what to do.
@@ -78,11 +90,23 @@ class Described:
         buffers = {n: b for n, b in model.named_buffers() if n in persistent}
         self.specs: list[TensorSpec] = []
         self.tensors: list[torch.Tensor] = []
+        names = [*parameters, *buffers]
+        changing, left_alone = _within(averaged, names, "averaged"), _within(own, names, "own")
         for name, parameter in parameters.items():
             group = groups.get(id(parameter), -1)
-            self._add(name, parameter, Rule.GRADIENT if group >= 0 else Rule.CONSTANT, group)
+            if name in changing or name in left_alone:
+                if group >= 0 and parameter.requires_grad:
+                    raise InvalidModel(
+                        f"{name} is trained by the optimizer, so it can be neither averaged nor own"
+                    )
+                group = -1
+            if name in changing:
+                self._add(name, parameter, _mean(parameter), group)
+            elif name not in left_alone:
+                self._add(name, parameter, Rule.GRADIENT if group >= 0 else Rule.CONSTANT, group)
         for name, buffer in buffers.items():
-            self._add(name, buffer, Rule.MEAN if buffer.is_floating_point() else Rule.MAXIMUM, -1)
+            if name not in left_alone:
+                self._add(name, buffer, _mean(buffer), -1)
         pairs = zip(self.specs, self.tensors, strict=True)
         if not any(
             spec.rule is Rule.GRADIENT and tensor.requires_grad and tensor.numel() for spec, tensor in pairs
@@ -106,6 +130,30 @@ class Described:
     def settings(optimizer: torch.optim.Optimizer) -> Settings:
         """The optimizer's hyperparameters as they are now. Raises InvalidModel if one is not plain."""
         return Settings(tuple(plain_group(group, i) for i, group in enumerate(optimizer.param_groups)))
+
+
+def _within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:
+    """Those of the tensors' names that are given, or are within a module that is given.
+
+    Raises:
+        InvalidModel: nothing has such a name.
+    """
+    if isinstance(given, str):
+        raise InvalidModel(f"{what} is the text {given!r}; expected a list of names, as in [{given!r}]")
+    found: set[str] = set()
+    for prefix in given:
+        inside = {name for name in names if name == prefix or name.startswith(f"{prefix}.")}
+        if not inside:
+            raise InvalidModel(
+                f"{what} names {prefix!r}, which is no module, parameter or persistent buffer of the model; "
+                f"it has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+            )
+        found |= inside
+    return found
+
+
+def _mean(tensor: torch.Tensor) -> Rule:
+    return Rule.MEAN if tensor.is_floating_point() else Rule.MAXIMUM
 
 
 def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
@@ -164,6 +212,17 @@ class Flat:
         with torch.no_grad():
             for index, tensor in enumerate(tensors):
                 self._adopt(index, tensor)
+        self._seal = Seal(
+            layout,
+            self._of_rule(Rule.GRADIENT),
+            self._of_rule(Rule.CONSTANT),
+            tensors,
+            self._apart,
+            self.value,
+        )
+
+    def _of_rule(self, rule: Rule) -> list[torch.Tensor]:
+        return [flat for (_, own), flat in self._values.items() if own is rule]
 
     def _adopt(self, index: int, tensor: torch.Tensor) -> None:
         view = self.value(index)
@@ -203,20 +262,55 @@ class Flat:
         """A bucket's contribution, to send."""
         return self._slice(self._contributions, bucket)
 
-    def check_memory(self) -> None:
+    def check(self, *, thorough: bool = False) -> None:
+        """Raise UsageError if the script has changed what only the job can change.
+
+        Args:
+            thorough: look at everything, because the values are about to be replaced.
+        """
+        self._check_memory()
+        changed = self._seal.changed(thorough=thorough)
+        if changed is None:
+            return
+        names = [self.layout.tensors[index].name for index in changed]
+        which = (", ".join(names[:3]) + (", ..." if len(names) > 3 else "")) or "a parameter"
+        outside = [i for i in changed if not self._is_trained(i)]
+        if changed and len(outside) == len(changed):
+            raise UsageError(
+                f"{which}: changed by this script, though no optimizer trains it, so workers that join, and "
+                "checkpoints, would have its first values. If it belongs to the job, as an average of the "
+                "model does, name it or its module in session.optimizer(..., averaged=[...]); if each worker "
+                "has its own, in own=[...]"
+            )
+        raise UsageError(
+            f"{which}: changed by this script since the last optimizer.step(). Only the parameter server "
+            "changes parameters, so the change would be lost. Load values before session.optimizer(...). "
+            "Tensors that the optimizer does not train can be named in session.optimizer(..., averaged=[...])"
+        )
+
+    def _is_trained(self, index: int) -> bool:
+        return self.layout.tensors[index].rule is Rule.GRADIENT and self.tensors[index].requires_grad
+
+    def expect(self) -> None:
+        """Values are about to be pulled."""
+        self._seal.open()
+
+    def _check_memory(self) -> None:
         """Raise UsageError if the model's tensors were moved away from where they are pulled to."""
         for tensor, address, spec in zip(self.tensors, self._addresses, self.layout.tensors, strict=True):
             if tensor.data_ptr() != address:
                 raise UsageError(
                     f"the memory of {spec.name} was replaced after session.optimizer(...). Move the model "
-                    "(.to, .cuda, .half) before that call, and load values with load_state_dict"
+                    "(.to, .cuda, .half) and load values before that call. What the script changes itself, "
+                    "see `averaged`, it must change in place"
                 )
 
     def publish(self) -> None:
-        """Copy pulled values to the model's tensors that have memory of their own. Blocks for the copies."""
+        """All values are there: copy them to tensors that have memory of their own. Blocks for the copies."""
         with torch.no_grad():
             for index in self._apart:
                 self.tensors[index].copy_(self.value(index))
+        self._seal.close()
 
 
 def _one_after_the_other(tensor: torch.Tensor) -> bool:

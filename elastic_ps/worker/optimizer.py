@@ -60,7 +60,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             logger.info("no step is made: its records were handed to others when this worker joined again")
             return loss
         self._engine.backward_ended()
-        self._flat.check_memory()
+        self._flat.check()
         self._gradients.take_rest()
         self._gradients.reset()
         self._engine.finish_step()

@@ -19,6 +19,7 @@ from elastic_ps.worker.client import Client
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.member import Member
+from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.schedule import Interval
 
@@ -97,6 +98,8 @@ class Session:
         *,
         overlap: bool = True,
         check_gradients: bool = False,
+        averaged: Sequence[str] = (),
+        own: Sequence[str] = (),
     ) -> ElasticOptimizer:
         """Join the job with this model; returns the optimizer to use. Blocks.
 
@@ -109,6 +112,10 @@ class Session:
                 change gradients in between (clip_grad_norm_, GradScaler) or run backward several times.
             check_gradients: for debugging, compare each gradient in `step` with what was sent. With `overlap`
                 it finds changes through `.data`, which cannot be seen otherwise. Costs a pass over them.
+            averaged: names of modules, parameters or buffers of the model that no optimizer trains and the
+                script changes itself, such as a teacher that is an average of the model. They are sent with
+                each step, and the job's value is the mean over the workers.
+            own: names of those that belong to this worker: the job neither gets them nor overwrites them.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -117,7 +124,8 @@ class Session:
         """
         if self._optimizer is not None:
             raise UsageError("session.optimizer was called before; a job trains one model and optimizer")
-        flat = self._engine.enter(model, optimizer)
+        described = Described(model, optimizer, averaged=averaged, own=own)
+        flat = self._engine.enter(described, model, optimizer)
         self._optimizer = ElasticOptimizer(
             optimizer, flat, self._engine, overlap=overlap, check=check_gradients
         )

@@ -1,0 +1,98 @@
+"""Notices that a script has changed values that only the job can change.
+
+What a script writes into a parameter between two steps is overwritten by the next version, and was never
+part of the job. So values are summed up when they arrive, and again before they are replaced. A sum of the
+bits is one pass over memory, far less than a step takes. Values that a step does not replace, or that are
+on another device, are looked at less often, and when torch's counters say that they were written to. (The
+counters miss what is written through `.data`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from elastic_ps.core.partition import Layout, Rule
+
+ALWAYS = 4
+"""In the first so many steps everything is looked at."""
+
+EVERY = 64
+"""Afterwards in each so many-th step."""
+
+
+class Seal:
+    """The values of parameters as the job gave them. Belongs to the training thread.
+
+    Args:
+        trained, constant: flat memory that values are pulled into, of parameters with and without optimizer.
+        tensors: the model's, in the layout's order.
+        apart: which of these have memory of their own.
+        pulled: gives the pulled values of one of these.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        trained: Sequence[torch.Tensor],
+        constant: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        apart: Sequence[int],
+        pulled: Callable[[int], torch.Tensor],
+    ) -> None:
+        self._trained, self._constant = trained, constant
+        self._tensors, self._pulled = tensors, pulled
+        rules = [spec.rule for spec in layout.tensors]
+        self._watched = [i for i, rule in enumerate(rules) if rule in (Rule.GRADIENT, Rule.CONSTANT)]
+        self._apart = [i for i in apart if i in set(self._watched)]
+        self._closed = False
+        self._sums: list[int] = []
+        self._constant_sums: list[int] = []
+        self._counters: list[int] = []
+        self._checks = 0
+
+    def open(self) -> None:
+        """Values are about to arrive."""
+        self._closed = False
+
+    def close(self) -> None:
+        """The values have arrived."""
+        self._sums = [_sum(flat) for flat in self._trained]
+        if not self._constant_sums:
+            self._constant_sums = [_sum(flat) for flat in self._constant]
+        self._counters = self._versions()
+        self._closed = True
+
+    def changed(self, *, thorough: bool = False) -> list[int] | None:
+        """The tensors that were changed since: [] if it cannot be said which. None: none was.
+
+        Args:
+            thorough: look at everything.
+        """
+        if not self._closed:
+            return None
+        self._checks += 1
+        touched = [
+            index
+            for index, before, now in zip(self._watched, self._counters, self._versions(), strict=True)
+            if before != now
+        ]
+        broken = self._sums != [_sum(flat) for flat in self._trained]
+        if thorough or touched or self._checks <= ALWAYS or self._checks % EVERY == 0:
+            broken |= self._constant_sums != [_sum(flat) for flat in self._constant]
+            different = [i for i in self._apart if not torch.equal(self._tensors[i].cpu(), self._pulled(i))]
+            touched = [i for i in touched if i not in self._apart or i in different]
+            broken |= bool(different)
+            touched = sorted({*touched, *different})
+        return touched if broken else None
+
+    def _versions(self) -> list[int]:
+        return [self._tensors[index]._version for index in self._watched]
+
+
+def _sum(flat: torch.Tensor) -> int:
+    """A number that is another one when a bit has changed, but for rare accidents."""
+    raw = flat.view(torch.uint8)
+    whole = len(raw) // 8 * 8
+    return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())

@@ -1,0 +1,213 @@
+"""What a script changes itself is part of the job, or its own, or refused; never lost without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.oracle import mse
+from tests.integration.trained import Models, failing, sgd, training
+
+Change = Callable[[torch.nn.Module], None]
+
+
+def clamp(model: torch.nn.Module) -> None:
+    """As WGAN does: torch's counters do not see it."""
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+
+
+def load(model: torch.nn.Module) -> None:
+    model.load_state_dict(make_mlp(seed=9).state_dict())
+
+
+def swap_and_restore(model: torch.nn.Module) -> None:
+    """As one evaluates an average."""
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    load(model)
+    model.load_state_dict(saved)
+
+
+def channels_last() -> torch.nn.Module:
+    """Parameters that have memory of their own."""
+    model = make_mlp()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+    return model
+
+
+def train(session: Session, change: Change, *, at: int, make: Callable[[], torch.nn.Module]) -> None:
+    model = make()
+    optimizer = session.optimizer(sgd(model), model)
+    for x, y in session.loader(Numbers(40), 4):
+        if session.version == at:
+            change(model)
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "at"),
+    [
+        (make_mlp, clamp, 0),
+        (make_mlp, clamp, 6),
+        (make_mlp, load, 0),
+        (make_mlp, load, 6),
+        (channels_last, clamp, 0),
+        (channels_last, load, 6),
+    ],
+)
+def test_values_changed_between_steps_are_refused(
+    tmp_path: Path, make: Callable[[], torch.nn.Module], change: Change, at: int
+) -> None:
+    match = "changed by this script since .* Load values before session.optimizer"
+    failing(tmp_path, lambda s: train(s, change, at=at, make=make), UsageError, match)
+
+
+@pytest.mark.parametrize("make", [make_mlp, channels_last])
+def test_values_that_are_put_back_are_not_changed(
+    tmp_path: Path, make: Callable[[], torch.nn.Module]
+) -> None:
+    with running_job(tmp_path) as job:
+        job.start(0, lambda s: train(s, swap_and_restore, at=3, make=make))
+        job.join()
+        assert len(job.commits()) == 10
+
+
+class Student(torch.nn.Module):
+    """A model with an average of itself, as BYOL, MoCo and mean teachers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.teacher = make_mlp(), make_mlp().requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.online(x) + 0.1 * self.teacher(x)
+
+    def follow(self) -> None:
+        for mine, other in zip(self.teacher.parameters(), self.online.parameters(), strict=True):
+            mine.data.mul_(0.75).add_(other.data, alpha=0.25)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["in the optimizer", "outside"])
+def test_a_teacher_that_nobody_knows_of_is_refused(tmp_path: Path, given: bool) -> None:
+    def script(session: Session) -> None:
+        model = Student()
+        trained = model if given else model.online
+        optimizer = session.optimizer(sgd(trained), model)
+        for x, y in session.loader(Numbers(40), 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            model.follow()
+            optimizer.step()
+
+    failing(tmp_path, script, UsageError, r"averaged=\[")
+
+
+def follow(session: Session, models: Models, at: Callable[[int], None]) -> None:
+    model = models[session.worker] = Student()
+    optimizer = session.optimizer(sgd(model.online), model, averaged=["teacher"])
+    for x, y in session.loader(Numbers(80), 4):
+        at(session.version)
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        model.follow()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_averaged_teacher_is_the_jobs(tmp_path: Path, restarted: bool) -> None:
+    """A worker that joins later has the teacher of those that train; so has one after a lost server."""
+    models, averages = Models(), dict[int, torch.Tensor]()
+
+    def script(session: Session) -> None:
+        def at(version: int) -> None:
+            if session.worker == 0 and version == 5:
+                job.start(1, script)
+                job.until(lambda: training(job, 1), "worker 1 waits for the next round")
+            if session.worker == 0 and version == 7 and restarted:
+                job.restart(0)
+            if session.worker == 0:
+                student = models[0]
+                assert isinstance(student, Student)
+                averages[version] = torch.cat([p.detach().reshape(-1) for p in student.online.parameters()])
+
+        follow(session, models, at)
+
+    with running_job(
+        tmp_path, checkpoints=tmp_path / "kept", parameterServer={"checkpoint": {"everyVersions": 1}}
+    ) as job:
+        job.start(0, script)
+        job.join()
+        commits = job.commits()
+    assert any(len(c["contributions"]) == 2 for c in commits)
+    expected = averages[0]
+    for version in range(len(averages)):
+        expected = 0.75 * expected + 0.25 * averages[version]
+    for model in models.values():
+        assert isinstance(model, Student)
+        teacher = torch.cat([p.detach().reshape(-1) for p in model.teacher.parameters()])
+        torch.testing.assert_close(teacher, expected)
+
+
+def test_what_is_a_workers_own_is_left_alone(tmp_path: Path) -> None:
+    """A queue of each worker's own, at a join and while versions are made."""
+    models = Models()
+
+    class Queue(torch.nn.Module):
+        def __init__(self, worker: int) -> None:
+            super().__init__()
+            self.body = make_mlp()
+            self.queue = torch.nn.Module()
+            self.queue.register_buffer("items", torch.full((3,), float(worker)))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.body(x)
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = Queue(session.worker)
+        optimizer = session.optimizer(sgd(model), model, own=["queue"])
+        for x, y in session.loader(Numbers(80), 4):
+            if session.worker == 0 and session.version == 5:
+                job.start(1, script)
+                job.until(lambda: training(job, 1), "worker 1 waits for the next round")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            items = model.queue.items
+            assert isinstance(items, torch.Tensor)
+            items.add_(10)
+            optimizer.step()
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        commits = job.commits()
+    for worker, model in models.items():
+        items = model.get_buffer("queue.items")
+        steps = sum(c["worker"] == worker for commit in commits for c in commit["contributions"])
+        assert items.tolist() == [worker + 10 * steps] * 3
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        ({"averaged": ["techer"]}, "averaged names 'techer', .* it has online.0.weight"),
+        ({"own": "teacher"}, r"expected a list of names, as in \['teacher'\]"),
+        ({"own": ["online"]}, "online.0.weight is trained by the optimizer"),
+    ],
+)
+def test_names_that_mean_nothing_are_refused(tmp_path: Path, names: Any, match: str) -> None:
+    def script(session: Session) -> None:
+        model = Student()
+        session.optimizer(sgd(model), model, **names)
+
+    failing(tmp_path, script, InvalidModel, match)
