@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_ps.errors import InvalidModel
 
@@ -37,31 +37,55 @@ CONSTRUCTED = frozenset({"initial_accumulator_value"})
 """Hyperparameters that torch takes from the constructor only, whatever a parameter group says (Adagrad)."""
 
 
+class Position(NamedTuple):
+    """How far the job is at a version: what learning-rate schedules are stepped by."""
+
+    version: int = 0
+    """Optimizer steps."""
+    samples: int = 0
+    """Records whose gradients are in the model, of all epochs together."""
+    epochs: int = 0
+    """Epochs of which every record is in the model."""
+
+
+START = Position()
+"""Of version 0."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Hyperparameters of each parameter group, and the states of learning-rate schedulers.
 
     Attributes:
         groups: for each parameter group, names and plain values.
-        schedulers: for each scheduler given to `session.scheduler`, its `state_dict`'s plain values.
-        stepped: whether the schedulers made a step between the last two optimizer steps, so that whoever
-            takes these settings over has one to make up for.
+        schedulers: for each scheduler given to `session.scheduler`, how many steps it has made ("steps"), and
+            its `state_dict`'s plain values ("state").
+        position: of the version that was made with these settings; the parameter server fills it in.
+        first: the groups as they were when the job began; the parameter server fills them in.
     """
 
     groups: tuple[Mapping[str, Any], ...]
     schedulers: tuple[Mapping[str, Any], ...] = ()
-    stepped: bool = False
+    position: Position = START
+    first: tuple[Mapping[str, Any], ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(
-            {"groups": self.groups, "schedulers": self.schedulers, "stepped": self.stepped}, sort_keys=True
+            {
+                "groups": self.groups,
+                "schedulers": self.schedulers,
+                "position": self.position,
+                "first": self.first,
+            },
+            sort_keys=True,
         )
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
         """Raises ValueError, KeyError or TypeError if `text` was not made by `to_json`."""
         data = json.loads(text)
-        return cls(tuple(data["groups"]), tuple(data["schedulers"]), bool(data["stepped"]))
+        position = Position(*(int(number) for number in data["position"]))
+        return cls(tuple(data["groups"]), tuple(data["schedulers"]), position, tuple(data["first"]))
 
     def check_follows(self, later: Settings) -> None:
         """Raise InvalidModel unless an optimizer that was built with these settings can step with `later`.

@@ -237,7 +237,8 @@ class Driver:
             raise Refused(RefusalCode.INVALID, str(error)) from error
         finally:
             with self._changed:
-                self._state.model, self._state.settings, self._configuring = model, settings, False
+                self._state.model, self._configuring = model, False
+                self._state.settings = Settings(settings.groups, settings.schedulers, first=settings.groups)
                 self._told()
 
     def _partition(self, tensors: tuple[TensorSpec, ...]) -> Layout:
@@ -306,8 +307,7 @@ class Driver:
     def _commit(self, contributions: Sequence[Contribution], decided: float) -> Advance:
         """The order to apply a round, with the lock held."""
         state, rounds = self._state, self._state.rounds
-        if settings := state.settings_of(contributions):
-            state.settings = Settings.from_json(settings)
+        state.settings = state.settings_after(contributions)
         application = Application(
             attempt=rounds.attempt,
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],

@@ -20,7 +20,7 @@ from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import NOT_SENT, Settings, check_optimizer
 from elastic_ps.errors import CheckpointCorrupt, UserError
-from elastic_ps.job import TrainingJobSpec
+from elastic_ps.job import Data, TrainingJobSpec
 from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
 from elastic_ps.server.values import WIDE
 
@@ -31,6 +31,7 @@ class _Saved(BaseModel):
     model_config = ConfigDict(strict=True)
     settings: str
     ledger: dict[str, Any] | None
+    order: dict[str, Any]
     members: list[Stay]
     metrics: dict[str, float]
     loss: list[tuple[int, float]]
@@ -78,9 +79,9 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
         term=manifest.term,
         lease=spec.worker.lease_duration,
         consistency=spec.consistency,
+        data=Data(**saved.order),  # another one in the job is a person's mistake, not the checkpoint's
         version=manifest.version,
         model=Model(layout, manifest.optimizer),
-        shard_records=spec.data.shard_records,
     )
     _try_optimizer(reader, Settings.from_json(saved.settings))
 

@@ -22,7 +22,7 @@ from elastic_ps.core.membership import Membership, Stay
 from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.progress import Curve, Rate
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Position, Settings
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused
 from elastic_ps.job import Consistency, Data
 from elastic_ps.status import Member, Progress
@@ -295,8 +295,22 @@ class JobState:
         for void in self.rounds.undecide():
             self.give_back(void.incarnation)
 
+    def settings_after(self, contributions: Sequence[Contribution]) -> Settings:
+        """The settings to step with. They are in force until the next version is made."""
+        sent = self.settings_of(contributions)
+        settings = Settings.from_json(sent) if sent else self.settings
+        return replace(settings, position=self._position_after(contributions), first=self.settings.first)
+
+    def _position_after(self, contributions: Sequence[Contribution]) -> Position:
+        if self.ledger is None:
+            return Position(self.version + 1)
+        after = self.ledger.copy()
+        for c in contributions:
+            after.apply(c.incarnation, c.records)
+        return Position(self.version + 1, after.applied, after.complete_epochs)
+
     def settings_of(self, contributions: Sequence[Contribution]) -> str:
-        """The settings to step with, as JSON; "" for those that are in force.
+        """The settings that the contributors want, as JSON; "" for those that are in force.
 
         They are those of the contributor that has made most steps. With bounded staleness, where most
         versions lack most workers, they change only if no member has made more steps: so a schedule does not

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
+from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused, UsageError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
@@ -128,7 +129,8 @@ class Engine:
             self.client, flat, self.spec.consistency, trace=self._trace, history=self._history
         )
         membership = self._initialise(membership, flat)
-        self.schedule.joined(membership.settings, initialises=membership.initialise)
+        if not membership.initialise:
+            self.schedule.joined(self._in_force())
         self.entered = True
         self._phases.watch(model)
         self.member.note_join(membership.version)
@@ -179,6 +181,7 @@ class Engine:
                     raise
                 continue
             break
+        self.schedule.take_over(self._in_force())
         self.member.note_join(membership.version, again=True)
         logger.info("joined again at version %d", membership.version)
         return membership
@@ -219,8 +222,7 @@ class Engine:
 
     def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
         """Keep a scheduler's state on the parameter server, and take over the state in force."""
-        in_force = self._exchange().settings
-        self.schedule.add(scheduler, interval, in_force, version=self.version, step=self._steps)
+        self.schedule.add(scheduler, interval)
 
     def begin_step(self) -> None:
         """The first gradient of a step is there. Raises UsageError if it belongs to no batch."""
@@ -237,7 +239,7 @@ class Engine:
                 "Iterate over session.loader(dataset or DataLoader, ...)"
             )
         exchange = self._exchange()
-        self.schedule.step_begins(self._steps)
+        self.schedule.check()
         self._phases.backward()
         base = exchange.version
         step = Step(
@@ -270,9 +272,12 @@ class Engine:
         if step.samples != batches.samples:
             raise UsageError("backward() ran for two batches before optimizer.step(); call step() first")
         self._note_skipped(batches.decide(keep_new=True))
-        settings = self.schedule.current().to_json()
+        settings = self.schedule.current()
         ending = Ending(
-            ranges=batches.computed, settings=settings, metrics=batches.metrics(), skipped=batches.skipped
+            ranges=batches.computed,
+            settings=settings.to_json(),
+            metrics=batches.metrics(),
+            skipped=batches.skipped,
         )
         try:
             with self._phases.waiting(step.number):
@@ -281,19 +286,17 @@ class Engine:
             if refusal.code is RefusalCode.LATE:
                 self._drop_step()
                 exchange.reset()
-                self.schedule.step_late(exchange.settings)
             elif expelled(refusal):
-                self.schedule.step_lost(self._join_again(refusal).settings)
+                self._join_again(refusal)
             else:
                 raise
         else:
             self._steps += 1
             batches.step_made()
             self.stopped = self.stopped or exchange.stopped
-            self.schedule.step_made(settings, exchange.settings)
+            self.schedule.step_made(settings, self._in_force())
         if self._stopping:
             self.stop_computing()
-        self.schedule.step_ended()
 
     def skip(self) -> None:
         """No step is made with the batches in hand; their records are not trained by anybody."""
@@ -377,7 +380,7 @@ class Engine:
             self._computing, self._stopping = True, False
             if behind:
                 exchange.fetch(granted.version, contributor=True)
-                self.schedule.went_on(exchange.settings, version=granted.version, step=self._steps)
+                self.schedule.take_over(self._in_force())
         elif granted.finished:
             if not granted.version and not self.stopped:
                 raise UsageError(
@@ -418,7 +421,7 @@ class Engine:
 
     def _come_back(self, refusal: Refused) -> None:
         """Join again between two steps."""
-        self.schedule.joined_again(self._join_again(refusal).settings)
+        self._join_again(refusal)
         self.gradients.void()
 
     def leave_out(self, ranges: Sequence[Range]) -> None:
@@ -443,6 +446,10 @@ class Engine:
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
+
+    def _in_force(self) -> Settings:
+        """As of the last pull."""
+        return Settings.from_json(self._exchange().settings)
 
     def _exchange(self) -> Exchange:
         assert self.exchange is not None, "the model has been given to session.optimizer"

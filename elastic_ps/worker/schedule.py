@@ -1,23 +1,105 @@
-"""The hyperparameters as they are now, and learning-rate schedulers: the script's own, and the job's.
+"""Hyperparameters and learning-rate schedulers, stepped by what the job has done.
 
-The script changes hyperparameters by hand or steps schedulers; the settings of the longest-serving worker
-count, and the others take them over. A worker that joins, or whose step was not made, finds out here where
-the schedule stands.
+A version's learning rates follow from how far the job is at that version, which the parameter server tells
+with its values. So every worker has the same, whenever it joined, and a step that was lost or came too late
+moves no schedule. What a script sets by hand is taken over from the longest-serving worker.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from elastic_ps.core.settings import Settings, plain
-from elastic_ps.errors import InvalidModel
+from elastic_ps.core.settings import Position, Settings, plain
+from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.model import Described
 
-Interval: TypeAlias = Literal["step", "epoch"]
-"""When a script steps a scheduler: after every optimizer step, or after every epoch."""
+logger = logging.getLogger(__name__)
+
+Interval: TypeAlias = Literal["step", "epoch", "sample"]
+"""What a scheduler makes a step for: each version of the model, each epoch, each record."""
+
+_JUMPING = (LambdaLR, OneCycleLR, CyclicLR)
+"""Schedulers whose learning rate follows from the number of steps alone, so that many are as quick as one."""
+
+
+def check_interval(scheduler: LRScheduler, interval: object) -> None:
+    """Raise UsageError unless the scheduler can be stepped so."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        if interval is not None:
+            raise UsageError(
+                f"interval is {interval!r}, but ReduceLROnPlateau is stepped with a value that only the "
+                "script has: leave interval out, and call scheduler.step(value) in the script"
+            )
+    elif interval not in get_args(Interval):
+        raise UsageError(
+            f"interval is {interval!r}; expected 'step', 'epoch' or 'sample'. The job's progress steps the "
+            "scheduler; the script must not call scheduler.step()"
+        )
+
+
+class _Kept:
+    """A scheduler that is kept for the script."""
+
+    def __init__(self, scheduler: LRScheduler, interval: Interval | None) -> None:
+        self.scheduler = scheduler
+        self.interval = interval
+        self.steps = 0
+        self._initial = _plain_state(scheduler)
+        self._left = self._seen()
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self.steps, "state": _plain_state(self.scheduler)}
+
+    def load(self, stored: Mapping[str, Any] | None) -> None:
+        """Go to a state of the job's, or to the first one."""
+        self.scheduler.load_state_dict(dict(stored["state"] if stored else self._initial))
+        self.steps = int(stored["steps"]) if stored else 0
+        self._left = self._seen()
+
+    def go_to(self, position: Position) -> None:
+        """Make the steps that are missing. Raises UsageError if the scheduler does not."""
+        if self.interval is None:
+            return
+        self.check()
+        wanted = {"step": position.version, "epoch": position.epochs, "sample": position.samples}[
+            self.interval
+        ]
+        while self.steps < wanted:
+            if isinstance(self.scheduler, _JUMPING):
+                self.scheduler.last_epoch += wanted - self.steps - 1
+                self.steps = wanted - 1
+            self.steps += 1
+            # For torch's warning: the optimizer has made a step, on the parameter server.
+            vars(self.scheduler.optimizer)["_opt_called"] = True
+            self._step()
+        self._left = self._seen()
+
+    def _step(self) -> None:
+        try:
+            self.scheduler.step()
+        except ValueError as error:
+            raise UsageError(
+                f"{type(self.scheduler).__name__} does not make step {self.steps}: {error}. How many steps "
+                "an epoch has depends on the number of workers. With interval='sample' it has one for "
+                "each record, so that len(dataset) * epochs is the total"
+            ) from error
+
+    def check(self) -> None:
+        """Raise UsageError if the script has stepped it."""
+        if self.interval is not None and self._seen() != self._left:
+            raise UsageError(
+                f"this script has stepped a {type(self.scheduler).__name__} that was given to "
+                f"session.scheduler(..., interval={self.interval!r}), which steps it by the job's progress; "
+                "remove scheduler.step()"
+            )
+
+    def _seen(self) -> object:
+        return getattr(self.scheduler, "last_epoch", None)
 
 
 class Schedule:
@@ -29,158 +111,86 @@ class Schedule:
 
     def __init__(self, wrapped: torch.optim.Optimizer) -> None:
         self._wrapped = wrapped
-        self._schedulers: list[LRScheduler] = []
-        self._intervals: list[Interval | None] = []
-        self._initial: list[dict[str, Any]] = []
-        self._positions_at_step: tuple[int, ...] = ()
-        self._in_force = Settings(groups=())
-        self._adopted = (self._in_force, False)
-        self._dropped = False  # the last step was not made; the script does not know
-        self._keeps_own = False  # a late step does not end an epoch: the script's own schedule is right
-        self._behind: int | None = None  # since that step: are schedulers stepped after every step?
+        self._kept: list[_Kept] = []
+        self._first: tuple[Mapping[str, Any], ...] = ()  # groups as the schedulers' constructors made them
+        self._in_force: Settings | None = None
 
     def current(self) -> Settings:
         """Hyperparameters and scheduler states as they are now."""
-        return Settings(
-            Described.settings(self._wrapped).groups,
-            tuple(_plain_state(scheduler) for scheduler in self._schedulers),
-            stepped=self.stepped,
-        )
+        groups = Described.settings(self._wrapped).groups
+        return Settings(groups, tuple(kept.state() for kept in self._kept))
 
-    @property
-    def stepped(self) -> bool:
-        """Whether the script has stepped a scheduler since its last optimizer step."""
-        return self._positions() != self._positions_at_step
+    def joined(self, settings: Settings) -> None:
+        """This worker has become a member of a job that had begun. Warns of what its script has otherwise."""
+        groups = Described.settings(self._wrapped).groups
+        for index, (ours, first) in enumerate(zip(groups, settings.first, strict=False)):
+            for key in sorted(ours.keys() & first.keys()):
+                if ours[key] != first[key]:
+                    logger.warning(
+                        "param_groups[%d] has %s=%r, but the job began with %r, and goes on with its own. To "
+                        "change it now, set optimizer.param_groups[%d][%r] after session.optimizer(...)",
+                        index,
+                        key,
+                        ours[key],
+                        first[key],
+                        index,
+                        key,
+                    )
+        self.take_over(settings)
 
-    # --- what happens to this worker
+    def add(self, scheduler: LRScheduler, interval: Interval | None) -> None:
+        """Keep a scheduler; it goes to where the job is."""
+        self._kept.append(_Kept(scheduler, interval))
+        self._first = Described.settings(self._wrapped).groups
+        if self._in_force is not None:
+            self.take_over(self._in_force)
 
-    def joined(self, settings: Settings, *, initialises: bool) -> None:
-        """This worker has become a member, and these are the job's settings."""
-        self._in_force = settings
-        if not initialises:
-            self._adopt(settings)
+    def take_over(self, settings: Settings) -> None:
+        """These settings are in force, of the version that this worker has got.
 
-    def add(
-        self, scheduler: LRScheduler, interval: Interval | None, in_force: str, *, version: int, step: int
-    ) -> None:
-        """Keep a scheduler's state on the parameter server; take over the state in force, if there is one."""
-        self._schedulers.append(scheduler)
-        self._intervals.append(interval)
-        self._initial.append(_plain_state(scheduler))
-        self._positions_at_step = self._positions()
-        if in_force:
-            settings = Settings.from_json(in_force)
-            self._adopt(settings, catch_up=settings.stepped)
-            self._watch_script(version, known=settings.stepped, step=step)
-
-    def step_begins(self, step: int) -> None:
-        """The first gradient of the worker's step of this number is there."""
-        if self._dropped:
-            self._dropped = False
-            self._set(*self._adopted)
-        if self._behind is not None and step > self._behind:
-            self._behind = None
-            if self.stepped:
-                self._step_schedulers(otherwise=True)
-
-    def step_made(self, sent: str, in_force: str) -> None:
-        """The step was made with the settings `sent`; others may be in force."""
-        if in_force and in_force != sent:
-            self._behind = None
-            self._adopt(Settings.from_json(in_force))
-
-    def step_ended(self) -> None:
-        """The script's call of `optimizer.step` returns."""
-        self._positions_at_step = self._positions()
-
-    def step_late(self, in_force: str) -> None:
-        """The step came too late for its round, and was not made."""
-        if in_force:
-            self._in_force = Settings.from_json(in_force)
-        self._keeps_own = bool(self._intervals) and set(self._intervals) == {"epoch"}
-        self._step_not_made()
-
-    def step_lost(self, settings: Settings) -> None:
-        """This worker had to join again in its step; `settings` are what it was told then."""
-        self._in_force = settings
-        self._step_not_made()
-
-    def _step_not_made(self) -> None:
-        if not self._keeps_own:
-            self._dropped = True
-            self._set(self._in_force, self.stepped)
-
-    def joined_again(self, settings: Settings) -> None:
-        """This worker had to join again between two steps."""
-        self._in_force = settings
-        self._set(settings, self.stepped)
-
-    def went_on(self, in_force: str, *, version: int, step: int) -> None:
-        """This worker takes part again, at a version that others have made."""
-        if self._keeps_own:
-            self._keeps_own = False
-            return
-        settings = Settings.from_json(in_force)
-        # Nothing comes before the first step; there, what this worker's own script does must do.
-        known = settings.stepped or (version <= 2 and self.stepped)
-        self._set(settings, known)
-        self._watch_script(version, known=known, step=step)
-
-    # --- how
-
-    def _watch_script(self, version: int, *, known: bool, step: int) -> None:
-        """Settings of the first step do not tell whether schedulers are stepped after every step."""
-        self._behind = step if version == 1 and not known and None in self._intervals else None
-
-    def _set(self, settings: Settings, stepped: bool) -> None:
-        """Take over the settings of the last step, one scheduler step later if `stepped`.
-
-        After a step that was dropped the script goes on as if it had been made, and may step its schedulers;
-        so they are set once more before the next step.
+        Raises:
+            UsageError: the script has stepped a scheduler, or one makes no more steps.
         """
-        self._adopt(settings, catch_up=stepped)
-        self._adopted, self._behind = (settings, stepped), None
-
-    def _adopt(self, settings: Settings, *, catch_up: bool | None = None) -> None:
-        """Take over the settings of the longest-serving worker, those of the last step.
-
-        Args:
-            catch_up: None: the step was this worker's too, so the script is about to step its schedulers if
-                it does so after every step. Else that has been done: make up for it, where the script has
-                said how often it steps a scheduler, or else if this is true. (Not for ReduceLROnPlateau:
-                what it would be stepped with is not known here.)
-        """
-        for group, values in zip(self._wrapped.param_groups, settings.groups, strict=True):
+        self._in_force = settings
+        # Settings of version 0 were made before there was a scheduler.
+        groups = settings.groups if len(settings.schedulers) >= len(self._kept) else self._first
+        for group, values in zip(self._wrapped.param_groups, groups, strict=True):
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
-        if not settings.schedulers:  # of version 0, before the first step
-            for scheduler, initial in zip(self._schedulers, self._initial, strict=True):
-                scheduler.load_state_dict(dict(initial))
-            return
-        for scheduler, state in zip(self._schedulers, settings.schedulers, strict=False):
-            scheduler.load_state_dict(dict(state))
-        self._positions_at_step = self._positions()
-        if catch_up is not None:
-            self._step_schedulers(otherwise=catch_up)
+        for index, kept in enumerate(self._kept):
+            kept.load(settings.schedulers[index] if index < len(settings.schedulers) else None)
+        self._go_on(settings)
 
-    def _step_schedulers(self, *, otherwise: bool) -> None:
-        """Step those that the script steps after every step, or has not told of if `otherwise`."""
-        for scheduler, interval in zip(self._schedulers, self._intervals, strict=True):
-            every_step = interval == "step" or (interval is None and otherwise)
-            if every_step and not isinstance(scheduler, ReduceLROnPlateau):
-                # For torch's warning: the optimizer has made a step, on the parameter server.
-                vars(scheduler.optimizer)["_opt_called"] = True
-                scheduler.step()
+    def step_made(self, sent: Settings, in_force: Settings) -> None:
+        """A step was made with the settings `sent`; others may be in force. Raises as `take_over`."""
+        if (sent.groups, sent.schedulers) == (in_force.groups, in_force.schedulers):
+            self._in_force = in_force
+            self._go_on(in_force)
+        else:
+            self.take_over(in_force)
 
-    def _positions(self) -> tuple[int, ...]:
-        return tuple(scheduler.last_epoch for scheduler in self._schedulers)
+    def check(self) -> None:
+        """Raise UsageError if the script has stepped a scheduler that is not its own to step."""
+        for kept in self._kept:
+            kept.check()
+
+    def _go_on(self, settings: Settings) -> None:
+        for kept in self._kept:
+            kept.go_to(settings.position)
 
 
 def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
     """The part of a scheduler's state that changes and can be sent."""
-    state = {}
-    for key, value in scheduler.state_dict().items():
+    return _plain(scheduler.state_dict())
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in state.items():
+        if key == "_schedulers":  # those that SequentialLR and ChainedScheduler are made of
+            result[key] = [_plain(inner) for inner in value]
+            continue
         try:
-            state[key] = plain(value, where=key)
+            result[key] = plain(value, where=key)
         except InvalidModel:
             continue
-    return state
+    return result

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,7 +21,7 @@ from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
-from elastic_ps.worker.schedule import Interval
+from elastic_ps.worker.schedule import Interval, check_interval
 
 S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 
@@ -153,21 +153,24 @@ class Session:
         return loader
 
     def scheduler(self, scheduler: S, *, interval: Interval | None = None) -> S:
-        """Keep a learning-rate scheduler's state on the parameter server; returns it.
+        """Step a learning-rate scheduler by the job's progress; returns it.
 
-        A worker that joins later, or after a resume, then goes on where the schedule stands. Without this
-        call a scheduler works too, but a newcomer's starts from the beginning, which matters once it is the
-        longest-serving worker, whose learning rate is the one that counts.
+        The script does not step it. So all workers have the same learning rate at each version, whenever they
+        joined, also after a resume.
 
         Args:
-            interval: how often the script steps it: after every `step` or every `epoch`. Who joins, or is
-                late (`consistency.backupWorkers`), then knows where the schedule stands. Without it that is
-                found out from what is seen of the script, which may be a step off near an epoch's first step.
+            interval: what it makes a step for: each "step" (a version of the model), each "epoch" that is
+                complete, or each "sample", a record whose gradient is in the model. How many versions an
+                epoch has depends on the number of workers; samples do not, so with "sample" a schedule of
+                `len(dataset) * epochs` steps ends with the job. Left out for ReduceLROnPlateau, which the
+                script steps with its value; its state goes over to workers that join.
+
+        Raises:
+            UsageError: another interval, or there is no optimizer yet.
         """
         if self._optimizer is None:
             raise UsageError("call session.optimizer(...) before session.scheduler(...)")
-        if interval not in (None, *get_args(Interval)):
-            raise UsageError(f"interval is {interval!r}; expected 'step' or 'epoch'")
+        check_interval(scheduler, interval)
         self._engine.add_scheduler(scheduler, interval)
         return scheduler
 

@@ -22,15 +22,13 @@ def main(epochs: int = 30, batch_size: int = 16, lr: float = 0.05) -> None:
     optimizer = session.optimizer(sgd, model)  # 2: its step happens on the parameter server
     loader = session.loader(training, batch_size=batch_size, epochs=epochs)  # 3: elastic
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
-    schedule = session.scheduler(cosine, interval="epoch")
-    for _ in loader.epochs():
-        for images, labels in loader:
-            optimizer.zero_grad()
-            loss = loss_fn(model(images), labels)
-            loss.backward()
-            session.report(loss=loss)  # optional: the loss in the progress and the report
-            optimizer.step()
-        schedule.step()
+    session.scheduler(cosine, interval="epoch")  # stepped by the job's progress, the same on all workers
+    for images, labels in loader:
+        optimizer.zero_grad()
+        loss = loss_fn(model(images), labels)
+        loss.backward()
+        session.report(loss=loss)  # optional: the loss in the progress and the report
+        optimizer.step()
 
     if session.is_chief:  # one worker, when every record of every epoch is in the model
         session.report(test_accuracy=accuracy(model, *test.tensors))

@@ -37,14 +37,13 @@ def final_parameters(
         options: dict[str, Any] = {"momentum": 0.9} if optimizer == "SGD" else {}
         wrapped = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05, **options)
         stepper = session.optimizer(wrapped, model)
-        schedule = session.scheduler(torch.optim.lr_scheduler.ExponentialLR(stepper, 0.99))
+        session.scheduler(torch.optim.lr_scheduler.ExponentialLR(stepper, 0.99), interval="step")
         for x, y in session.loader(Numbers(RECORDS), batch_size=BATCH, epochs=EPOCHS):
             stepper.zero_grad()
             for _ in range(200 if session.worker == late else 0):
                 model(x)
             ((model(x) - y) ** 2).mean().backward()
             stepper.step()
-            schedule.step()
         finals[session.worker] = torch.cat([p.detach().flatten() for p in model.parameters()])
 
     with running_job(

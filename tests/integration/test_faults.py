@@ -237,7 +237,9 @@ def flood_of_joins(name: str, address: str, *, threads: int, each: int) -> None:
             for worker in range(start, start + each):
                 request = pb.JoinRequest(caller=pb.Caller(job=name, worker=1000 + worker), pid=1, host="x")
                 request.optimizer.name = "SGD"
-                request.optimizer.groups = '{"groups": [], "schedulers": [], "stepped": false}'
+                request.optimizer.groups = (
+                    '{"groups": [], "schedulers": [], "position": [0, 0, 0], "first": []}'
+                )
                 try:
                     unary(connection, "Join", request.SerializeToString(), timeout=timedelta(seconds=20))
                 except Refused as refusal:

@@ -57,12 +57,11 @@ def trainer(
     def script(session: Session) -> None:
         model = make_mlp(seed=seed)
         optimizer = session.optimizer(make(model), model)
-        schedule = session.scheduler(decay(optimizer))
+        session.scheduler(decay(optimizer), interval="step")
         for x, y in session.loader(DATA, 4, epochs=EPOCHS):
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
-            schedule.step()
             if session.version >= until:
                 session.drain()
         if models is not None:

@@ -129,14 +129,18 @@ def test_an_averaged_teacher_is_the_jobs(tmp_path: Path, restarted: bool) -> Non
     """A worker that joins later has the teacher of those that train; so has one after a lost server."""
     models, averages = Models(), dict[int, torch.Tensor]()
 
+    def join_in() -> None:
+        job.start(1, script)
+        job.until(lambda: training(job, 1), "worker 1 waits for the next round")
+
+    once = {5: join_in}
+    if restarted:
+        once[7] = lambda: job.restart(0)
+
     def script(session: Session) -> None:
         def at(version: int) -> None:
-            if session.worker == 0 and version == 5:
-                job.start(1, script)
-                job.until(lambda: training(job, 1), "worker 1 waits for the next round")
-            if session.worker == 0 and version == 7 and restarted:
-                job.restart(0)
             if session.worker == 0:
+                once.pop(version, int)()
                 student = models[0]
                 assert isinstance(student, Student)
                 averages[version] = torch.cat([p.detach().reshape(-1) for p in student.online.parameters()])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from elastic_ps.errors import UsageError
 from elastic_ps.worker.schedule import Interval
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
@@ -24,6 +25,7 @@ from tests.integration.trained import (
     Scheduler,
     adam,
     check_against_replay,
+    failing,
     sgd,
     training,
 )
@@ -45,7 +47,16 @@ SCHEDULERS: dict[str, Scheduler] = {
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.03, total_steps=100),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, cooldown=1),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [lr_scheduler.LinearLR(o, start_factor=0.1, total_iters=5), lr_scheduler.ExponentialLR(o, 0.9)],
+        milestones=[5],
+    ),
 }
+
+
+INTERVAL: dict[str, Interval | None] = {"ReduceLROnPlateau": None}
+"""Of all others: a step for each version."""
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
@@ -54,14 +65,19 @@ def test_learning_rate_schedulers(tmp_path: Path, name: str, make: MakeOptimizer
     def step(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
         schedule.step(1.0) if name == "ReduceLROnPlateau" else schedule.step()
 
-    check_against_replay(tmp_path, make_mlp, make, scheduler=SCHEDULERS[name], step_scheduler=step)
+    check_against_replay(
+        tmp_path,
+        make_mlp,
+        make,
+        scheduler=SCHEDULERS[name],
+        interval=INTERVAL.get(name, "step"),
+        step_scheduler=step,
+    )
 
 
-@pytest.mark.parametrize(("after", "interval"), [(10, None), (1, "step")])
+@pytest.mark.parametrize("after", [1, 10])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_late_joiner_goes_on_where_the_schedule_stands(
-    tmp_path: Path, name: str, after: int, interval: Interval | None
-) -> None:
+def test_a_late_joiner_goes_on_where_the_schedule_stands(tmp_path: Path, name: str, after: int) -> None:
     """Worker 0 leaves after some steps together with worker 1, whose schedule is then the one that counts."""
     data, models = Numbers(160), Models()
     rates: dict[int, list[float]] = {}
@@ -70,7 +86,7 @@ def test_a_late_joiner_goes_on_where_the_schedule_stands(
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
-        schedule = session.scheduler(SCHEDULERS[name](optimizer), interval=interval)
+        schedule = session.scheduler(SCHEDULERS[name](optimizer), interval=INTERVAL.get(name, "step"))
         for step, (x, y) in enumerate(session.loader(data, 4)):
             optimizer.zero_grad()
             mse(model, x, y).backward()
@@ -80,7 +96,8 @@ def test_a_late_joiner_goes_on_where_the_schedule_stands(
                 joined.set()
             rates.setdefault(session.version, []).append(optimizer.param_groups[0]["lr"])
             optimizer.step()
-            schedule.step(1.0) if name == "ReduceLROnPlateau" else schedule.step()
+            if name == "ReduceLROnPlateau":
+                schedule.step(1.0)
             if session.worker == 0 and step == 14:
                 session.drain()
         models[session.worker] = model
@@ -118,7 +135,7 @@ def test_who_joins_first_and_begins_last_does_not_set_the_schedule_back(tmp_path
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
-        schedule = session.scheduler(SCHEDULERS["LambdaLR"](optimizer))
+        session.scheduler(SCHEDULERS["LambdaLR"](optimizer), interval="step")
         if session.worker == 0:
             joined.set()
             job.until(lambda: training(job, 1), "the other one computes")
@@ -127,9 +144,8 @@ def test_who_joins_first_and_begins_last_does_not_set_the_schedule_back(tmp_path
                 job.until(lambda: training(job, 0), "the first one waits for the next round")
             optimizer.zero_grad()
             mse(model, x, y).backward()
-            optimizer.step()
             rates[session.version] = optimizer.param_groups[0]["lr"]
-            schedule.step()
+            optimizer.step()
 
     with running_job(tmp_path) as job:
         job.start(0, script)
@@ -137,7 +153,7 @@ def test_who_joins_first_and_begins_last_does_not_set_the_schedule_back(tmp_path
         job.start(1, script)
         job.join()
         assert any(len(commit["contributions"]) == 2 for commit in job.commits())
-    assert rates == {version: pytest.approx(0.02 / version) for version in rates}
+    assert rates == {version: pytest.approx(0.02 / (1 + version)) for version in rates}
 
 
 def test_a_learning_rate_set_by_hand_counts_from_the_next_step(tmp_path: Path) -> None:
@@ -145,3 +161,129 @@ def test_a_learning_rate_set_by_hand_counts_from_the_next_step(tmp_path: Path) -
         optimizer.param_groups[0]["lr"] = 0.02 / (1 + version % 3)
 
     check_against_replay(tmp_path, make_mlp, sgd, before=before)
+
+
+POSITIONS: dict[str, tuple[Interval, Scheduler]] = {
+    "sample": ("sample", lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.03, total_steps=2 * 120)),
+    "sample, one by one": ("sample", lambda o: lr_scheduler.StepLR(o, step_size=50, gamma=0.5)),
+    "epoch": ("epoch", lambda o: lr_scheduler.ExponentialLR(o, 0.5)),
+}
+
+
+@pytest.mark.parametrize("consistency", [{}, {"backupWorkers": 1}], ids=["sync", "backup workers"])
+@pytest.mark.parametrize("name", POSITIONS)
+def test_a_schedule_follows_the_jobs_progress(tmp_path: Path, name: str, consistency: dict[str, Any]) -> None:
+    """Two workers, then three, and a lost server: a version's learning rate is that of its records."""
+    data, records, epochs = Numbers(120), 120, 2
+    interval, make = POSITIONS[name]
+    rates: dict[tuple[int, int], set[float]] = {}
+
+    def join_in() -> None:
+        job.start(2, script)
+        job.until(lambda: training(job, 2), "worker 2 trains")
+
+    def lose_the_server() -> None:
+        job.restart(0)
+
+    once = {6: join_in, 12: lose_the_server}
+
+    def script(session: Session) -> None:
+        model = make_mlp(seed=session.worker)
+        optimizer = session.optimizer(sgd(model), model)
+        session.scheduler(make(optimizer), interval=interval)
+        for x, y in session.loader(data, 4, epochs=epochs):
+            if session.worker == 0 and once and session.version >= min(once):
+                once.pop(min(once))()
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            now = (session._engine.client.term, session.version)
+            rates.setdefault(now, set()).add(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "kept",
+        consistency=consistency,
+        parameterServer={"checkpoint": {"everyVersions": 1}},
+        data={"shardRecords": 8},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        made = {c["version"]: c for c in job.commits()}  # the last ones: some versions were made twice
+    assert not once
+    commits = [made[version] for version in sorted(made)]
+    assert {c["term"] for c in commits} == {1, 2}
+    reference = sgd(make_mlp())
+    expected = make(reference)
+    left, seen, done = [records] * epochs, 0, 0
+    for version, commit in enumerate(commits):
+        (rate,) = rates[commit["term"], version]  # one for all workers
+        assert rate == pytest.approx(reference.param_groups[0]["lr"]), version
+        for r in [r for c in commit["contributions"] for r in c["records"]]:
+            left[r[0]] -= r[2] - r[1]
+        samples = records * epochs - sum(left)
+        complete = next((epoch for epoch, missing in enumerate(left) if missing), epochs)
+        reference.step()
+        for _ in range(samples - seen if interval == "sample" else complete - done):
+            expected.step()
+        seen, done = samples, complete
+    assert seen == records * epochs
+
+
+def test_who_steps_a_schedule_is_said_once(tmp_path: Path) -> None:
+    def script(session: Session, make: Scheduler, interval: Any, *, steps: bool) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        schedule = session.scheduler(make(optimizer), interval=interval)
+        for x, y in session.loader(Numbers(40), 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if steps:
+                schedule.step()
+
+    makers = {**SCHEDULERS, "short": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.03, total_steps=5)}
+
+    def refused(name: str, interval: Any, match: str, *, steps: bool = False) -> None:
+        failing(
+            tmp_path / match[:4],
+            lambda s: script(s, makers[name], interval, steps=steps),
+            UsageError,
+            match,
+        )
+
+    refused("StepLR", None, "interval is None; expected 'step', 'epoch' or 'sample'")
+    refused("StepLR", "batch", "interval is 'batch'; expected")
+    refused("ReduceLROnPlateau", "epoch", r"leave interval out, and call scheduler.step\(value\)")
+    refused("StepLR", "step", r"this script has stepped a StepLR .* remove scheduler.step\(\)", steps=True)
+    refused("short", "step", r"OneCycleLR does not make step 6: .* With interval='sample'")
+
+
+def test_a_script_with_another_learning_rate_is_told_whose_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The job's goes on, as it must when a worker joins in the middle of a schedule."""
+
+    def script(session: Session, lr: float) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=lr), model)
+        session.scheduler(lr_scheduler.ExponentialLR(optimizer, 0.5), interval="step")
+        for x, y in session.loader(Numbers(40), 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**session.version
+            optimizer.step()
+            if session.version == 5 and not tmp_path.joinpath("2").exists():
+                session.drain()
+
+    def run(name: str, lr: float, **options: Any) -> None:
+        caplog.clear()
+        with running_job(tmp_path / name, checkpoints=tmp_path / "kept", **options) as job:
+            job.start(0, lambda session: script(session, lr))
+            job.join()
+
+    run("1", 0.1)
+    assert "lr=" not in caplog.text
+    run("2", 0.3, resume="require")
+    assert "param_groups[0] has lr=0.3, but the job began with 0.1" in caplog.text

@@ -60,7 +60,7 @@ def check_against_replay(
     scheduler: Scheduler | None = None,
     before: Callable[[int, torch.nn.Module, torch.optim.Optimizer], None] | None = None,
     set_to_none: bool = True,
-    interval: Interval | None = None,
+    interval: Interval | None = "step",
     step_scheduler: Callable[[Any, torch.optim.Optimizer], None] = lambda s, o: s.step(),
     **fields: Any,
 ) -> None:
@@ -68,6 +68,7 @@ def check_against_replay(
 
     Args:
         before: called before each step, with the version, in the workers and in the replay.
+        interval: None: the script steps the scheduler, as the replay does.
     """
     data, models = Numbers(160), Models()
 
@@ -81,7 +82,7 @@ def check_against_replay(
             optimizer.zero_grad(set_to_none)
             loss(model, x, y).backward()
             optimizer.step()
-            if schedule is not None:
+            if schedule is not None and interval is None:
                 step_scheduler(schedule, optimizer)
         models[session.worker] = model
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ps.core.settings import ALLOWED, Settings, check_optimizer, plain, plain_group
+from elastic_ps.core.settings import ALLOWED, Position, Settings, check_optimizer, plain, plain_group
 from elastic_ps.errors import InvalidModel
 
 values = st.one_of(
@@ -20,11 +20,14 @@ values = st.one_of(
 groups = st.dictionaries(st.text(max_size=5), values | st.lists(values, max_size=3), max_size=4)
 
 
-@given(st.lists(groups, max_size=3), st.lists(groups, max_size=2), st.booleans())
+positions = st.builds(Position, st.integers(0), st.integers(0), st.integers(0))
+
+
+@given(st.lists(groups, max_size=3), st.lists(groups, max_size=2), positions)
 def test_settings_survive_the_way(
-    groups: list[dict[str, Any]], schedulers: list[dict[str, Any]], stepped: bool
+    groups: list[dict[str, Any]], schedulers: list[dict[str, Any]], position: Position
 ) -> None:
-    settings = Settings(tuple(groups), tuple(schedulers), stepped)
+    settings = Settings(tuple(groups), tuple(schedulers), position, first=tuple(groups[:1]))
     assert Settings.from_json(settings.to_json()) == settings
 
 
