@@ -43,9 +43,9 @@ class Position(NamedTuple):
     version: int = 0
     """Optimizer steps."""
     samples: int = 0
-    """Records whose gradients are in the model, of all epochs together."""
+    """Records that are in the model or were skipped, of all epochs together."""
     epochs: int = 0
-    """Epochs of which every record is in the model."""
+    """Epochs of which every record is in the model or was skipped."""
 
 
 START = Position()

@@ -307,7 +307,8 @@ class JobState:
         after = self.ledger.copy()
         for c in contributions:
             after.apply(c.incarnation, c.records)
-        return Position(self.version + 1, after.applied, after.complete_epochs)
+            after.skip(c.incarnation, c.skipped)
+        return Position(self.version + 1, after.applied + after.skipped, after.complete_epochs)
 
     def settings_of(self, contributions: Sequence[Contribution]) -> str:
         """The settings that the contributors want, as JSON; "" for those that are in force.

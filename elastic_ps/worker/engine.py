@@ -8,7 +8,7 @@ is there, a bucket is complete, the step ends. What is told of it to the paramet
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +69,8 @@ class Engine:
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
         gradients: the model's, from `session.optimizer` on.
         entered: whether the model has been given to the job, or has got the job's values.
+        in_batch: the script computes on a batch, as far as is known.
+        at_close: called when this worker leaves.
         exchange, schedule: of that model, from `enter` on.
     """
 
@@ -85,6 +87,8 @@ class Engine:
         self.chief = False
         self.gradients: LocalGradients
         self.entered = False
+        self.in_batch = False
+        self.at_close: list[Callable[[], object]] = []
         self.exchange: Exchange | None = None
         self.schedule: Schedule
         self._trace, self._history = trace, history
@@ -188,6 +192,7 @@ class Engine:
 
     def leave_if_asked(self) -> None:
         """Between two batches: where a worker that was asked to leave does so. Raises Drained."""
+        self.in_batch = False
         if self.member.draining and not self.in_step:
             self.close()
             raise Drained
@@ -197,6 +202,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        for call in self.at_close:
+            call()
         self.member.leave(in_step=self.in_step)
         if self.exchange is not None:
             self.exchange.close()
@@ -431,11 +438,13 @@ class Engine:
     def begin_batch(self, ranges: Sequence[Range]) -> None:
         """A batch of these records is handed to the script."""
         self._settle_by_hand()
+        self.in_batch = True
         self.batches.add(ranges)
         self._phases.forward()
 
     def stop_computing(self) -> None:
         """Give back what was not computed on, after the step of what was; no round waits for this worker."""
+        self.in_batch = False
         self._stopping = bool(self.batches.computed)
         if self._computing and not self._closed and not self._stopping:
             self._computing = False

@@ -27,6 +27,7 @@ class Described:
         specs: the tensors, in order of registration: parameters, then persistent buffers.
         tensors: the model's own, in the same order.
         optimizer: name of the optimizer's class.
+        own: the model's tensors that the job leaves alone.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Described:
         self.tensors: list[torch.Tensor] = []
         names = [*parameters, *buffers]
         changing, left_alone = _within(averaged, names, "averaged"), _within(own, names, "own")
+        self.own = [tensor for name, tensor in {**parameters, **buffers}.items() if name in left_alone]
         for name, parameter in parameters.items():
             group = groups.get(id(parameter), -1)
             if name in changing or name in left_alone:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_ps.codec import dtype_of
 from elastic_ps.errors import UsageError
@@ -34,6 +36,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         *,
         overlap: bool,
         check: bool = False,
+        own: Sequence[torch.Tensor] = (),
     ) -> None:
         # Optimizer.__init__ would copy the groups; schedulers and scripts must see the wrapped one's.
         self.defaults = wrapped.defaults
@@ -44,6 +47,28 @@ class ElasticOptimizer(torch.optim.Optimizer):
         wrapped.register_step_pre_hook(_refuse_step)
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups = wrapped.param_groups
+        self._own = {id(tensor) for tensor in own}
+        self._thread = threading.get_ident()
+        engine.at_close.append(register_optimizer_step_pre_hook(self._check_other).remove)
+
+    def _check_other(self, other: torch.optim.Optimizer, *_: object) -> None:
+        """Any optimizer is about to step. Raises UsageError if it should not."""
+        if other is self or threading.get_ident() != self._thread:
+            return
+        if other is self._wrapped:
+            raise UsageError(
+                "the optimizer that was given to session.optimizer(...) was stepped itself, so only this "
+                "worker's model would change. Use what session.optimizer(...) returns, as in "
+                "optimizer = session.optimizer(optimizer, model)"
+            )
+        beside = {id(p) for group in other.param_groups for p in group["params"]} - self._own
+        if self._engine.in_batch and beside:
+            raise UsageError(
+                f"{type(other).__name__}.step() beside the job's optimizer, in the loop over the loader: it "
+                "changes parameters on this worker only, so they would become different on each. A job "
+                "trains one model with one optimizer: give it all parameters, in groups if need be. What a "
+                "worker trains for itself can be named in session.optimizer(..., own=[...])"
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Send what is left of the gradients and wait for the next version of the model. Blocks.

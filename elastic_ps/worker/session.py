@@ -22,6 +22,7 @@ from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.schedule import Interval, check_interval
+from elastic_ps.worker.seed import seed_everything
 
 S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 
@@ -127,7 +128,12 @@ class Session:
         described = Described(model, optimizer, averaged=averaged, own=own)
         flat = self._engine.enter(described, model, optimizer)
         self._optimizer = ElasticOptimizer(
-            optimizer, flat, self._engine, overlap=overlap, check=check_gradients
+            optimizer,
+            flat,
+            self._engine,
+            overlap=overlap,
+            check=check_gradients,
+            own=described.own,
         )
         return self._optimizer
 
@@ -195,6 +201,16 @@ class Session:
         if not isinstance(reason, str) or not reason.strip():
             raise UsageError(f"session.stop needs a reason in words, and got {reason!r}")
         self._engine.stop(reason.strip())
+
+    def seed(self, base: int = 0) -> int:
+        """Seed torch, `random` and numpy for this worker at its present version; returns the seed.
+
+        Workers that all call `torch.manual_seed(0)` draw the same dropout masks and augmentations, of
+        different records. After this call they draw different ones. Called once before the loop, it makes
+        workers differ; called for each batch, a batch's random numbers follow from `base`, the worker's index
+        and the version, so that they are the same when another process computes the step again.
+        """
+        return seed_everything(base, worker=self.worker, version=self.version)
 
     def report(self, **metrics: Any) -> None:
         """Tell the job about values, as in `loss=loss` or `test_accuracy=0.97`: one number each.

@@ -1,0 +1,23 @@
+"""Random numbers that are other ones on each worker, and the same when a step is computed again."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+
+import torch
+
+
+def seed_everything(base: int, *, worker: int, version: int) -> int:
+    """Seed torch (all devices), `random`, and numpy if it is loaded; returns the seed.
+
+    It follows from the three numbers alone, so no two workers or versions have the same by design.
+    """
+    digest = hashlib.blake2b(f"{base}/{worker}/{version}".encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    return seed
