@@ -33,6 +33,9 @@ ALLOWED = (
 NOT_SENT = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "param_names"})
 """Keys of a parameter group that say how to compute on the worker's device, not what."""
 
+CLAMP = "clamp"
+"""Key of a parameter group whose values are kept between two limits after each step: [low, high]."""
+
 CONSTRUCTED = frozenset({"initial_accumulator_value"})
 """Hyperparameters that torch takes from the constructor only, whatever a parameter group says (Adagrad)."""
 

@@ -12,7 +12,7 @@ import torch
 from elastic_ps.checkpoint.tensors import MASTER, Reader
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Bucket, Rule
-from elastic_ps.core.settings import check_optimizer
+from elastic_ps.core.settings import CLAMP, check_optimizer
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 
 WIDE = {"float16": torch.float32, "bfloat16": torch.float32}
@@ -177,6 +177,10 @@ class BucketValues:
         for index, parameter in enumerate(self._parameters):
             parameter.grad = self._piece(self._sum, index) if self._present[index] else None
         self._optimizer.step()
+        for group in self._optimizer.param_groups:
+            if group.get(CLAMP) is not None:
+                for parameter in group["params"]:
+                    parameter.data.clamp_(*group[CLAMP])
         if self.master is not self.values:
             self.values.copy_(self.master)
 

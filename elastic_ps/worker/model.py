@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from elastic_ps.codec import as_bytes, dtype_of, name_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec
-from elastic_ps.core.settings import CONSTRUCTED, Settings, check_optimizer, plain_group
+from elastic_ps.core.settings import CLAMP, CONSTRUCTED, Settings, check_optimizer, plain_group
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.seal import Seal
 
@@ -166,6 +166,7 @@ def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
                 f"param_groups[{index}] has differentiable=True, but the parameter server makes the step, "
                 "where no gradient flows through it; leave it at False"
             )
+        _check_clamp(group.get(CLAMP), index)
         for key in CONSTRUCTED & group.keys():
             if group[key] != optimizer.defaults[key]:
                 raise InvalidModel(
@@ -173,6 +174,16 @@ def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
                     f"{type(optimizer).__name__} takes it from its constructor only, which was given "
                     f"{optimizer.defaults[key]}; give it to the constructor"
                 )
+
+
+def _check_clamp(limits: object, index: int) -> None:
+    if limits is None:
+        return
+    numbers = isinstance(limits, tuple | list) and [float(x) for x in limits if isinstance(x, int | float)]
+    if not numbers or len(numbers) != 2 or not numbers[0] <= numbers[1]:
+        raise InvalidModel(
+            f"param_groups[{index}] has {CLAMP}={limits!r}; expected two numbers, the lowest and the highest"
+        )
 
 
 class Flat:
@@ -286,7 +297,8 @@ class Flat:
             )
         raise UsageError(
             f"{which}: changed by this script since the last optimizer.step(). Only the parameter server "
-            "changes parameters, so the change would be lost. Load values before session.optimizer(...). "
+            "changes parameters, so the change would be lost. Load values before session.optimizer(...); for "
+            "limits there is session.optimizer(..., clamp=(low, high)). "
             "Tensors that the optimizer does not train can be named in session.optimizer(..., averaged=[...])"
         )
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from elastic_ps.core.settings import CLAMP
 from elastic_ps.errors import UsageError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
@@ -101,6 +102,7 @@ class Session:
         check_gradients: bool = False,
         averaged: Sequence[str] = (),
         own: Sequence[str] = (),
+        clamp: tuple[float, float] | None = None,
     ) -> ElasticOptimizer:
         """Join the job with this model; returns the optimizer to use. Blocks.
 
@@ -116,6 +118,9 @@ class Session:
             averaged: names of modules, parameters or buffers of the model that no optimizer trains and the
                 script changes itself, such as a teacher that is an average of the model. They are sent with
                 each step, and the job's value is the mean over the workers.
+            clamp: the lowest and the highest value of a trained parameter: the parameter server limits all of
+                them after each step, as a Wasserstein critic's are. A parameter group may have its own, as in
+                {"params": ..., "clamp": (-0.01, 0.01)}, or None.
             own: names of those that belong to this worker: the job neither gets them nor overwrites them.
 
         Raises:
@@ -125,6 +130,9 @@ class Session:
         """
         if self._optimizer is not None:
             raise UsageError("session.optimizer was called before; a job trains one model and optimizer")
+        if clamp is not None:
+            for group in optimizer.param_groups:
+                group.setdefault(CLAMP, clamp)
         described = Described(model, optimizer, averaged=averaged, own=own)
         flat = self._engine.enter(described, model, optimizer)
         self._optimizer = ElasticOptimizer(

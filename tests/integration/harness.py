@@ -6,6 +6,7 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,11 +193,19 @@ def running_job(
             server.close(keep=False)
 
     def restart(role: Literal["ps", "standby"], shard: int) -> None:
-        """Lose a parameter server with all that it knows, and start it again at the same address."""
-        servers[role][shard].close(keep=False)
-        if transport == "grpc":
-            listeners[role][shard] = GrpcServer(listeners[role][shard].address)
-        servers[role][shard] = start_server(role, shard, "auto", listeners[role][shard])
+        """Lose a parameter server with all that it knows, and start it again at the same address.
+
+        A script may ask for that, too: nothing of it runs on the caller's thread.
+        """
+
+        def run() -> None:
+            servers[role][shard].close(keep=False)
+            if transport == "grpc":
+                listeners[role][shard] = GrpcServer(listeners[role][shard].address)
+            servers[role][shard] = start_server(role, shard, "auto", listeners[role][shard])
+
+        with ThreadPoolExecutor(1, "restart") as thread:
+            thread.submit(run).result()
 
     job: Job | None = None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,6 +122,17 @@ def test_steps_too_small_for_half_precision_add_up(dtype: str) -> None:
     assert rig.values().dtype is dtype_of(dtype)
     assert rig.values().float().tolist() == [1 + 2.0**-6] * 4
     assert all(e.value.dtype is torch.float32 for e in rig.shard.state() if not e.scalar)
+
+
+def test_values_are_clamped_after_each_step() -> None:
+    """All of the group, also those that have no gradient in the step; other groups are left alone."""
+    settings = Settings(({"lr": 1.0, "clamp": [-0.5, 0.25]}, {"lr": 1.0, "clamp": None}))
+    tensors = (tensor("a", 2), tensor("b", 1), replace(tensor("c", 2), group=1))
+    rig = Rig(one_bucket(*tensors), settings=settings)
+    rig.fill(0, torch.tensor([0.0, 0.1, 9.0, 0.0, 0.1]))
+    rig.push(0, torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0]), present=[True, False, True])
+    rig.commit(0, samples=1)
+    torch.testing.assert_close(rig.values(), torch.tensor([-0.5, 0.25, 0.25, -1.0, 1.1]))
 
 
 def test_state_is_copied_and_complete() -> None:
