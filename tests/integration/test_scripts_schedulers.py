@@ -196,9 +196,10 @@ def test_a_schedule_follows_the_jobs_progress(tmp_path: Path, name: str, consist
                 once.pop(min(once))()
             optimizer.zero_grad()
             mse(model, x, y).backward()
-            now = (session._engine.client.term, session.version)
-            rates.setdefault(now, set()).add(optimizer.param_groups[0]["lr"])
+            base, rate = (session._engine.client.term, session.version), optimizer.param_groups[0]["lr"]
             optimizer.step()
+            if session.version > base[1]:  # else the step came too late, and was not made
+                rates.setdefault(base, set()).add(rate)
 
     with running_job(
         tmp_path,
