@@ -16,7 +16,7 @@ import torch
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import MANIFEST
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import Reader
+from elastic_ps.checkpoint.tensors import MASTER, Reader
 from elastic_ps.core.partition import Rule
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, UserError
@@ -187,7 +187,9 @@ def _optimizer_state(
                 raise ModelMismatch(f"{name} is in group {number} of the optimizer, not so in the checkpoint")
             if entries := reader.state(index, 0, spec.elements):
                 state["state"][position] = {
-                    key: value.view(spec.shape) if value.dim() else value for key, value in entries.items()
+                    key: value.view(spec.shape) if value.dim() else value
+                    for key, value in entries.items()
+                    if key != MASTER
                 }
     return state
 
