@@ -49,7 +49,7 @@ CALLS = 4096
 """How many calls a server answers at the same time; the next ones wait. Each has a thread, which is made when
 it is needed. A worker has two calls that wait most of the time: for records or a round, and for a version."""
 
-CALLS_OF_ONE = 64
+CALLS_OF_ONE = 128
 """How many of them may be of one connection, so that none takes all threads. A worker needs eight."""
 
 WINDOW = 1024 * 1024
