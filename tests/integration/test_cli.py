@@ -24,6 +24,7 @@ FOREVER = 10_000_000
 COMMAND = f"""
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # what nohup starts ignores it
 from elastic_ps.cli import main
 from elastic_ps.local import Programs
 programs = Programs(server=(sys.executable, {FAKE!r}, "ps"), worker=(sys.executable, {FAKE!r}, "worker"))

@@ -261,4 +261,4 @@ def test_an_optimizer_whose_result_is_not_used_is_refused(tmp_path: Path) -> Non
             mse(model, x, y).backward()
             optimizer.step()
 
-    failing(tmp_path, script, UsageError, "optimizer that session.optimizer returns")
+    failing(tmp_path, script, UsageError, r"Use what session\.optimizer\(\.\.\.\) returns")
