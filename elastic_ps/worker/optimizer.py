@@ -44,7 +44,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._engine = engine
         self._flat = flat
         self._gradients = Gradients(flat, engine, overlap=overlap, check=check)
-        wrapped.register_step_pre_hook(_refuse_step)
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups = wrapped.param_groups
         self._own = {id(tensor) for tensor in own}
@@ -53,14 +52,14 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def _check_other(self, other: torch.optim.Optimizer, *_: object) -> None:
         """Any optimizer is about to step. Raises UsageError if it should not."""
-        if other is self or threading.get_ident() != self._thread:
-            return
         if other is self._wrapped:
             raise UsageError(
                 "the optimizer that was given to session.optimizer(...) was stepped itself, so only this "
                 "worker's model would change. Use what session.optimizer(...) returns, as in "
                 "optimizer = session.optimizer(optimizer, model)"
             )
+        if other is self or threading.get_ident() != self._thread:
+            return
         beside = {id(p) for group in other.param_groups for p in group["params"]} - self._own
         if self._engine.in_batch and beside:
             raise UsageError(
@@ -150,10 +149,3 @@ class ElasticOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         raise UsageError("parameter groups cannot be added after session.optimizer(...); add them before")
-
-
-def _refuse_step(_optimizer: object, _args: object, _kwargs: object) -> None:
-    raise UsageError(
-        "step() of the torch optimizer was called, whose steps the parameter server makes. Use the optimizer "
-        "that session.optimizer returns: optimizer = session.optimizer(optimizer, model)"
-    )
