@@ -109,8 +109,7 @@ def open_checkpoint(directory: Path, version: int | None) -> Reader:
     problems: list[str] = []
     for candidate in reversed(versions) if version is None else [version]:
         try:
-            store.manifest(candidate)
-            reader = store.open(candidate)
+            reader = store.open_whole(candidate)
         except CheckpointCorrupt as error:
             problems.append(str(error))
             continue

@@ -206,16 +206,25 @@ class Store:
         """A checkpoint, to read tensors from. Raises CheckpointCorrupt and StorageUnavailable."""
         return Reader(self.path(version), self.describe(version))
 
-    def manifest(self, version: int, check: Check = lambda _: None) -> Manifest:
-        """Read a checkpoint's manifest and verify all its files. Blocks for reading them.
+    def open_whole(self, version: int, check: Check = lambda _: None) -> Reader:
+        """`open` a checkpoint after verifying all its files. Blocks for reading them.
 
         Raises:
             CheckpointCorrupt: a file is missing, is not what the manifest says, or does not pass `check`.
             StorageUnavailable: they cannot be read at the moment.
         """
-        with self.open(version) as reader:
+        reader = self.open(version)
+        try:
             reader.verify()
             check(reader)
+        except BaseException:
+            reader.close()
+            raise
+        return reader
+
+    def manifest(self, version: int) -> Manifest:
+        """The manifest of a checkpoint whose files have been verified. Blocks and raises as `open_whole`."""
+        with self.open_whole(version) as reader:
             return reader.manifest
 
     def newest(self, check: Check = lambda _: None) -> tuple[Manifest, list[str]]:
@@ -224,7 +233,7 @@ class Store:
         A broken checkpoint is renamed to `corrupt-...`, so that it is kept but not looked at again.
 
         Args:
-            check: see `manifest`.
+            check: see `open_whole`.
 
         Raises:
             NoCheckpoint: there is none, and there has been none.
@@ -234,9 +243,7 @@ class Store:
         problems: list[str] = []
         for version in reversed(self.versions()):
             try:
-                with self.open(version) as reader:
-                    reader.verify()
-                    check(reader)
+                with self.open_whole(version, check) as reader:
                     return reader.manifest, [*problems, *_warnings(reader)]
             except CheckpointCorrupt as error:
                 aside = self._set_aside(version)
