@@ -77,7 +77,7 @@ class Keeper:
         self._last = now
         self._last_version = 0
         self._durable_at = now
-        self._number = self._pending_number = 0
+        self._number = 0
         self._pending: Manifest | None = None
         self._files: dict[int, ShardFile] = {}
         self._queue: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
@@ -212,7 +212,6 @@ class Keeper:
         tensors, optimizer = state.pop("tensors"), state.pop("optimizer")
         with self._lock:
             self._last, self._last_version, self._files = now, version, {}
-            self._pending_number = number
             self._pending = Manifest(
                 job=self._job,
                 version=version,
@@ -267,7 +266,7 @@ class Keeper:
         with self._lock:
             if written is None or self._pending is None or shard in self._files:
                 return
-            if (written.term, written.number) != (self._pending.term, self._pending_number):
+            if (written.term, written.number) != (self._pending.term, self._pending.number):
                 return
             self.paused += written.pause / self._shards
             if written.file is None:
