@@ -155,15 +155,15 @@ class Node:
         if self._is_old(order):
             return self._report()
         shard = self.shard
-        if advance.apply is not None and shard.version < advance.version:
-            shard.require_complete(advance.version, advance.apply)
+        to_apply = advance.apply if shard.version < advance.version else None
+        if to_apply is not None:
+            shard.require_complete(advance.version, to_apply)
             if self._follower is not None:
                 self._follower.stage(shard, advance)
         if advance.prepare:
             return self._report()
-        made = advance.apply is not None and shard.version < advance.version
         shard.advance(advance.version, advance.attempt, advance.expected, advance.apply)
-        if made:
+        if to_apply is not None:
             self._record_values(shard)
         if advance.next is not None:
             with self._lock:
