@@ -32,18 +32,6 @@ def test_a_second_model_with_a_local_optimizer_is_refused(tmp_path: Path, first:
     failing(tmp_path, script, UsageError, r"Adam.step\(\) beside the job's optimizer")
 
 
-def test_the_optimizer_that_was_given_away_is_not_stepped(tmp_path: Path) -> None:
-    def script(session: Session) -> None:
-        model = make_mlp()
-        optimizer = sgd(model)
-        session.optimizer(optimizer, model)
-        for x, y in session.loader(Numbers(40), 4):
-            mse(model, x, y).backward()
-            optimizer.step()
-
-    failing(tmp_path, script, UsageError, "Use what session.optimizer.* returns")
-
-
 def test_optimizers_of_a_workers_own_and_outside_the_loop_are_left_alone(tmp_path: Path) -> None:
     class Both(torch.nn.Module):
         def __init__(self) -> None:

@@ -96,6 +96,13 @@ def empty() -> torch.nn.Module:
     return model
 
 
+class AcceleratedOptimizer(torch.optim.SGD):
+    """Stands for accelerate's, which is told by its name."""
+
+    __module__ = "accelerate.optimizer"
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize(
     ("make_model", "make", "match"),
     [
@@ -108,6 +115,9 @@ def empty() -> torch.nn.Module:
         (frozen, sgd, "no trainable parameter"),
         (empty, sgd, "no trainable parameter"),
         (make_mlp, lambda m: torch.optim.SGD(make_mlp().parameters(), lr=0.1), "not parameters of the model"),
+        (lambda: torch.nn.LazyLinear(3), sgd, "lazy parameter"),
+        (lambda: torch.nn.Linear(3, 3, device="meta"), sgd, "meta device"),
+        (make_mlp, lambda m: AcceleratedOptimizer(m.parameters(), lr=0.1), "before accelerator.prepare"),
     ],
 )
 def test_what_cannot_be_trained(
@@ -225,31 +235,6 @@ def test_gradients_that_change_after_they_were_sent(tmp_path: Path, change: Any,
             optimizer.step()
 
     failing(tmp_path, script, UsageError, "changed or replaced between backward")
-
-
-class AcceleratedOptimizer(torch.optim.SGD):
-    """Stands for accelerate's, which is told by its name."""
-
-    __module__ = "accelerate.optimizer"
-
-
-@pytest.mark.filterwarnings("ignore:Lazy modules")
-@pytest.mark.parametrize(
-    ("make_model", "make", "match"),
-    [
-        (lambda: torch.nn.LazyLinear(3), sgd, "lazy parameter"),
-        (lambda: torch.nn.Linear(3, 3, device="meta"), sgd, "meta device"),
-        (make_mlp, lambda m: AcceleratedOptimizer(m.parameters(), lr=0.1), "before accelerator.prepare"),
-    ],
-)
-def test_models_and_optimizers_that_are_not_ready(
-    tmp_path: Path, make_model: MakeModel, make: MakeOptimizer, match: str
-) -> None:
-    def script(session: Session) -> None:
-        model = make_model()
-        session.optimizer(make(model), model)
-
-    failing(tmp_path, script, InvalidModel, match)
 
 
 def test_an_optimizer_whose_result_is_not_used_is_refused(tmp_path: Path) -> None:
