@@ -284,8 +284,8 @@ def restart_delay(attempts: Iterable[Process]) -> timedelta:
 def failures(observed: Observed) -> list[Process]:
     """The processes whose ends count against `backoffLimit` (see `core.deaths`), first ends first."""
     ended = sorted(observed.processes, key=lambda process: process.ended or 0.0)
-    dead = [(process, process.death) for process in ended if process.death is not None]
-    counted = deaths.failures(((process.role, process.index), death) for process, death in dead if death)
+    dead = [(process, death) for process in ended if (death := process.death) is not None]
+    counted = deaths.failures(((process.role, process.index), death) for process, death in dead)
     return [process for (process, _), counts in zip(dead, counted, strict=True) if counts]
 
 
