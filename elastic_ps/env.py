@@ -13,8 +13,8 @@ EXIT_INVALID (78)  the job cannot work as it stands (`UserError`); starting it a
 1 to 127           the script failed; counts against `runPolicy.backoffLimit`
 EXIT_HUNG (124)    a worker that kept the others waiting for too long ended itself; counts likewise
 128 to 255, signal killed from outside (out of memory, preemption) or crashed; replaced. Being
-                   killed counts against nothing. With `elastic-ps run` a crash does, if the one before
-                   was alike and the process had done nothing yet (`core.deaths`)
+                   killed counts against nothing. A crash does, if the one before was alike and the
+                   process had done nothing yet (`elastic_ps.deaths`)
 EXIT_FENCED (250)  a parameter server that another one has taken over from; replaced likewise
 EXIT_LEFT (251)    a worker left in the middle because it was asked to (SIGTERM); replaced likewise,
                    unless whoever started it had asked

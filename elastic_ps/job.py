@@ -287,8 +287,9 @@ class RunPolicy(CamelModel):
     backoff_limit: int = Field(
         default=3,
         ge=0,
-        description="How many times a worker's script may fail before the job fails. A worker that is killed "
-        "from outside does not count.",
+        description="How many times a worker's script may fail before the job fails. A crash, such as a "
+        "segmentation fault, counts if the worker's last one was the same and it has trained nothing since. "
+        "A worker that is killed from outside does not count.",
     )
     active_deadline_seconds: int | None = Field(
         default=None, ge=1, description="The job fails when it has run for this many seconds."

@@ -120,6 +120,11 @@ class Member(CamelModel):
         default=None, description="This member's stepSeconds divided by the median of all workers."
     )
 
+    @property
+    def present(self) -> bool:
+        """Whether this stay lasts."""
+        return self.state in ("joining", "idle", "training")
+
     def to_be_killed(self, progress_timeout: timedelta) -> str:
         """Why its process, should it be alive, has to be ended from outside; "" if it has not.
 
@@ -191,6 +196,11 @@ class WorkerStatus(CamelModel):
     restarts: int = Field(default=0, description="How many workers have been replaced, for any reason.")
     last_failure: str | None = Field(
         default=None, description="Which worker was replaced last, and for what reason."
+    )
+    crashes: dict[int, str] = Field(
+        default_factory=dict,
+        description="By worker index: what the worker died of when it crashed last. If its replacement dies "
+        "of the same before it has trained anything, that counts against backoffLimit.",
     )
     counted_pods: list[str] = Field(
         default_factory=list,

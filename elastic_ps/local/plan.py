@@ -7,20 +7,16 @@ the processes that have ended. Times are seconds of one monotonic clock. Doing i
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import takewhile
 from typing import Literal, TypeAlias
 
-from elastic_ps.core import deaths
-from elastic_ps.core.deaths import Death, Kind
-from elastic_ps.env import EXIT_FENCED, EXIT_HUNG, EXIT_INVALID, EXIT_LEFT, Role
+from elastic_ps import deaths
+from elastic_ps.deaths import Death, Kind, describe_exit, kind_of
+from elastic_ps.env import EXIT_INVALID, EXIT_LEFT, Role
 from elastic_ps.status import LEFT_EARLY, Phase, Progress
-
-_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
-"""Signals that a process does not bring upon itself. SIGKILL may mean that the memory was not enough, too."""
 
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
 
@@ -90,26 +86,8 @@ class Process:
         """How it died; None if it is alive or ended as it should."""
         if self.exit is None or self.ending not in ("failed", "killed"):
             return None
-        kind: Kind = "failed" if self.ending == "failed" else "crashed"
-        number = -self.exit if self.exit < 0 else self.exit - 128
-        if self.ending == "killed" and (number in _FROM_OUTSIDE or self.exit == EXIT_FENCED):
-            kind = "killed"
+        kind: Kind = "failed" if self.ending == "failed" else kind_of(self.exit)
         return Death(kind, describe_exit(self.exit), self.useful)
-
-
-def describe_exit(status: int) -> str:
-    """An exit status in words: `was killed by SIGKILL`, `exited with 1`."""
-    if status == EXIT_LEFT:
-        return "left because it was asked to"
-    if status == EXIT_HUNG:
-        return f"ended itself because it made no progress (exit status {EXIT_HUNG})"
-    number = -status if status < 0 else status - 128
-    if number > 0:
-        try:
-            return f"was killed by {signal.Signals(number).name}"
-        except ValueError:
-            pass
-    return f"exited with {status}"
 
 
 @dataclass(frozen=True, order=True)
@@ -282,7 +260,7 @@ def restart_delay(attempts: Iterable[Process]) -> timedelta:
 
 
 def failures(observed: Observed) -> list[Process]:
-    """The processes whose ends count against `backoffLimit` (see `core.deaths`), first ends first."""
+    """The processes whose ends count against `backoffLimit` (see `elastic_ps.deaths`), first ends first."""
     ended = sorted(observed.processes, key=lambda process: process.ended or 0.0)
     dead = [(process, death) for process in ended if (death := process.death) is not None]
     counted = deaths.failures(((process.role, process.index), death) for process, death in dead)

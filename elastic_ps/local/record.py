@@ -102,7 +102,7 @@ def member_changes(before: Sequence[Member], after: Sequence[Member]) -> Iterato
 
 def live_members(status: ServerStatus) -> list[Member]:
     """The members that are in the job now."""
-    return [member for member in status.members if member.state in ("joining", "idle", "training")]
+    return [member for member in status.members if member.present]
 
 
 def _point(status: ServerStatus, elapsed: float) -> Point:

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import assert_never
 
+from elastic_ps.deaths import describe_exit
 from elastic_ps.env import EXIT_LEFT, ProcessEnvironment, Resume, inherited
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
 from elastic_ps.job import TrainingJob
@@ -252,7 +253,7 @@ class Launcher:
             self._notices.submit(gone, self.job.name, self._addresses, process.index, instance)
         if status != 0 and not (process.killed or process.asked):
             last = process.output.splitlines()[-1:] if process.ending != "killed" else []
-            words = planning.describe_exit(status)
+            words = describe_exit(status)
             self._event("process", ": ".join([f"{process.name} (pid {process.pid}) {words}", *last]))
 
     def _read_answers(self, now: float) -> bool:

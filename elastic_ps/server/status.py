@@ -89,7 +89,7 @@ class StatusServer:
 def metrics(status: ServerStatus) -> str:
     """The status in Prometheus' text format."""
     progress = status.progress
-    live = sum(member.state in ("joining", "idle", "training") for member in status.members)
+    live = sum(member.present for member in status.members)
     values: dict[str, tuple[str, str, float | None]] = {
         "version": ("counter", "Optimizer steps taken.", progress.version),
         "records_applied": ("counter", "Records whose gradients are in the model.", progress.records_applied),

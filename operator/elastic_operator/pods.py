@@ -6,8 +6,9 @@ ending                how it is recognised
 done                  exit status 0
 invalid               exit status `env.EXIT_INVALID`: starting it again is no use
 failed                exit status 1 to 127, or the container's command cannot be started
-killed                128 to 255 (`env.EXIT_LEFT`: by SIGTERM, and it left in order), out of memory,
-                      eviction, preemption, loss of the node
+crashed               128 to 255 other than below, out of memory
+killed                SIGKILL, SIGTERM or SIGHUP (`env.EXIT_LEFT`: it left in order), eviction,
+                      preemption, loss of the node
 ===================== ======================================================================
 """
 
@@ -19,9 +20,10 @@ from datetime import datetime
 from typing import Any, Literal, TypeAlias, cast
 
 from elastic_operator import names
+from elastic_ps.deaths import describe_exit, kind_of
 from elastic_ps.env import EXIT_HUNG, EXIT_INVALID, EXIT_LEFT, Role
 
-Ending: TypeAlias = Literal["done", "invalid", "failed", "killed"]
+Ending: TypeAlias = Literal["done", "invalid", "failed", "crashed", "killed"]
 
 _IMAGE_REASONS = {
     "ErrImagePull",
@@ -32,7 +34,9 @@ _IMAGE_REASONS = {
 }
 _CONFIG_REASONS = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
 _NOT_FOUND = "ContainerStatusUnknown"
+_LOST_SIGHT = {_NOT_FOUND, "Unknown"}
 _CANNOT_START = {"StartError", "ContainerCannotRun"}
+_REASONS = {"failed": "WorkerFailed", "crashed": "WorkerCrashed", "killed": "WorkerKilled"}
 _KILLED_AS = {
     "Evicted": "was evicted",
     "Preempting": "was preempted",
@@ -63,6 +67,7 @@ class Pod:
             only `invalid` is looked at while it lives.
         stopped: all its containers have terminated, sidecars too. Of a pod that is being deleted none is
             started again.
+        exit: its container's exit status, of one that failed or crashed.
         problem: why it ended or cannot start, in words.
         started, ended: when its container did.
         address: its IP.
@@ -76,6 +81,7 @@ class Pod:
     deleting: datetime | None = None
     ending: Ending | None = None
     stopped: bool = False
+    exit: int | None = None
     problem: Problem | None = None
     started: datetime | None = None
     ended: datetime | None = None
@@ -121,6 +127,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         deleting=parse_time(metadata.get("deletionTimestamp")),
         ending=ending,
         stopped=_stopped(status),
+        exit=terminated.get("exitCode") if ending in ("failed", "crashed") else None,
         problem=problem,
         started=parse_time(started),
         ended=parse_time(terminated.get("finishedAt")),
@@ -173,16 +180,17 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
 def _exit(name: str, manifest: Mapping[str, Any], end: Mapping[str, Any]) -> tuple[Ending, Problem]:
     code = int(end.get("exitCode", 255))
     if end.get("reason") == "OOMKilled":
-        return "killed", Problem("OutOfMemory", f"{name} was killed: out of memory{_limit(manifest)}")
+        return "crashed", Problem("OutOfMemory", f"{name} was killed: out of memory{_limit(manifest)}")
+    if end.get("reason") in _LOST_SIGHT:
+        return "killed", Problem("Lost", f"{name} ended while its node was not looking")
     if end.get("reason") in _CANNOT_START:
         return "failed", Problem("CannotStart", _said(f"{name}: its command cannot be started", end))
     if code == EXIT_LEFT:
         return "killed", Problem("WorkerLeft", f"{name} got SIGTERM, finished its step and left")
     if code == EXIT_HUNG:
         return "failed", Problem("WorkerHung", _said(f"{name} ended itself: it made no progress", end))
-    if 0 < code < 128:
-        return "failed", Problem("WorkerFailed", _said(f"{name} exited with {code}", end))
-    return "killed", Problem("WorkerKilled", _said(f"{name} was killed (exit status {code})", end))
+    kind = kind_of(code)
+    return kind, Problem(_REASONS[kind], _said(f"{name} {describe_exit(code)}", end))
 
 
 def _limit(manifest: Mapping[str, Any]) -> str:

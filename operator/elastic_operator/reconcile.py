@@ -21,6 +21,7 @@ from elastic_operator.status import (
     counted,
     holds,
     read_status,
+    stays,
     turned,
     with_condition,
     with_counts,
@@ -53,7 +54,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
         desired = read_desired(job, observed)
     except InvalidJob as error:
         return _invalid(old, status, str(error), started=bool(observed.services), now=now)
-    status, notes = counted(status, observed)
+    status, notes = counted(status, observed, now)
     status = _with_counts(status, observed, desired)
     if desired.spec.run_policy.suspend:
         return _suspended(old, status, desired, observed, notes, now, options)
@@ -254,14 +255,8 @@ def _workers(
 
 def _given_up(pod: Pod, desired: Desired, observed: Observed, now: datetime) -> str:
     """Why the process in a pod has to end, since the PS has given it up and it lives on; "" if it has not."""
-    members = observed.server.members if observed.server is not None else []
-    own = [member for member in members if (member.worker, member.host) == (pod.index, pod.name)]
-    latest = max(own, key=lambda member: member.incarnation, default=None)
-    if latest is None or pod.started is None or latest.gone_seconds is None:
-        return ""
-    if now - timedelta(seconds=latest.gone_seconds) < pod.started:  # it was a pod before, of the same name
-        return ""
-    return latest.to_be_killed(desired.spec.worker.progress_timeout)
+    latest = max(stays(pod, observed, now), key=lambda member: member.incarnation, default=None)
+    return "" if latest is None else latest.to_be_killed(desired.spec.worker.progress_timeout)
 
 
 def _create(job: Mapping[str, Any], desired: Desired, role: Role, index: int, reason: str) -> Create:

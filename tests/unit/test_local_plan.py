@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ps.deaths import describe_exit
 from elastic_ps.env import EXIT_FENCED, EXIT_HUNG, EXIT_INVALID, EXIT_LEFT
 from elastic_ps.local.plan import (
     Conclude,
@@ -22,7 +23,6 @@ from elastic_ps.local.plan import (
     StopRequest,
     Terminate,
     Verdict,
-    describe_exit,
     failures,
     plan,
     restart_delay,
@@ -284,14 +284,6 @@ def test_stopping_at_once_kills_everything() -> None:
         NOW,
     )
     assert [a.pid for a in actions if isinstance(a, Kill)] == [1, 100]
-
-
-def test_exit_statuses_in_words() -> None:
-    assert describe_exit(-9) == "was killed by SIGKILL"
-    assert describe_exit(137) == "was killed by SIGKILL"
-    assert describe_exit(1) == "exited with 1"
-    assert describe_exit(EXIT_LEFT) == "left because it was asked to"
-    assert describe_exit(255) == "exited with 255"
 
 
 def crashes(status: int, count: int, **fields: Any) -> list[Process]:

@@ -82,6 +82,8 @@ def test_scaling_removes_the_highest_indexes_and_keeps_the_others() -> None:
         (127, "Error", 1, "WorkerFailed"),
         (137, "Error", 0, "WorkerKilled"),
         (143, "Error", 0, "WorkerKilled"),
+        (139, "Error", 0, "WorkerCrashed"),
+        (255, "Unknown", 0, "Lost"),
         (251, "Error", 0, "WorkerLeft"),
         (124, "Error", 1, "WorkerHung"),
         (137, "OOMKilled", 0, "OutOfMemory"),
@@ -159,6 +161,97 @@ def test_too_many_failures_end_the_job_with_the_last_words() -> None:
     assert failed["reason"] == "BackoffLimitExceeded"
     assert "KeyError: 'x'" in failed["message"]
     assert list(simulation.pods) == ["digits-worker-0"], "the failed pod stays for its log"
+
+
+def tell(simulation: Simulation, *members: Member) -> None:
+    """The parameter server says that these were members."""
+    simulation.server = ServerStatus(
+        job="digits", shard=0, shards=1, term=1, ready=True, members=list(members)
+    )
+
+
+def stay(steps: int, *, index: int = 1, **fields: Any) -> Member:
+    """A worker's stay that has ended this very moment."""
+    given = {"pid": 7, "host": f"digits-worker-{index}", "state": "lost", "gone_seconds": 0.0, **fields}
+    return Member(worker=index, incarnation=1, joined_version=0, steps=steps, **given)
+
+
+def end_again_and_again(simulation: Simulation, times: int, code: int, **fields: Any) -> int:
+    """Worker 1 ends so each time it is started; how many failures there are then."""
+    for _ in range(times):
+        assert simulation.end("digits-worker-1", code, **fields)
+        simulation.settle()
+    failures: int = simulation.status["worker"]["failures"]
+    return failures
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [(139, "Error"), (130, "Error"), (255, "Error"), (137, "OOMKilled")]
+)
+def test_a_worker_that_crashes_alike_before_its_first_step_counts_from_the_second_time(
+    code: int, reason: str
+) -> None:
+    simulation = running(worker={"replicas": 2}, runPolicy={"backoffLimit": 2})
+    tell(simulation, stay(5, index=0), stay(0))
+    assert end_again_and_again(simulation, 3, code, reason=reason) == 2
+    assert simulation.status["phase"] == "Running"
+    assert end_again_and_again(simulation, 1, code, reason=reason) == 3
+    assert simulation.condition("Failed")["reason"] == "BackoffLimitExceeded"
+
+
+def test_crashes_that_differ_or_are_another_worker_s_or_follow_a_step_do_not_count() -> None:
+    simulation = running(worker={"replicas": 2})
+    tell(simulation)
+    for code in (139, 134, 139, 134):
+        assert end_again_and_again(simulation, 1, code) == 0
+    simulation.end("digits-worker-0", 134)
+    simulation.settle()
+    assert simulation.status["worker"]["failures"] == 0, "worker 0 has not crashed before"
+    tell(simulation, stay(1))
+    assert end_again_and_again(simulation, 5, 134) == 0
+    tell(simulation, stay(1, state="training", gone_seconds=None))
+    assert end_again_and_again(simulation, 5, 134) == 0, "its lease has not run out yet"
+
+
+def test_what_a_pod_of_the_same_name_trained_before_is_no_use_of_the_next() -> None:
+    simulation = running(worker={"replicas": 2})
+    before = [stay(9, gone_seconds=7200.0), stay(9, gone_seconds=None), stay(9, host="digits-worker-11")]
+    tell(simulation, *before)
+    assert end_again_and_again(simulation, 3, 139) == 2
+
+
+@pytest.mark.parametrize("fields", [{"reason": "Evicted"}, {"reason": "NodeLost"}, {}])
+def test_pods_that_were_evicted_or_lost_never_count_whatever_their_exit_status(
+    fields: dict[str, str],
+) -> None:
+    simulation = running(worker={"replicas": 2})
+    tell(simulation)
+    for _ in range(4):
+        simulation.end("digits-worker-1", 139)
+        status = simulation.pods["digits-worker-1"]["status"]
+        status.update(fields)
+        if not fields:
+            status["containerStatuses"] = []
+        simulation.settle()
+    assert simulation.status["worker"].items() >= {"failures": 0, "restarts": 4, "crashes": {}}.items()
+
+
+def test_a_row_of_crashes_is_not_forgotten_while_the_parameter_server_is_silent() -> None:
+    """It is not known then whether a worker was of use, so its crash does not count, but later ones do."""
+    simulation = running(worker={"replicas": 2})
+    tell(simulation)
+    assert end_again_and_again(simulation, 1, 139) == 0
+    assert simulation.status["worker"]["crashes"] == {"1": "was killed by SIGSEGV"}
+    starting = ServerStatus(job="digits", shard=0, shards=1, term=0, ready=False)
+    for silent in (None, starting):
+        simulation.server = silent
+        assert end_again_and_again(simulation, 1, 139) == 0
+        assert end_again_and_again(simulation, 1, 137) == 0
+    tell(simulation)
+    assert end_again_and_again(simulation, 1, 139) == 1
+    tell(simulation, stay(1))
+    assert end_again_and_again(simulation, 1, 143) == 1
+    assert simulation.status["worker"]["crashes"] == {}, "it had trained, so the row is over"
 
 
 def test_invalid_exit_ends_the_job_at_once() -> None:
@@ -398,7 +491,7 @@ def test_fields_of_other_versions_are_dropped() -> None:
 
 
 events = st.one_of(
-    st.tuples(st.just("end"), st.integers(0, 4), st.sampled_from([1, 2, 137, 143])),
+    st.tuples(st.just("end"), st.integers(0, 4), st.sampled_from([1, 2, 137, 139, 143])),
     st.tuples(st.just("scale"), st.integers(1, 5), st.just(0)),
     st.tuples(st.just("suspend"), st.booleans(), st.just(0)),
     st.tuples(st.just("delete"), st.integers(0, 4), st.just(0)),
@@ -412,11 +505,14 @@ events = st.one_of(
 def test_from_anywhere_it_comes_to_rest_where_it_should(happened: list[tuple[str, Any, int]]) -> None:
     """An operator killed after any write neither forgets nor double counts, and reaches the same end."""
     simulation = Simulation(job_document(worker={"replicas": 2}, runPolicy={"backoffLimit": 1000}))
-    failures = 0
+    tell(simulation)
+    failures, crashed = 0, set[int]()
     for what, value, code in happened:
         if what == "end":
             ended = simulation.end(f"digits-worker-{value}", code)
-            failures += ended and code < 128
+            failures += ended and (code < 128 or (code == 139 and value in crashed))
+            if ended and code == 139:
+                crashed.add(value)
         elif what == "scale":
             simulation.scale(value)
         elif what == "suspend":
