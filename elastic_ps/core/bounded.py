@@ -92,10 +92,10 @@ class BoundedRounds(AskedRounds):
             Refused: INVALID: the worker takes no part, or has an older version than it was told to have.
         """
         if not self.takes_part(worker):
-            reason = f"worker {worker} holds no records, so no step is expected of it"
+            reason = f"worker {worker} holds no records, so no step is expected from it"
             raise Refused(RefusalCode.INVALID, reason)
         if version < self.bases[worker]:
-            reason = f"worker {worker} begins a step on version {version}; it was handed {self.bases[worker]}"
+            reason = f"worker {worker} begins a step on version {version}, but was given {self.bases[worker]}"
             raise Refused(RefusalCode.INVALID, reason)
         if worker in self.begun:
             return Entry.IN

@@ -178,7 +178,9 @@ class SyncRounds:
         Raises:
             Refused: INVALID: it need not ask, because each round is made of everybody's step.
         """
-        reason = f"worker {worker} need not ask before it pushes its step on version {version}"
+        reason = (
+            f"worker {worker} asks before it pushes its step on version {version}, which it does not have to"
+        )
         raise Refused(RefusalCode.INVALID, reason)
 
     def computes_on(self, worker: int, version: int) -> bool:
@@ -213,10 +215,10 @@ class SyncRounds:
                 f"attempt {attempt} of version {version} was replaced by {self.attempt}",
             )
         if not self.takes_part(worker):
-            reason = f"worker {worker} holds no records, so no step is expected of it"
+            reason = f"worker {worker} holds no records, so no step is expected from it"
             raise Refused(RefusalCode.INVALID, reason)
         if not self._begun(worker):
-            raise Refused(RefusalCode.INVALID, f"worker {worker} has not asked before it pushed its step")
+            raise Refused(RefusalCode.INVALID, f"worker {worker} pushed its step without asking first")
         self.done[worker] = contribution
         return True
 

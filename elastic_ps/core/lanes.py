@@ -123,6 +123,6 @@ class Lanes:
         made = cls(state["records"], state["epochs"], shard_records, len(state["lanes"]))
         lanes = [Ledger.from_state(lane, shard_records=shard_records) for lane in state["lanes"]]
         if [(m.records, m.epochs) for m in lanes] != [(m.records, m.epochs) for m in made._lanes]:
-            raise LedgerError("the lanes are not those of the records")
+            raise LedgerError("the lanes do not match the number of records")
         made._lanes = lanes
         return made

@@ -204,7 +204,7 @@ class Ledger:
         numbers = [self.records, self.epochs, self.applied, self.skipped]
         numbers += [self._next_epoch, self._next_position]
         if any(type(n) is not int for n in itertools.chain(numbers, *self._returned)) or min(numbers) < 0:
-            raise LedgerError(f"not the numbers of a ledger: {self}")
+            raise LedgerError(f"the numbers of the ledger are impossible: {self}")
         handed_out = self._next_epoch * self.records + self._next_position
         begun = [Range(0, 0, 0), *sorted(self._returned)]
         for before, after in itertools.pairwise(begun):

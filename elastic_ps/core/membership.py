@@ -92,7 +92,7 @@ class Membership:
                 raise Refused(RefusalCode.SUPERSEDED, text)
             return None
         if call < newest.call:
-            text = f"worker {worker} has joined again since (join {newest.call}, this is {call})"
+            text = f"this is join {call} of worker {worker}, which has sent join {newest.call} since"
             raise Refused(RefusalCode.STALE_CALL, text)
         return newest if call == newest.call and self.live.get(worker) is newest else None
 

@@ -190,5 +190,5 @@ def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:
             )
             lines.append(f"{name}: this worker has {here}, the parameter server has {there}")
     if not lines and list(mine) != list(other):
-        lines.append("the same tensors in another order")
+        lines.append("the tensors are the same, but their order differs")
     return "; ".join(sorted(lines)[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")

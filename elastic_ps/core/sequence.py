@@ -62,8 +62,8 @@ class PushLog:
         if self.expected.get(key.worker) != key.incarnation:
             raise Refused(
                 RefusalCode.STALE_INCARNATION,
-                f"worker {key.worker} with incarnation {key.incarnation} takes no part in the open round; "
-                "it was declared gone or has withdrawn",
+                f"worker {key.worker} with incarnation {key.incarnation} does not take part in the open "
+                "round: it was declared gone, or has no records",
             )
         for worker, incarnation, step in self.added.get(key.bucket, ()):
             if worker == key.worker:
@@ -71,7 +71,7 @@ class PushLog:
                     return Verdict.DUPLICATE
                 raise Refused(
                     RefusalCode.STALE_INCARNATION,
-                    f"worker {worker} contributed step {step} of incarnation {incarnation} to this round",
+                    f"this round has step {step} of worker {worker} with incarnation {incarnation} already",
                 )
         return Verdict.ADD
 
@@ -101,11 +101,13 @@ class PushLog:
         if self.version or self.added:
             raise Refused(RefusalCode.STALE_INCARNATION, "the model is being trained already")
         if not self.expected:
-            raise Refused(RefusalCode.NOT_READY, "it is not known yet who brings the model; send it again")
+            raise Refused(
+                RefusalCode.NOT_READY, "it is not known yet which worker brings the model; send it again"
+            )
         if self.expected.get(worker) != incarnation:
             raise Refused(
                 RefusalCode.STALE_INCARNATION,
-                f"worker {worker} with incarnation {incarnation} does not bring the model",
+                f"worker {worker} with incarnation {incarnation} is not the one that brings the model",
             )
 
     def add(self, key: PushKey) -> None:

@@ -97,15 +97,17 @@ class Settings:
         schedulers may add keys of their own.
         """
         if len(later.groups) != len(self.groups):
-            raise InvalidModel(f"{len(later.groups)} parameter groups; the model has {len(self.groups)}")
+            raise InvalidModel(
+                f"there are {len(later.groups)} parameter groups, but the model has {len(self.groups)}"
+            )
         for index, (ours, theirs) in enumerate(zip(self.groups, later.groups, strict=True)):
             for key in sorted(NOT_SENT & theirs.keys()):
                 raise InvalidModel(f"param_groups[{index}]: {key} is not a hyperparameter that can be sent")
             for key, value in ours.items():
                 if key in theirs and _kind(value) != _kind(theirs[key]):
                     raise InvalidModel(
-                        f"param_groups[{index}]: {key} is {theirs[key]!r}, which cannot take the place "
-                        f"of {value!r}"
+                        f"param_groups[{index}]: {key} is {theirs[key]!r}, which is not of the same kind as "
+                        f"{value!r}"
                     )
 
 

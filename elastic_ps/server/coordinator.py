@@ -94,7 +94,7 @@ class Coordinator(Driver):
             if again and not self._state.initialised:
                 raise Refused(
                     RefusalCode.INVALID,
-                    "the parameter server has lost the model and has no checkpoint to go on from",
+                    "the parameter server has lost the model and has no checkpoint to continue from",
                 )
             self._configuring = configure = self._state.model is None
         if configure:
@@ -151,7 +151,7 @@ class Coordinator(Driver):
                 state.initialiser, state.arrived = None, True
                 self._told()
             elif not state.arrived:
-                text = f"worker {worker} with incarnation {incarnation} does not bring the model"
+                text = f"worker {worker} with incarnation {incarnation} is not the one that brings the model"
                 raise Refused(RefusalCode.STALE_INCARNATION, text)
         self._drive()
         self._keep_what_must_be()
@@ -160,7 +160,7 @@ class Coordinator(Driver):
                 raise Refused(RefusalCode.STALE_TERM, f"term {state.term} is over")
             if not state.initialised:
                 why = self._keeper.failure if self._keeper else ""
-                raise Refused(RefusalCode.NOT_READY, f"the first version is not on disk yet. {why}")
+                raise Refused(RefusalCode.NOT_READY, f"version 0 is not on disk yet. {why}")
 
     def heartbeat(self, worker: int, incarnation: int) -> None:
         """Raises Refused (STALE_INCARNATION) if the worker was declared gone."""
@@ -363,8 +363,8 @@ class Coordinator(Driver):
         self._drive()
         raise Refused(
             RefusalCode.LATE,
-            f"worker {worker} began to push a step on version {version} when the round of version {current} "
-            "had enough others",
+            f"worker {worker} wants to push a step on version {version}, but the round on version {current} "
+            "has enough other workers",
         )
 
     def finish(self, contribution: Contribution, *, version: int, attempt: int) -> bool:
@@ -435,7 +435,7 @@ class Coordinator(Driver):
 def _require_same(model: Model | None, tensors: tuple[TensorSpec, ...], optimizer: str) -> None:
     """Raise Refused (MODEL_MISMATCH) if a worker's model is not the job's; NOT_READY if that is gone."""
     if model is None:
-        raise Refused(RefusalCode.NOT_READY, "the worker that brought the model has gone; join again")
+        raise Refused(RefusalCode.NOT_READY, "the worker that brought the model is gone; join again")
     different = difference(tensors, model.layout.tensors)
     if optimizer != model.optimizer:
         text = f"optimizer: this worker has {optimizer}, the parameter server has {model.optimizer}"

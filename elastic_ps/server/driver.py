@@ -1,9 +1,9 @@
-"""How the shards of a job are told what to do: one order at a time, and before the workers can notice.
+"""Gives the shards of a job their orders: one at a time, and before the workers can see the effect.
 
-One condition variable guards the state of the job, and no I/O happens under it. Whatever the shards have to
-be told (apply a round, start it again, who takes part, go back to a checkpoint) is told by `_drive`, by one
-thread at a time: the one whose call made it necessary, or the ticker. Shards are told before the workers can
-notice, so that a worker never pushes for a round that a shard does not know.
+One condition variable guards the state of the job, and no I/O happens under it. An order says to apply a
+round, to start it again, who takes part, or to go back to a checkpoint. One thread at a time gives orders,
+in `_drive`: the one whose call made the order necessary, or the ticker. The shards get an order before the
+workers can see its effect, so a worker never pushes for a round that a shard does not know.
 """
 
 from __future__ import annotations
@@ -39,31 +39,31 @@ TICK = timedelta(milliseconds=250)
 """How often leases and checkpoints are looked after."""
 
 SETTLED = timedelta(seconds=5)
-"""For how long a call waits for a round to be committed, before it is to be made again."""
+"""For how long a call waits for a round to be committed, before the worker has to call again."""
 
 PAUSE = timedelta(seconds=1)
-"""Before a version that must be kept, and could not be written, is tried again."""
+"""After a checkpoint that must be written has failed, the time until the next attempt."""
 
 LAST = timedelta(minutes=10)
 """For how long the end of the job waits for the last version to be on disk."""
 
 RETRY = timedelta(milliseconds=100)
-"""Between two tries to tell the shards something that cannot wait for the ticker."""
+"""Between two attempts to give the shards an order that cannot wait for the ticker."""
 
 GOODBYE = timedelta(seconds=2)
-"""For how long a parameter server that ends tries to tell the others."""
+"""For how long a parameter server that ends tries to tell the other shards."""
 
 
 class Driver:
-    """The state of a job under one lock, and what the shards are told of it.
+    """The state of a job under one lock, and the orders that the shards get.
 
     Args:
         job: the job's name.
-        spec: how it is to be trained.
+        spec: how to train it.
         term: how often shard 0 has been started.
         shards: in order; the first is this process's own.
-        standbys: of each shard, in order; none without `durability: standby`.
-        keeper: decides when checkpoints are written and finishes them; None for none.
+        standbys: of each shard, in order; empty without `durability: standby`.
+        keeper: decides when checkpoints are written, and finishes them; None for no checkpoints.
         history: where commits are recorded.
     """
 
@@ -102,9 +102,9 @@ class Driver:
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
     def start(self, found: Manifest | None, patience: Patience | None = None) -> None:
-        """Begin, with the checkpoint `found` if there is one, or with what a standby has beyond it.
+        """Begin, from the checkpoint `found` if there is one, or from later rounds that the standbys hold.
 
-        Blocks while the shards load it, and while the storage does not let them.
+        Blocks while the shards load the checkpoint, and while the storage is unavailable.
         """
         patience = patience or Patience()
         if self._keeper is not None and self._standbys and self.term > 1:
@@ -116,13 +116,13 @@ class Driver:
         self._ticker.start()
 
     def abandon(self) -> None:
-        """End the threads, and nothing else: for a coordinator that could not start."""
+        """End the threads and do nothing else: for a coordinator that could not start."""
         self._fan_out.shutdown(cancel_futures=True)
         if self._keeper is not None:
             self._keeper.close()
 
     def close(self, *, keep: bool = True) -> None:
-        """Stop committing and end the threads; with `keep`, write a last checkpoint before. Blocks."""
+        """Stop committing and end the threads; with `keep`, first write a last checkpoint. Blocks."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -159,17 +159,17 @@ class Driver:
             try:
                 order.result(timeout=GOODBYE.total_seconds())
             except (Refused, TransportError, TimeoutError) as error:
-                logger.info("a shard was not told that it may end: %s", error)
+                logger.info("a shard could not be told that it may end: %s", error)
 
     @property
     def term(self) -> int:
-        """Of the parameter server; grows when the job goes back to a checkpoint."""
+        """The parameter server's term. It grows when the job goes back to a checkpoint."""
         with self._changed:
             return self._state.term
 
     @property
     def fenced(self) -> bool:
-        """Whether another parameter server has taken over: this one may apply and write nothing any more."""
+        """Whether another parameter server has taken over: then this one must not apply or write anything."""
         return self._keeper is not None and self._keeper.fenced
 
     @property
@@ -191,10 +191,10 @@ class Driver:
 
     @contextmanager
     def _settled(self) -> Iterator[JobState]:
-        """Hold the lock, at a moment at which no round is being committed. Blocks for `SETTLED` at most.
+        """Hold the lock while no round is being committed. Blocks for `SETTLED` at most.
 
         Raises:
-            Refused: NOT_READY; a round is still being committed, or the job still goes back to a checkpoint.
+            Refused: NOT_READY; a round is still being committed, or the job is going back to a checkpoint.
         """
         with self._changed:
             settled = self._changed.wait_for(
@@ -204,12 +204,12 @@ class Driver:
             if self._closing:
                 raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
             if not settled:
-                doing = "goes back to a checkpoint" if self._spoiled else "commits a round"
-                raise Refused(RefusalCode.NOT_READY, f"the parameter server still {doing}; ask again")
+                doing = "going back to a checkpoint" if self._spoiled else "committing a round"
+                raise Refused(RefusalCode.NOT_READY, f"the parameter server is still {doing}; ask again")
             yield self._state
 
     def _told(self) -> None:
-        """Something has changed that shards or waiting threads have to know; the lock is held."""
+        """Note that something has changed for shards or waiting threads. The lock is held."""
         self._stale = True
         self._changed.notify_all()
 
@@ -222,7 +222,9 @@ class Driver:
             "worker %d %s at version %d%s", worker, outcome, state.version, f": {reason}" if reason else ""
         )
         if state.rounds.attempt != attempt:
-            logger.info("version %d starts again as attempt %d", state.version, state.rounds.attempt)
+            logger.info(
+                "the round on version %d starts again, as attempt %d", state.version, state.rounds.attempt
+            )
         self._told()
 
     def _configure(self, tensors: tuple[TensorSpec, ...], optimizer: str, settings: Settings) -> None:
@@ -246,17 +248,17 @@ class Driver:
         return partition(tensors, bucket_bytes=server.bucket_bytes, shards=len(self._shards))
 
     def _drive(self) -> None:
-        """Tell the shards what they have to be told, unless another thread is at it."""
+        """Give the shards the orders that are due, unless another thread is doing it."""
         while self._commit_or_tell():
             pass
 
     def _commit_or_tell(self, *, closing: bool = False) -> bool:
-        """Do one thing that the shards have to be told, if there is one and nobody else is at it.
+        """Give the shards one order that is due, if there is one and no other thread is doing it.
 
         Args:
-            closing: the caller is the one that closes; nobody else tells the shards anything from then on.
+            closing: the caller closes the driver; from then on no other thread gives orders.
 
-        Returns whether it was done, so that there may be more to do.
+        Returns whether the order was carried out, so that there may be more to do.
         """
         with self._changed:
             if self._driving or self._closing != closing or self._state.model is None:
@@ -277,7 +279,7 @@ class Driver:
                 self._changed.notify_all()
 
     def _tell(self, advance: Advance, contributions: Sequence[Contribution], decided: float) -> bool:
-        """Send an order to the shards and book what came of it. Returns False if it has to be tried again."""
+        """Send an order to the shards and book the result. Returns False if it has to be sent again."""
         if contributions and self._keeper is not None and self._keeper.check_fence():
             return False
         try:
@@ -323,13 +325,13 @@ class Driver:
         return replace(order, state=json.dumps(state.foreseen(contributions, decided=decided)))
 
     def _failed(self, advance: Advance, problem: Exception) -> None:
-        """A shard could not be told, or refused. What has only failed on the way is told again by the ticker.
+        """A shard was not reached, or refused. If it was not reached, the ticker sends the order again.
 
-        As long as no shard can have applied the round, it starts again if a shard's sums are not those of the
-        round. Afterwards a shard that refuses is not what it said it was, and all go back to a checkpoint.
+        The round starts again if a shard's sums are not those of the round and no shard can have applied it.
+        A shard that refuses a round it has agreed to has lost the model: all go back to a checkpoint.
         """
         expected = isinstance(problem, TransportError | Refused)
-        text = "a shard did not take the round of version %d: %s"
+        text = "a shard did not carry out an order for version %d: %s"
         logger.warning(text, advance.version, problem, exc_info=None if expected else problem)
         refused = problem.code if isinstance(problem, Refused) else None
         if refused is RefusalCode.STALE_TERM and self._keeper is not None:
@@ -343,7 +345,7 @@ class Driver:
                 self._spoiled = True
 
     def _roll_back(self) -> bool:
-        """A shard has lost the model: all shards go back to the newest checkpoint, in a new term."""
+        """Take all shards back to the newest checkpoint, in a new term, because one has lost the model."""
         try:
             if self._keeper is None:
                 raise NoCheckpoint("there is no checkpoint directory")
@@ -352,13 +354,15 @@ class Driver:
                 rescue(self._keeper, self._shards, self._standbys, [self._prepared])
             self._restore(self._keeper.newest(), self._keeper.term)
         except NoCheckpoint as error:
-            logger.error("a shard has lost the model, and there is nothing to go on from: %s", error)
+            logger.error("a shard has lost the model, and the job cannot go back to a checkpoint: %s", error)
             with self._changed:
                 term = self._keeper.term if self._keeper else self._state.term + 1
                 self._state = JobState(term, self.lease, self._spec.consistency, self._spec.data)
         except (TransportError, Refused, CheckpointError) as error:
             if self._keeper is not None:
-                self._keeper.failed(f"the checkpoint is not restored yet: {error}")
+                self._keeper.failed(
+                    f"the job has to go back to a checkpoint, and that failed so far: {error}"
+                )
             return False
         with self._changed:
             self._spoiled = False
@@ -386,10 +390,10 @@ class Driver:
             self._state = state
             self._standings = [Standing.NONE for _ in self._standbys]  # of this term nothing is known yet
             self._changed.notify_all()
-        logger.info("term %d goes on from version %d", term, found.version)
+        logger.info("term %d continues from version %d", term, found.version)
 
     def _prepare(self, advance: Advance) -> None:
-        """All shards vote on a round before any applies it, and with standbys all standbys have it before.
+        """Let all shards vote on a round before any applies it. With standbys, all standbys receive it first.
 
         A shard that is alone votes when it applies.
         """
@@ -401,7 +405,7 @@ class Driver:
             self._prepared = advance
 
     def _tell_all(self, advance: Advance) -> None:
-        """This process's own shard comes last, because its workers' pulls are answered by that."""
+        """Send an order to all shards. This process's shard is last, because that answers workers' pulls."""
         to_others = replace(advance, state="")
         others = [self._fan_out.submit(shard.advance, to_others) for shard in self._shards[1:]]
         reports: list[Report] = [future.result() for future in others]
@@ -413,9 +417,9 @@ class Driver:
                 self._keeper.part(shard, report.written)
 
     def _tick(self) -> None:
-        """Every `TICK`: declare silent members gone, collect checkpoint parts, try again what failed.
+        """Every `TICK`: declare silent members gone, collect checkpoint parts, repeat what failed.
 
-        Also look at the fence: workers that wait for records must not go on waiting here.
+        Also check the fence: workers that wait for records must not keep waiting here.
         """
         while True:
             if self._keeper is not None:
@@ -433,7 +437,7 @@ class Driver:
             self._keep_what_must_be()
 
     def _drop_silent_and_hung(self) -> None:
-        """Declare gone whose lease has ended, and who keeps the others waiting; the lock is held."""
+        """Declare members gone whose lease has ended or that keep the others waiting. The lock is held."""
         now = self._clock()
         for worker in self._state.members.expired(now):
             self._drop(worker, "lost", f"silent for {self.lease.total_seconds():g} s")
@@ -441,10 +445,10 @@ class Driver:
             self._drop(worker, "hung", f"the others have waited for its step for {seconds:.1f} s")
 
     def _may_finish(self) -> bool:
-        """Whether workers may be told that all is done; the lock is held.
+        """Whether workers may be told that the job is finished. The lock is held.
 
-        Not before the last version is on disk: if the parameter server was lost then, there might be nobody
-        left to train again what is missing. A disk without room for it holds the end up for `LAST` at most.
+        Not before the last version is on disk: if the parameter server was lost, no worker might be left to
+        train the missing records. A full disk delays the end for `LAST` at most.
         """
         if not self._state.finished:
             return False
@@ -478,12 +482,12 @@ class Driver:
 
     @contextmanager
     def _turn(self) -> Iterator[Advance]:
-        """Nobody else tells the shards anything meanwhile; yields the order as things stand.
+        """Be the only thread that gives orders. Yields the order that describes the current state.
 
         Blocks until it is this thread's turn.
 
         Raises:
-            Refused: NOT_READY; the shards are told nothing any more.
+            Refused: NOT_READY; the driver is closed.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._driving)
@@ -499,10 +503,10 @@ class Driver:
                 self._changed.notify_all()
 
     def _keep_now(self) -> bool:
-        """Write a checkpoint of the version that is there. Blocks; returns whether it is on disk.
+        """Write a checkpoint of the current version. Blocks; returns whether it is on disk.
 
-        What fails on the way is tried again for `PATIENCE`. A checkpoint that is under way is finished first:
-        two at a time would take each other's files away.
+        A failed call is repeated for `PATIENCE`. A checkpoint that is being written is finished first: two at
+        a time would delete each other's files.
         """
         assert self._keeper is not None
         deadline = self._clock() + PATIENCE.total_seconds()
@@ -513,9 +517,9 @@ class Driver:
                 if self._clock() < deadline and not self.fenced:
                     time.sleep(RETRY.total_seconds())
                     continue
-                logger.warning("the present version was not kept: %s", error)
+                logger.warning("no checkpoint of the current version was written: %s", error)
             except (Refused, CheckpointError) as error:
-                logger.warning("the present version was not kept: %s", error)
+                logger.warning("no checkpoint of the current version was written: %s", error)
             with self._changed:
                 return self._keeper.durable_version == self._state.version
 

@@ -165,7 +165,7 @@ class Follower:
 
     def _leave_behind(self, why: object) -> None:
         if self._standing in (Standing.CATCHING_UP, Standing.FOLLOWING) and not self._closing:
-            logger.warning("the standby is left behind: %s", why)
+            logger.warning("training continues without the standby: %s", why)
         self._forget()
 
     def _forget(self) -> None:
@@ -243,7 +243,7 @@ class Follower:
                     return
                 if not self._backlog:
                     self._standing, self._base, self._loading = Standing.FOLLOWING, None, False
-                    logger.info("the standby follows from version %d on", base.load_version)
+                    logger.info("the standby has every round from version %d on", base.load_version)
                     return
                 given = self._backlog.popleft()
                 self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""When a checkpoint is taken, and making it whole once every shard has written its part."""
+"""Decides when a checkpoint is taken, and completes it when every shard has written its part."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from elastic_ps.server.orders import Written
 logger = logging.getLogger(__name__)
 
 PATIENCE = timedelta(seconds=60)
-"""How long somebody waits for a checkpoint: the first worker for the first, a closing server for its last."""
+"""How long the first worker waits for the first checkpoint, and a closing server for its last one."""
 
 GIVEN_UP = timedelta(minutes=10)
-"""A checkpoint that some shard has not written its part of after this time is given up."""
+"""A checkpoint is given up if a shard has not written its part after this time."""
 
 POLL = 0.01
-"""Seconds between two looks whether a checkpoint is whole."""
+"""Seconds between two checks whether a checkpoint is whole."""
 
 OVERDUE = timedelta(seconds=60)
-"""A checkpoint that is older than three intervals and this is a problem, whatever the reason."""
+"""If the newest checkpoint is older than three intervals and this, that is reported as a problem."""
 
 
 class Keeper:
@@ -44,9 +44,9 @@ class Keeper:
         store: the directory that all shards share.
         shards: how many parts make a checkpoint.
         interval: time between two checkpoints.
-        every: also one when this many versions have passed since the last; None not.
+        every: also take one when this many versions have passed since the last; None for not.
         keep: how many stay on disk.
-        check: what a checkpoint must pass to be gone on from, besides being whole.
+        check: what a checkpoint must pass, besides being whole, so that the job can continue from it.
 
     Attributes:
         fenced: another parameter server has taken over; nothing will be written any more.
@@ -103,7 +103,7 @@ class Keeper:
             return self._problem
 
     def failed(self, problem: str) -> None:
-        """Going back to a checkpoint has failed; `problem` says so until there is a newer outcome."""
+        """Going back to a checkpoint has failed. `failure` and `problem` say so until it has worked."""
         with self._lock:
             if self._problem != problem:
                 logger.warning("%s", problem)
@@ -118,8 +118,8 @@ class Keeper:
             if age <= (3 * self._interval + OVERDUE).total_seconds():
                 return ""
             return (
-                f"the newest checkpoint, of version {self._durable[0]}, is {age:.0f} s old; one is to be "
-                f"written every {self._interval.total_seconds():.0f} s"
+                f"the newest checkpoint, of version {self._durable[0]}, is {age:.0f} s old, but a checkpoint "
+                f"should be written every {self._interval.total_seconds():.0f} s"
             )
 
     @property
@@ -129,7 +129,7 @@ class Keeper:
             return self._pending is not None
 
     def due(self, version: int, now: float, *, wanted: bool = False) -> bool:
-        """Whether `version`, the next one, shall be kept; `wanted`: somebody waits for a checkpoint."""
+        """Whether to take a checkpoint of `version`, the next one. `wanted`: a standby waits for one."""
         with self._lock:
             if self._pending is not None:
                 return False
@@ -173,16 +173,16 @@ class Keeper:
     def newest(self) -> Manifest:
         """The newest whole checkpoint; broken ones are set aside. Raises as `Store.newest`.
 
-        A directory that is empty, where a checkpoint has been written, is StorageUnavailable: begun anew, the
-        job would lose what was trained, and its volume may only be away.
+        If a checkpoint has been written, but the directory is empty now, StorageUnavailable is raised: the
+        volume may only be away, and a job that started from scratch would lose what was trained.
         """
         try:
             manifest, problems = self._store.newest(self._check)
         except NoCheckpoint as error:
             if (version := self.durable_version) is None:
                 raise
-            text = f"the checkpoint of version {version} has gone from {self._store.directory}"
-            raise StorageUnavailable(f"{text}; bring it back, or stop the job") from error
+            text = f"the checkpoint of version {version} has disappeared from {self._store.directory}"
+            raise StorageUnavailable(f"{text}; restore it, or stop the job") from error
         for problem in problems:
             logger.warning("%s", problem)
         written = self._store.written(manifest.version)
@@ -225,8 +225,8 @@ class Keeper:
     def await_whole(self, ask: Callable[[], None]) -> None:
         """Wait until the checkpoint under way is whole or given up. `ask` collects the shards' parts.
 
-        A shard that does not answer is asked again. One that has not written its part within `PATIENCE` is
-        not waited for any longer: the checkpoint is given up, so that it cannot become whole after all.
+        A shard that does not answer is asked again. If a shard has not written its part within `PATIENCE`,
+        the checkpoint is given up, and cannot become whole later.
 
         Raises:
             Refused: a shard has lost the model; the checkpoint is given up.
@@ -236,7 +236,7 @@ class Keeper:
             try:
                 ask()
             except TransportError as error:
-                logger.info("a shard's part of a checkpoint is not known yet: %s", error)
+                logger.info("a shard has not reported its part of a checkpoint yet: %s", error)
             except Refused as refusal:
                 if self._give_up(str(refusal)):
                     raise
@@ -252,7 +252,7 @@ class Keeper:
             return self._pending is not None and len(self._files) < self._shards
 
     def _give_up(self, why: str) -> bool:
-        """Nobody waits for the checkpoint under way; False if it has all parts and may become whole."""
+        """Give up the checkpoint under way. False if all its parts are there, so that it may become whole."""
         with self._lock:
             if self._pending is None or len(self._files) == self._shards:
                 return False
@@ -270,7 +270,9 @@ class Keeper:
                 return
             self.paused += written.pause / self._shards
             if written.file is None:
-                logger.warning("no checkpoint of version %d: %s", written.version, written.error)
+                logger.warning(
+                    "the checkpoint of version %d could not be written: %s", written.version, written.error
+                )
                 self._pending, self._problem = None, written.error
                 return
             self._files[shard] = written.file
@@ -284,7 +286,9 @@ class Keeper:
             late = self._pending is not None and now - self._last > GIVEN_UP.total_seconds()
             missing = sorted(set(range(self._shards)) - self._files.keys())
         if late:
-            self._give_up(f"shards {missing} have not written theirs after {GIVEN_UP.total_seconds():.0f} s")
+            self._give_up(
+                f"shards {missing} have not written their parts after {GIVEN_UP.total_seconds():.0f} s"
+            )
 
     def _run(self) -> None:
         while (manifest := self._queue.get()) is not None:
@@ -297,7 +301,7 @@ class Keeper:
                 logger.warning("%s", error)
             with self._lock:
                 if manifest.term != self._term:
-                    continue  # of before a roll-back
+                    continue  # it was begun before a roll-back
                 self.fenced = self.fenced or fenced
                 if self._pending is manifest:  # else it was given up meanwhile
                     self._pending, self._problem = None, problem

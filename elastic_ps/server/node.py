@@ -196,7 +196,7 @@ class Node:
             self._heard_at = time.monotonic()
             self._released = False
             if term and term < self._obeys:
-                text = f"an order of term {term}; term {self._obeys} gives the orders now"
+                text = f"this is an order of term {term}; term {self._obeys} gives the orders now"
                 raise Refused(RefusalCode.STALE_TERM, text)
             if term > self._obeys:
                 self._obeys = term
@@ -224,7 +224,8 @@ class Node:
         if shard.version != advance.version:
             raise Refused(
                 RefusalCode.NOT_READY,
-                f"a checkpoint of version {advance.version}; shard {self.index} is at {shard.version}",
+                f"asked for a checkpoint of version {advance.version}, but shard {self.index} is at version "
+                f"{shard.version}",
             )
         self._record_values(shard)
         started = time.monotonic()

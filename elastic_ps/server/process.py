@@ -145,7 +145,7 @@ class ParameterServer:
         if resume == "no" and versions:
             raise InvalidJob(
                 f"{store.directory} holds checkpoints of an earlier run, up to version {versions[-1]}. "
-                "Go on from them with --resume, or name an empty directory"
+                "Continue from them with --resume, or name an empty directory"
             )
         adopt = resume == "require" or not versions
         # What an interrupted write left behind may be what fills the disk.

@@ -55,7 +55,7 @@ def rescue(
         orders: of one shard 0, oldest first, each with the state of its version.
 
     Returns:
-        Whether there is a newer checkpoint now. If not, the job goes on from the one that there was.
+        Whether there is a newer checkpoint now. If not, the job continues from the one before.
     """
     for order in reversed(orders):
         if keeper.durable_version is not None and order.version <= keeper.durable_version:
@@ -63,7 +63,7 @@ def rescue(
         try:
             _save(keeper, shards, standbys, order)
         except (TransportError, Refused, CheckpointError) as error:
-            logger.warning("version %d cannot be saved: %s", order.version, error)
+            logger.warning("version %d cannot be saved from the standbys: %s", order.version, error)
         else:
             logger.info("version %d was saved from the standbys", order.version)
             return True
@@ -94,7 +94,7 @@ def _order(shard: ShardControl, standby: RemoteShard, order: Advance) -> ShardCo
     try:
         shard.advance(order)
     except ElasticPSError as error:
-        logger.info("asking the standby: %s", error)
+        logger.info("the shard cannot carry out the order, so its standby is asked: %s", error)
         standby.advance(for_standby(order))
         return standby
     return shard

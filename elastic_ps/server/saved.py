@@ -41,7 +41,7 @@ class _Saved(BaseModel):
 
 
 def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
-    """Raise CheckpointCorrupt unless a job of this spec can go on from the checkpoint."""
+    """Raise CheckpointCorrupt unless a job of this spec can continue from the checkpoint."""
     try:
         _try(reader, spec)
     except (
@@ -55,7 +55,7 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
         ValueError,
     ) as error:
         version = reader.manifest.version
-        text = f"the checkpoint of version {version} holds what cannot be gone on from: {_words(error)}"
+        text = f"no job can continue from the checkpoint of version {version}: {_words(error)}"
         raise CheckpointCorrupt(text) from error
 
 
@@ -72,7 +72,7 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
     for stay in saved.members:
         counts = (stay.worker, stay.incarnation, stay.steps, stay.records, stay.late, stay.call)
         if min(counts) < 0 or stay.incarnation >= (manifest.term + 1) * INCARNATIONS_PER_TERM:
-            raise ValueError(f"a stay with impossible numbers: {stay}")
+            raise ValueError(f"the numbers of a member are impossible: {stay}")
     layout = partition(manifest.specs, bucket_bytes=spec.parameter_server.bucket_bytes, shards=1)
     JobState.from_checkpoint(
         manifest.state,
@@ -91,7 +91,7 @@ def _try_optimizer(reader: Reader, settings: Settings) -> None:
     manifest = reader.manifest
     for group in settings.groups:
         if NOT_SENT & group.keys():
-            raise ValueError(f"hyperparameters that are none: {sorted(NOT_SENT & group.keys())}")
+            raise ValueError(f"not hyperparameters: {sorted(NOT_SENT & group.keys())}")
 
     @cache
     def usual(group: int, dtype: str, whole: bool) -> dict[str, tuple[str, bool]]:
@@ -112,10 +112,12 @@ def _try_optimizer(reader: Reader, settings: Settings) -> None:
             continue
         stepped = name_of(WIDE.get(tensor.dtype, dtype_of(tensor.dtype)))
         if not 0 <= tensor.group < len(settings.groups):
-            raise ValueError(f"{tensor.name} is in group {tensor.group} of {len(settings.groups)}")
+            raise ValueError(
+                f"{tensor.name} is in parameter group {tensor.group}, but there are {len(settings.groups)}"
+            )
         expected, found = usual(tensor.group, stepped, tensor.shape == ()), reader.keys(index)
         if found.pop(MASTER, (stepped, False)) != (stepped, False):
-            raise ValueError(f"{tensor.name}: a master that is not of {stepped}")
+            raise ValueError(f"{tensor.name}: its master weights are not of dtype {stepped}")
         different = {key for key in expected.keys() & found.keys() if expected[key] != found[key]}
         # SGD makes its buffer when it finds none.
         missing = expected.keys() - found.keys() if found and manifest.optimizer != "SGD" else set()

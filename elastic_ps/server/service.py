@@ -81,7 +81,7 @@ class Service:
     def __call__(self, method: str, incoming: Incoming) -> Iterator[Frame]:
         handler = self._methods.get(method)
         if handler is None:
-            raise Refused(RefusalCode.UNKNOWN_METHOD, f"shard {self._node.index} answers no {method}")
+            raise Refused(RefusalCode.UNKNOWN_METHOD, f"shard {self._node.index} has no method {method}")
         return handler(incoming)
 
     @property
@@ -92,7 +92,8 @@ class Service:
     def _check(self, caller: pb.Caller, *, joined: bool = True) -> pb.Caller:
         if caller.job != self._job:
             raise Refused(
-                RefusalCode.WRONG_JOB, f"this is the parameter server of {self._job!r}, not {caller.job!r}"
+                RefusalCode.WRONG_JOB,
+                f"this is the parameter server of job {self._job!r}, not of job {caller.job!r}",
             )
         term = self._coordinator.term if self._coordinator is not None else self._node.term
         if joined and caller.term != term:
@@ -289,7 +290,7 @@ class Service:
         request = parse(pb.StopRequest, incoming.header)
         caller = self._check(request.caller)
         if not request.reason:
-            raise Refused(RefusalCode.MALFORMED, "a job is stopped for a reason; it must not be empty")
+            raise Refused(RefusalCode.MALFORMED, "the reason for stopping the job must not be empty")
         self._members.stop(caller.worker, caller.incarnation, request.reason)
         yield _done()
 

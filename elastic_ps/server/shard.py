@@ -292,7 +292,7 @@ class Shard:
         if contributor is not None and self._log.expected.get(contributor[0]) != contributor[1]:
             raise Refused(
                 RefusalCode.STALE_INCARNATION,
-                f"worker {contributor[0]} with incarnation {contributor[1]} does not take part any more",
+                f"worker {contributor[0]} with incarnation {contributor[1]} no longer takes part",
             )
 
     def _restarted(self, version: int, attempt: int | None) -> bool:
@@ -318,7 +318,7 @@ class Shard:
             if self.version < base:
                 raise Refused(
                     RefusalCode.NOT_READY,
-                    f"shard {self.index} is at version {self.version}, told to go on from {base}",
+                    f"shard {self.index} is at version {self.version}, but was told to continue from {base}",
                 )
             if apply is not None and self.version < version:
                 self._apply(version, apply, attempt, expected)
@@ -356,7 +356,7 @@ class Shard:
             if self._torn or self._log.version < version - 1:
                 raise Refused(
                     RefusalCode.NOT_READY,
-                    f"shard {self.index} has not got version {version - 1} to go on from",
+                    f"shard {self.index} does not have version {version - 1}, so it cannot make the next one",
                 )
             if self._log.version != version - 1 or self._log.attempt != apply.attempt:
                 raise Refused(
@@ -366,7 +366,7 @@ class Shard:
                 )
             if not self._log.complete([b.index for b in self._stepped], apply.contributors):
                 raise Refused(
-                    RefusalCode.INVALID, f"shard {self.index} lacks contributions to version {version}"
+                    RefusalCode.INVALID, f"shard {self.index} lacks gradients for version {version}"
                 )
 
     # --- standby

@@ -171,7 +171,9 @@ class JobState:
             self.give_back(stay.incarnation)
             return Entry.LATE
         if step < stay.last_begun or step <= stay.last_step:
-            text = f"worker {stay.worker} asks about step {step} after its step {stay.last_begun}"
+            text = (
+                f"worker {stay.worker} asks to push step {step}, but has begun step {stay.last_begun} since"
+            )
             raise Refused(RefusalCode.STALE_CALL, text)
         stay.last_begun = step
         took_part = self.rounds.takes_part(stay.worker)
@@ -191,8 +193,8 @@ class JobState:
     def match_ledger(self, records: int, epochs: int) -> str:
         """Compare a worker's data set with the job's; what is wrong with it in words, "" if nothing.
 
-        A job that goes on from a checkpoint may train more epochs than were asked for when that was written.
-        The first worker to take records says so.
+        A job that continues from a checkpoint may train more epochs than it was to train when the checkpoint
+        was written. The first worker to take records decides.
         """
         assert self.ledger is not None
         if self.resumed and records == self.ledger.records and epochs > self.ledger.epochs:
@@ -203,7 +205,9 @@ class JobState:
             self.resumed = False
             return ""
         fewer = (
-            ". A job that goes on from a checkpoint may train more epochs, not fewer" if self.resumed else ""
+            ". A job that continues from a checkpoint may train more epochs, not fewer"
+            if self.resumed
+            else ""
         )
         return (
             f"this worker's data set has {records} records for {epochs} epochs; the job trains "
@@ -414,7 +418,7 @@ class JobState:
                 raise InvalidJob(
                     f"data.{key} is {getattr(data, key)}, and the checkpoint of version {version} was made "
                     f"with {before}. In the new order some records would be trained again, and others never; "
-                    f"set data.{key} to {before} to go on from the checkpoint"
+                    f"set data.{key} to {before} to continue from the checkpoint"
                 )
         state = cls(term, lease, consistency, data, model=model, initialised=True)
         state.resumed = True

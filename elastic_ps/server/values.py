@@ -254,6 +254,6 @@ def _require_no_overflow(
     if bad:
         raise Refused(
             RefusalCode.NOT_FINITE,
-            f"{who}: {bad} of {contribution.numel()} values, weighed with {samples} samples and added to "
-            f"those of the others, are too large for {sum_after.dtype}",
+            f"{who}: {bad} of {contribution.numel()} values overflow {sum_after.dtype} when they are "
+            f"multiplied by {samples} samples and added to the sum",
         )

@@ -106,7 +106,7 @@ def test_what_a_job_cannot_go_on_from_is_set_aside(trained: Path, tmp_path: Path
     rewrite(store, newest, CHANGES[what])
     with running_job(tmp_path, checkpoints=store.directory, resume="auto", parameterServer=SERVER) as job:
         assert job.version == before
-        assert "holds what cannot be gone on from" in job.status().problem
+        assert "no job can continue from" in job.status().problem
     assert list(store.directory.glob(f"corrupt-{newest:010d}-*")), "it is kept for a look"
 
 

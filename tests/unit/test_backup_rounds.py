@@ -190,7 +190,7 @@ def test_a_single_worker_is_enough_and_needed() -> None:
 
 def test_a_step_that_nobody_has_let_in_is_refused() -> None:
     rounds = opened(0, 1)
-    with pytest.raises(Refused, match="has not asked before it pushed") as refused:
+    with pytest.raises(Refused, match="pushed its step without asking") as refused:
         finish(rounds, 0)
     assert refused.value.code is RefusalCode.INVALID
 

@@ -128,7 +128,7 @@ def test_who_was_handed_a_newer_version_than_was_known_counts_from_that() -> Non
 
 @pytest.mark.parametrize(
     ("worker", "version", "reason"),
-    [(3, 5, "worker 3 holds no records"), (0, 4, "a step on version 4; it was handed 5")],
+    [(3, 5, "worker 3 holds no records"), (0, 4, "a step on version 4, but was given 5")],
 )
 def test_a_step_that_does_not_fit_is_refused(worker: int, version: int, reason: str) -> None:
     with pytest.raises(Refused, match=reason) as refused:
@@ -137,7 +137,7 @@ def test_a_step_that_does_not_fit_is_refused(worker: int, version: int, reason: 
 
 
 def test_in_a_sync_job_nobody_asks() -> None:
-    with pytest.raises(Refused, match="need not ask") as refused:
+    with pytest.raises(Refused, match="asks before it pushes its step") as refused:
         SyncRounds(expected={0}).begin(0, version=0)
     assert refused.value.code is RefusalCode.INVALID
 

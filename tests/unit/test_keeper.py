@@ -142,7 +142,7 @@ def test_checkpoints_that_have_gone_are_waited_for(store: Store, keeper: Keeper)
     keeper.part(0, Written(keeper.term, 1, 1, file, "", timedelta(0)))
     eventually(lambda: keeper.durable_version == 1, "version 1 is on disk")
     aside = store.path(1).rename(store.directory.parent / "aside")
-    with pytest.raises(StorageUnavailable, match="the checkpoint of version 1 has gone"):
+    with pytest.raises(StorageUnavailable, match="the checkpoint of version 1 has disappeared"):
         keeper.newest()
     aside.rename(store.path(1))
     assert keeper.newest().version == 1

@@ -91,5 +91,5 @@ def test_the_state_is_read_again_and_what_was_held_is_handed_out_anew() -> None:
 @pytest.mark.parametrize("change", [{"records": 18}, {"epochs": 2}])
 def test_lanes_of_other_records_are_refused(change: dict[str, int]) -> None:
     state = Lanes(records=16, epochs=1, shard_records=4, lanes=2).state()
-    with pytest.raises(LedgerError, match="not those of the records"):
+    with pytest.raises(LedgerError, match="do not match"):
         Lanes.from_state(state | change, shard_records=4)

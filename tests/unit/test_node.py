@@ -188,7 +188,7 @@ def test_a_checkpoint_is_not_made_of_another_versions_values(node: Node) -> None
         Advance(1, 0, {0: 1}, application(0), checkpoint=1, term=1),
         Advance(1, 0, {0: 1}, checkpoint=1, term=1),
     ):
-        with pytest.raises(Refused, match="checkpoint of version 1; shard 0 is at 2") as refused:
+        with pytest.raises(Refused, match="checkpoint of version 1, but shard 0 is at version 2") as refused:
             node.advance(overtaken)
         assert refused.value.code is RefusalCode.NOT_READY
     node.advance(Advance(2, 0, {0: 1}, checkpoint=2, term=1))
@@ -200,7 +200,7 @@ def test_a_checkpoint_is_not_made_of_another_versions_values(node: Node) -> None
 
 def test_a_vote_changes_nothing_and_says_whether_the_round_can_be_applied(node: Node) -> None:
     vote = Advance(3, 0, {0: 1}, application(2), term=1, prepare=True)
-    with pytest.raises(Refused, match="lacks contributions") as refused:
+    with pytest.raises(Refused, match="lacks gradients") as refused:
         node.advance(vote)
     assert refused.value.code is RefusalCode.INVALID
     push(node, 2)

@@ -71,7 +71,7 @@ def test_an_order_that_comes_late_changes_nothing() -> None:
 def test_a_shard_without_the_version_does_not_go_on_with_what_it_has() -> None:
     rig = Rig(one_bucket(tensor("w", 4)))
     for apply in (None, Application(0, [], 1, LR)):
-        with pytest.raises(Refused, match="version 0, told to go on from") as refused:
+        with pytest.raises(Refused, match="version 0, but was told to continue from") as refused:
             rig.shard.advance(5, 0, rig.workers, apply)
         assert refused.value.code is RefusalCode.NOT_READY
     assert rig.shard.version == 0

@@ -160,9 +160,7 @@ def test_finite_gradients_whose_weighted_sum_overflows_are_refused_by_name(dtype
     def gradient(value: float) -> torch.Tensor:
         return torch.tensor([1.0, value, 1.0, 1.0], dtype=dtype_of(dtype))
 
-    with pytest.raises(
-        Refused, match="worker 0, step 0, bucket 0: 1 of 4 values, weighed with 4 samples"
-    ) as no:
+    with pytest.raises(Refused, match="worker 0, step 0, bucket 0: 1 of 4 values overflow") as no:
         rig.push(0, gradient(huge), samples=4)
     assert no.value.code is RefusalCode.NOT_FINITE
     assert rig.push(0, gradient(huge), samples=3)
