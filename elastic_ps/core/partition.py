@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -72,6 +72,11 @@ class TensorSpec:
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def row(self) -> int:
+        """Elements of a row, which is what one index of the first dimension selects."""
+        return math.prod(self.shape[1:])
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
@@ -134,8 +139,9 @@ def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int) 
     """Cut `tensors`, given in order of registration, into buckets for `shards` shards.
 
     Buckets hold whole tensors of up to about `bucket_bytes` bytes (fewer in a small model, so that there is
-    something to overlap and something for each shard); a tensor that is larger is cut. Each bucket goes to
-    the shard that has the fewest bytes so far, so shards differ by less than a bucket. Deterministic.
+    something to overlap and something for each shard); a tensor that is larger is cut, between rows if a row
+    is not larger than `bucket_bytes`. Each bucket goes to the shard that has the fewest bytes so far, so
+    shards differ by less than a bucket. Deterministic.
     """
     load = [0] * shards
     buckets: list[Bucket] = []
@@ -145,7 +151,7 @@ def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int) 
         total = sum(t.elements * ITEM_SIZE[t.dtype] for _, t in numbered)
         wanted = max(SMALLEST_BUCKET_BYTES, math.ceil(total / BUCKETS_WANTED))
         target = min(bucket_bytes, wanted, math.ceil(total / shards))
-        for dtype, pieces in _fill(reversed(numbered), target):
+        for dtype, pieces in _fill(reversed(numbered), target, bucket_bytes):
             nbytes = sum(piece.length for piece in pieces) * ITEM_SIZE[dtype]
             shard = min(range(shards), key=lambda s: (load[s], s))
             load[shard] += nbytes
@@ -153,8 +159,13 @@ def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int) 
     return Layout(tuple(tensors), tuple(buckets), shards)
 
 
-def _fill(tensors: Iterable[tuple[int, TensorSpec]], target: int) -> Iterable[tuple[str, list[Piece]]]:
-    """Gather consecutive tensors of a dtype until `target` bytes are reached; cut those above it."""
+def _fill(
+    tensors: Iterable[tuple[int, TensorSpec]], target: int, largest: int
+) -> Iterable[tuple[str, list[Piece]]]:
+    """Gather consecutive tensors of a dtype until `target` bytes are reached; cut those above it.
+
+    Rows of up to `largest` bytes stay whole.
+    """
     current: list[Piece] = []
     current_dtype, used = "", 0
     for index, tensor in tensors:
@@ -164,14 +175,29 @@ def _fill(tensors: Iterable[tuple[int, TensorSpec]], target: int) -> Iterable[tu
             yield current_dtype, current
             current, used = [], 0
         current_dtype = tensor.dtype
-        parts = min(tensor.elements, math.ceil(size / target))
-        bounds = [tensor.elements * part // parts for part in range(parts + 1)]
+        unit = tensor.row if tensor.row * item <= largest else 1
+        units = tensor.elements // unit
+        parts = math.ceil(units / max(1, target // (unit * item)))
+        bounds = [units * part // parts * unit for part in range(parts + 1)]
         for start, stop in itertools.pairwise(bounds[:-1]):
             yield current_dtype, [Piece(index, start, stop - start)]
         current.append(Piece(index, bounds[-2], bounds[-1] - bounds[-2]))
         used += (bounds[-1] - bounds[-2]) * item
     if current:
         yield current_dtype, current
+
+
+def cut_rows(layout: Layout, groups: Collection[int]) -> list[TensorSpec]:
+    """The tensors of these parameter groups of which a row is divided among buckets."""
+    tensors = layout.tensors
+    cut = {
+        piece.tensor
+        for bucket in layout.buckets
+        for piece in bucket.pieces
+        if tensors[piece.tensor].group in groups
+        and (piece.start % tensors[piece.tensor].row or piece.length % tensors[piece.tensor].row)
+    }
+    return [tensors[index] for index in sorted(cut)]
 
 
 def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:

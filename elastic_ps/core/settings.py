@@ -36,6 +36,12 @@ NOT_SENT = frozenset({"params", "foreach", "fused", "capturable", "differentiabl
 CLAMP = "clamp"
 """Key of a parameter group whose values are kept between two limits after each step: [low, high]."""
 
+MAX_NORM = "max_norm"
+"""Key of a parameter group: after each step, rows with a larger 2-norm are scaled down to it."""
+
+KEEP_ZEROS = "keep_zeros"
+"""Key of a parameter group: True keeps at zero, after each step, what was exactly zero before it."""
+
 CONSTRUCTED = frozenset({"initial_accumulator_value"})
 """Hyperparameters that torch takes from the constructor only, whatever a parameter group says (Adagrad)."""
 
@@ -103,12 +109,32 @@ class Settings:
         for index, (ours, theirs) in enumerate(zip(self.groups, later.groups, strict=True)):
             for key in sorted(NOT_SENT & theirs.keys()):
                 raise InvalidModel(f"param_groups[{index}]: {key} is not a hyperparameter that can be sent")
+            check_constraints(theirs, index)
+            if ours.get(MAX_NORM) is None and theirs.get(MAX_NORM) is not None:
+                raise InvalidModel(
+                    f"param_groups[{index}] has got {MAX_NORM} after session.optimizer(...), when the model "
+                    "had been divided among the parameter servers; give it to the group before"
+                )
             for key, value in ours.items():
                 if key in theirs and _kind(value) != _kind(theirs[key]):
                     raise InvalidModel(
                         f"param_groups[{index}]: {key} is {theirs[key]!r}, which is not of the same kind as "
                         f"{value!r}"
                     )
+
+
+def check_constraints(group: Mapping[str, Any], index: int) -> None:
+    """Raise InvalidModel for a constraint of a parameter group that means nothing."""
+    limits, norm, keep = (group.get(key) for key in (CLAMP, MAX_NORM, KEEP_ZEROS))
+    numbers = isinstance(limits, Sequence) and [float(x) for x in limits if isinstance(x, int | float)]
+    if limits is not None and not (numbers and len(numbers) == 2 and numbers[0] <= numbers[1]):
+        raise InvalidModel(
+            f"param_groups[{index}] has {CLAMP}={limits!r}; expected two numbers, the lowest and the highest"
+        )
+    if norm is not None and not (_kind(norm) == "number" and norm > 0):
+        raise InvalidModel(f"param_groups[{index}] has {MAX_NORM}={norm!r}; expected a number above 0")
+    if keep is not None and not isinstance(keep, bool):
+        raise InvalidModel(f"param_groups[{index}] has {KEEP_ZEROS}={keep!r}; expected True or False")
 
 
 def _kind(value: object) -> object:

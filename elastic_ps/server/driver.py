@@ -21,9 +21,17 @@ from functools import partial
 
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.core.consistency import Contribution
-from elastic_ps.core.partition import Layout, TensorSpec, partition
-from elastic_ps.core.settings import Settings
-from elastic_ps.errors import CheckpointError, NoCheckpoint, RefusalCode, Refused, TransportError, UserError
+from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
+from elastic_ps.core.settings import MAX_NORM, Settings
+from elastic_ps.errors import (
+    CheckpointError,
+    InvalidModel,
+    NoCheckpoint,
+    RefusalCode,
+    Refused,
+    TransportError,
+    UserError,
+)
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.keeper import PATIENCE, Keeper
 from elastic_ps.server.orders import Advance, Application, Configuration, Report, ShardControl, Standing
@@ -231,7 +239,7 @@ class Driver:
         """Lay the first worker's model out over the shards."""
         model: Model | None = None
         try:
-            layout = self._partition(tensors)
+            layout = self._partition(tensors, settings)
             for shard in self._shards:
                 shard.configure(Configuration(layout, optimizer, settings, self.term, None))
             model = Model(layout, optimizer)
@@ -243,9 +251,17 @@ class Driver:
                 self._state.settings = Settings(settings.groups, settings.schedulers, first=settings.groups)
                 self._told()
 
-    def _partition(self, tensors: tuple[TensorSpec, ...]) -> Layout:
-        server = self._spec.parameter_server
-        return partition(tensors, bucket_bytes=server.bucket_bytes, shards=len(self._shards))
+    def _partition(self, tensors: tuple[TensorSpec, ...], settings: Settings) -> Layout:
+        """Raises InvalidModel if rows whose norm is limited are cut."""
+        size = self._spec.parameter_server.bucket_bytes
+        layout = partition(tensors, bucket_bytes=size, shards=len(self._shards))
+        limited = [i for i, group in enumerate(settings.groups) if group.get(MAX_NORM) is not None]
+        if cut := cut_rows(layout, limited):
+            raise InvalidModel(
+                f"the rows of {cut[0]} have more than parameterServer.bucketBytes={size} bytes, so they are "
+                f"divided, and {MAX_NORM} cannot limit their norm; increase parameterServer.bucketBytes"
+            )
+        return layout
 
     def _drive(self) -> None:
         """Give the shards the orders that are due, unless another thread is doing it."""
@@ -371,8 +387,8 @@ class Driver:
 
     def _restore(self, found: Manifest, term: int) -> None:
         """Configure all shards from a checkpoint and take its state over."""
-        layout = self._partition(found.specs)
         settings = Settings.from_json(found.state["settings"])
+        layout = self._partition(found.specs, settings)
         for shard in self._shards:
             shard.configure(Configuration(layout, found.optimizer, settings, term, found.version))
         state = JobState.from_checkpoint(

@@ -94,9 +94,7 @@ class Shard:
         name, settings = optimizer
         for bucket in layout.of_shard(index):
             values = BucketValues(bucket, stale=consistency.mode == "bounded")
-            values.build_optimizer(
-                name, settings.groups, [layout.tensors[p.tensor].group for p in bucket.pieces]
-            )
+            values.build_optimizer(name, settings.groups, layout.tensors)
             self._buckets[bucket.index] = values
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT

@@ -11,8 +11,8 @@ import torch
 
 from elastic_ps.checkpoint.tensors import MASTER, Reader
 from elastic_ps.codec import dtype_of
-from elastic_ps.core.partition import Bucket, Rule
-from elastic_ps.core.settings import CLAMP, check_optimizer
+from elastic_ps.core.partition import Bucket, Rule, TensorSpec
+from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, MAX_NORM, check_optimizer
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 
 WIDE = {"float16": torch.float32, "bfloat16": torch.float32}
@@ -61,6 +61,7 @@ class BucketValues:
         self._parameters: list[torch.nn.Parameter] = []
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[int] = []
+        self._rows: list[int] = []
         if bucket.rule is Rule.GRADIENT:
             self.master = self.values.to(WIDE.get(bucket.dtype, self.values.dtype))
             self._parameters = [
@@ -76,16 +77,17 @@ class BucketValues:
         self.master.copy_(values)
 
     def build_optimizer(
-        self, name: str, groups: Sequence[Mapping[str, Any]], piece_groups: Sequence[int]
+        self, name: str, groups: Sequence[Mapping[str, Any]], tensors: Sequence[TensorSpec]
     ) -> None:
-        """Create the optimizer; `piece_groups` has the parameter group of each piece."""
+        """Create the optimizer; `tensors` are all of the model's."""
         if self.bucket.rule is not Rule.GRADIENT:
             return
         check_optimizer(name)
         members: dict[int, list[torch.nn.Parameter]] = {}
-        for parameter, group in zip(self._parameters, piece_groups, strict=True):
-            members.setdefault(group, []).append(parameter)
+        for parameter, piece in zip(self._parameters, self.bucket.pieces, strict=True):
+            members.setdefault(tensors[piece.tensor].group, []).append(parameter)
         self._groups = sorted(members)
+        self._rows = [tensors[piece.tensor].row for piece in self.bucket.pieces]
         kind = getattr(torch.optim, name)
         # Some arguments are not looked up in the groups: Adagrad's first state is made by the constructor.
         known = inspect.signature(kind).parameters
@@ -176,13 +178,29 @@ class BucketValues:
             own.update(groups[number])
         for index, parameter in enumerate(self._parameters):
             parameter.grad = self._piece(self._sum, index) if self._present[index] else None
+        zeros = [
+            (parameter.data, parameter.data == 0)
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if group.get(KEEP_ZEROS)
+        ]
         self._optimizer.step()
-        for group in self._optimizer.param_groups:
-            if group.get(CLAMP) is not None:
-                for parameter in group["params"]:
-                    parameter.data.clamp_(*group[CLAMP])
+        self._limit()
+        for values, mask in zeros:
+            values.masked_fill_(mask, 0)
         if self.master is not self.values:
             self.values.copy_(self.master)
+
+    def _limit(self) -> None:
+        """Bring the values within the limits of their parameter groups."""
+        assert self._optimizer is not None
+        rows = {id(parameter): row for parameter, row in zip(self._parameters, self._rows, strict=True)}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if group.get(CLAMP) is not None:
+                    parameter.data.clamp_(*group[CLAMP])
+                if group.get(MAX_NORM) is not None:
+                    parameter.data.view(-1, rows[id(parameter)]).renorm_(2, 0, group[MAX_NORM])
 
     def state(self) -> Iterator[StateEntry]:
         """The optimizer's state. The tensors are live: copy them before the next `apply`."""

@@ -8,14 +8,21 @@ pulled bucket is received straight into the model. What is on another device, or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.nn.parameter import UninitializedParameter
 
 from elastic_ps.codec import as_bytes, dtype_of, name_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec
-from elastic_ps.core.settings import CLAMP, CONSTRUCTED, Settings, check_optimizer, plain_group
+from elastic_ps.core.settings import (
+    CONSTRUCTED,
+    MAX_NORM,
+    Settings,
+    check_constraints,
+    check_optimizer,
+    plain_group,
+)
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.seal import Seal
 
@@ -93,6 +100,7 @@ class Described:
         self.tensors: list[torch.Tensor] = []
         names = [*parameters, *buffers]
         changing, left_alone = _within(averaged, names, "averaged"), _within(own, names, "own")
+        _check_embeddings(model, {*parameters} - changing - left_alone)
         self.own = [tensor for name, tensor in {**parameters, **buffers}.items() if name in left_alone]
         for name, parameter in parameters.items():
             group = groups.get(id(parameter), -1)
@@ -166,7 +174,12 @@ def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
                 f"param_groups[{index}] has differentiable=True, but the parameter server makes the step, "
                 "where no gradient flows through it; leave it at False"
             )
-        _check_clamp(group.get(CLAMP), index)
+        check_constraints(group, index)
+        if group.get(MAX_NORM) is not None and any(p.dim() < 2 for p in group["params"]):
+            raise InvalidModel(
+                f"param_groups[{index}] has {MAX_NORM}={group[MAX_NORM]}, which limits the norm of each row, "
+                "and a parameter without rows, such as a bias; put that into another group"
+            )
         for key in CONSTRUCTED & group.keys():
             if group[key] != optimizer.defaults[key]:
                 raise InvalidModel(
@@ -176,14 +189,19 @@ def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _check_clamp(limits: object, index: int) -> None:
-    if limits is None:
-        return
-    numbers = isinstance(limits, tuple | list) and [float(x) for x in limits if isinstance(x, int | float)]
-    if not numbers or len(numbers) != 2 or not numbers[0] <= numbers[1]:
-        raise InvalidModel(
-            f"param_groups[{index}] has {CLAMP}={limits!r}; expected two numbers, the lowest and the highest"
-        )
+def _check_embeddings(model: torch.nn.Module, names: Collection[str]) -> None:
+    """Raise InvalidModel if `forward` would change a parameter with one of these names."""
+    for name, module in model.named_modules():
+        weight = f"{name}.weight" if name else "weight"
+        embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if embedding and module.max_norm is not None and weight in names:
+            raise InvalidModel(
+                f"{name or type(model).__name__} is a {type(module).__name__} with max_norm="
+                f"{module.max_norm}, whose forward changes its weight, but only the parameter server "
+                "changes parameters. Make it without max_norm, and put its weight into a parameter group "
+                f'of its own with the limit: {{"params": [...], "{MAX_NORM}": {module.max_norm}}}. The '
+                "parameter server then limits the 2-norm of each row after each step"
+            )
 
 
 class Flat:
@@ -297,9 +315,10 @@ class Flat:
             )
         raise UsageError(
             f"{which}: changed by this script since the last optimizer.step(). Only the parameter server "
-            "changes parameters, so the change would be lost. Load values before session.optimizer(...); for "
-            "limits there is session.optimizer(..., clamp=(low, high)). "
-            "Tensors that the optimizer does not train can be named in session.optimizer(..., averaged=[...])"
+            "changes parameters, so the change would be lost. Load values before session.optimizer(...). "
+            "What is to hold after each step can be an option of a parameter group: clamp, max_norm or "
+            "keep_zeros. Tensors that the optimizer does not train can be named in "
+            "session.optimizer(..., averaged=[...])"
         )
 
     def _is_trained(self, index: int) -> bool:

@@ -120,7 +120,8 @@ class Session:
                 each step, and the job's value is the mean over the workers.
             clamp: the lowest and the highest value of a trained parameter: the parameter server limits all of
                 them after each step, as a Wasserstein critic's are. A parameter group may have its own, as in
-                {"params": ..., "clamp": (-0.01, 0.01)}, or None.
+                {"params": ..., "clamp": (-0.01, 0.01)}, or None. Other constraints of a group are
+                "max_norm" and "keep_zeros"; see docs/scripts.md.
             own: names of those that belong to this worker: the job neither gets them nor overwrites them.
 
         Raises:

@@ -73,36 +73,6 @@ def test_values_changed_between_steps_are_refused(
     failing(tmp_path, lambda s: train(s, change, at=at, make=make), UsageError, match)
 
 
-def test_limits_of_values_are_kept_by_the_parameter_server(tmp_path: Path) -> None:
-    """The same as clamping after each step on one process; what a group says counts for the group."""
-
-    def script(session: Session) -> None:
-        model, alone = make_mlp(), make_mlp()
-        made = []
-        for each in (model, alone):
-            first, *rest = each.parameters()
-            groups: list[dict[str, Any]] = [{"params": [first], "clamp": None}, {"params": rest}]
-            made.append(torch.optim.SGD(groups, lr=0.1))
-        optimizer = session.optimizer(made[0], model, clamp=(-0.2, 0.2))
-        for x, y in session.loader(Numbers(40), 4):
-            for each, stepped in ((model, optimizer), (alone, made[1])):
-                stepped.zero_grad()
-                mse(each, x, y).backward()
-            optimizer.step()
-            _, *rest = alone.parameters()
-            for parameter in alone.parameters():
-                assert parameter.grad is not None
-                parameter.data.sub_(0.1 * parameter.grad)
-            for parameter in rest:
-                parameter.data.clamp_(-0.2, 0.2)
-            for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-                torch.testing.assert_close(ours, theirs)
-
-    with running_job(tmp_path) as job:
-        job.start(0, script)
-        job.join()
-
-
 @pytest.mark.parametrize("make", [make_mlp, channels_last])
 def test_values_that_are_put_back_are_not_changed(
     tmp_path: Path, make: Callable[[], torch.nn.Module]
@@ -239,7 +209,6 @@ def test_what_is_a_workers_own_is_left_alone(tmp_path: Path) -> None:
         ({"averaged": ["techer"]}, "averaged names 'techer', .* it has online.0.weight"),
         ({"own": "teacher"}, r"expected a list of names, as in \['teacher'\]"),
         ({"own": ["online"]}, "online.0.weight is trained by the optimizer"),
-        ({"clamp": (1, 0)}, r"clamp=\(1, 0\); expected two numbers, the lowest and the highest"),
     ],
 )
 def test_names_that_mean_nothing_are_refused(tmp_path: Path, names: Any, match: str) -> None:

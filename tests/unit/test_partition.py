@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ps.core.partition import ITEM_SIZE, Layout, Rule, TensorSpec, difference, partition
+from elastic_ps.core.partition import ITEM_SIZE, Layout, Rule, TensorSpec, cut_rows, difference, partition
 
 MIB = 1024 * 1024
 
@@ -116,6 +116,22 @@ def test_a_bucket_is_not_larger_than_asked_for_and_a_large_tensor_is_cut() -> No
     layout = partition([spec("a", 10 * MIB), spec("b", 1000)], bucket_bytes=4 * MIB, shards=2)
     assert max(b.nbytes for b in layout.buckets) <= 4 * MIB
     assert len(layout.buckets) >= 10
+
+
+@given(models(), cuts)
+def test_rows_are_cut_only_if_one_is_larger_than_a_bucket(
+    model: list[TensorSpec], cut: tuple[int, int]
+) -> None:
+    layout = partition(model, bucket_bytes=cut[0], shards=cut[1])
+    cut_ones = cut_rows(layout, [0, -1])
+    assert all(t.row * ITEM_SIZE[t.dtype] > cut[0] for t in cut_ones)
+    assert max((b.nbytes for b in layout.buckets), default=0) <= cut[0]
+    assert not cut_rows(layout, [1])
+
+
+def test_a_row_that_is_larger_than_a_bucket_is_cut() -> None:
+    layout = partition([spec("a", 3, 1000), spec("b", 3, 10)], bucket_bytes=2000, shards=2)
+    assert [t.name for t in cut_rows(layout, [0])] == ["a"]
 
 
 def test_a_small_model_gives_each_shard_something() -> None:

@@ -97,3 +97,17 @@ def test_groups_cannot_come_or_go() -> None:
     with pytest.raises(InvalidModel, match="0 parameter groups"):
         LIKE.check_follows(Settings(()))
     LIKE.check_follows(Settings(({"lr": 0.2, "initial_lr": 0.1},)))
+
+
+@pytest.mark.parametrize(
+    ("group", "match"),
+    [
+        ({"clamp": "none"}, "clamp='none'; expected two numbers"),
+        ({"keep_zeros": 1}, "keep_zeros=1; expected True or False"),
+        ({"max_norm": 2.0}, "has got max_norm after session.optimizer"),
+    ],
+)
+def test_constraints_that_cannot_be_kept_cannot_come_later(group: dict[str, Any], match: str) -> None:
+    with pytest.raises(InvalidModel, match=match):
+        LIKE.check_follows(Settings(({**LIKE.groups[0], **group},)))
+    LIKE.check_follows(Settings(({**LIKE.groups[0], "clamp": [0, 1], "keep_zeros": True},)))

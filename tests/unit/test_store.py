@@ -375,8 +375,7 @@ def trained(layout: Layout, settings: Settings) -> list[BucketValues]:
     buckets = []
     for bucket in layout.buckets:
         values = BucketValues(bucket)
-        groups = [layout.tensors[p.tensor].group for p in bucket.pieces]
-        values.build_optimizer("Adam", settings.groups, groups)
+        values.build_optimizer("Adam", settings.groups, layout.tensors)
         buckets.append(values)
     return buckets
 
