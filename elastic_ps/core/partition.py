@@ -47,6 +47,8 @@ class Rule(enum.IntEnum):
     """Other buffers (counters): the value is the elementwise maximum."""
     CONSTANT = 3
     """Not trained (frozen, or not given to the optimizer): the first worker's value, for everybody."""
+    BROADCAST = 4
+    """What scripts change and cannot be averaged: the value of the contributor with the lowest index."""
 
 
 @dataclass(frozen=True)

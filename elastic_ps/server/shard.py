@@ -177,7 +177,7 @@ class Shard:
         try:
             buffer = self._receive(bucket, incoming)
             contribution = _typed(buffer, bucket)
-            usual = self._buckets[key.bucket].values if bucket.rule is Rule.MEAN else None
+            usual = self._buckets[key.bucket].values if bucket.rule in (Rule.MEAN, Rule.BROADCAST) else None
             who = f"worker {key.worker}, step {key.step}, bucket {key.bucket}"
             largest = require_finite(contribution, who, usual=usual)
             with self._changed:
@@ -185,7 +185,15 @@ class Shard:
                     return False
                 first = not self._log.added.get(key.bucket)
                 values = self._buckets[key.bucket]
-                values.add(contribution, samples, present, first=first, largest=largest, who=who)
+                values.add(
+                    contribution,
+                    samples,
+                    present,
+                    first=first,
+                    worker=key.worker,
+                    largest=largest,
+                    who=who,
+                )
                 self._log.add(key)
         finally:
             with self._changed:

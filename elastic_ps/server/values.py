@@ -54,6 +54,7 @@ class BucketValues:
         self._sum: torch.Tensor | None = None
         self._sum_bound = 0.0
         self._weight = 0
+        self._lowest = 0
         self._present: list[bool] = []
         self._bounds = [0]
         for piece in bucket.pieces:
@@ -99,7 +100,7 @@ class BucketValues:
 
     @property
     def sum(self) -> torch.Tensor:
-        """The open round's sum (for a MEAN, the mean so far): flat, of the dtype that sums are kept in."""
+        """The open round's sum, or what the rule makes of it so far: flat, of the dtype that sums have."""
         if self._sum is None:
             dtype = WIDE.get(self.bucket.dtype, self.values.dtype)
             self._sum = torch.empty(self.bucket.elements, dtype=dtype)
@@ -121,12 +122,14 @@ class BucketValues:
         present: Sequence[bool],
         *,
         first: bool,
+        worker: int = 0,
         largest: float = math.inf,
         who: str = "",
     ) -> None:
         """Add a worker's values to the round's sum; `first` begins a new sum.
 
         Args:
+            worker: index of the worker; the lowest one's values count for a BROADCAST.
             largest: no value's magnitude is above it, as far as is known.
 
         Raises:
@@ -145,6 +148,10 @@ class BucketValues:
                 total.copy_(contribution)
             else:
                 torch.maximum(total, contribution, out=total)
+        elif self.bucket.rule is Rule.BROADCAST:
+            if first or worker < self._lowest:
+                self._lowest = worker
+                total.copy_(contribution)
         elif self.bucket.rule is Rule.MEAN:
             self._weight = samples if first else self._weight + samples
             if first:
@@ -164,7 +171,7 @@ class BucketValues:
         assert self._sum is not None, "a round is applied only when contributions are complete"
         if self.bucket.rule is Rule.MAXIMUM:
             self.values.copy_(torch.maximum(self._sum, self.values) if self._stale else self._sum)
-        elif self.bucket.rule is Rule.MEAN:
+        elif self.bucket.rule in (Rule.MEAN, Rule.BROADCAST):
             self.values.copy_(self._sum)
         else:
             self._sum.div_(samples)

@@ -52,7 +52,7 @@ class Gradients:
         self._synchronise = True
         self._trainable = [i for i, spec in enumerate(flat.layout.tensors) if spec.rule is Rule.GRADIENT]
         self._buffers = [
-            i for i, spec in enumerate(flat.layout.tensors) if spec.rule in (Rule.MEAN, Rule.MAXIMUM)
+            i for i, spec in enumerate(flat.layout.tensors) if spec.rule not in (Rule.GRADIENT, Rule.CONSTANT)
         ]
         self._lock = threading.Lock()
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # the gradient, and how often it was changed

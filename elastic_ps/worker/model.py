@@ -8,7 +8,7 @@ pulled bucket is received straight into the model. What is on another device, or
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.nn.parameter import UninitializedParameter
@@ -43,13 +43,15 @@ class Described:
         optimizer: torch.optim.Optimizer,
         *,
         averaged: Sequence[str] = (),
+        broadcast: Sequence[str] = (),
         own: Sequence[str] = (),
     ) -> None:
         """Look at both; nothing is changed.
 
         Args:
-            averaged, own: names of modules, parameters or buffers that the optimizer does not train: those
-                that the script changes, of which the job keeps the mean, and those that the job leaves alone.
+            averaged, broadcast, own: names of modules, parameters or buffers that the optimizer does not
+                train: those that the script changes, of which the job keeps the mean, or one worker's values,
+                and those that the job leaves alone.
 
         Raises:
             InvalidModel: the parameter server cannot train this; the message says what to do.
@@ -99,24 +101,21 @@ class Described:
         self.specs: list[TensorSpec] = []
         self.tensors: list[torch.Tensor] = []
         names = [*parameters, *buffers]
-        changing, left_alone = _within(averaged, names, "averaged"), _within(own, names, "own")
-        _check_embeddings(model, {*parameters} - changing - left_alone)
-        self.own = [tensor for name, tensor in {**parameters, **buffers}.items() if name in left_alone]
+        said = _named({"averaged": averaged, "broadcast": broadcast, "own": own}, names)
+        _check_embeddings(model, {*parameters} - said.keys())
+        self.own = [tensor for name, tensor in {**parameters, **buffers}.items() if said.get(name) == "own"]
         for name, parameter in parameters.items():
             group = groups.get(id(parameter), -1)
-            if name in changing or name in left_alone:
+            if name in said:
                 if group >= 0 and parameter.requires_grad:
                     raise InvalidModel(
-                        f"{name} is trained by the optimizer, so it can be neither averaged nor own"
+                        f"{name} is trained by the optimizer, so it cannot be named in {said[name]}"
                     )
-                group = -1
-            if name in changing:
-                self._add(name, parameter, _mean(parameter), group)
-            elif name not in left_alone:
+                self._add_changing(name, parameter, said[name])
+            else:
                 self._add(name, parameter, Rule.GRADIENT if group >= 0 else Rule.CONSTANT, group)
         for name, buffer in buffers.items():
-            if name not in left_alone:
-                self._add(name, buffer, _mean(buffer), -1)
+            self._add_changing(name, buffer, said.get(name, "averaged"))
         pairs = zip(self.specs, self.tensors, strict=True)
         if not any(
             spec.rule is Rule.GRADIENT and tensor.requires_grad and tensor.numel() for spec, tensor in pairs
@@ -125,6 +124,13 @@ class Described:
                 f"{type(model).__name__} has no trainable parameter: none of those given to the optimizer "
                 "has requires_grad=True and elements"
             )
+
+    def _add_changing(self, name: str, tensor: torch.Tensor, said: str) -> None:
+        """Add what the script changes and no optimizer trains, unless it is said to be the worker's own."""
+        if said == "broadcast":
+            self._add(name, tensor, Rule.BROADCAST, -1)
+        elif said == "averaged":
+            self._add(name, tensor, Rule.MEAN if tensor.is_floating_point() else Rule.MAXIMUM, -1)
 
     def _add(self, name: str, tensor: torch.Tensor, rule: Rule, group: int) -> None:
         dtype = name_of(tensor.dtype)
@@ -162,8 +168,18 @@ def _within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:
     return found
 
 
-def _mean(tensor: torch.Tensor) -> Rule:
-    return Rule.MEAN if tensor.is_floating_point() else Rule.MAXIMUM
+def _named(given: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, str]:
+    """For each tensor that is named in one of the lists `given`, in which one.
+
+    Raises:
+        InvalidModel: a list names nothing, or a tensor is in two.
+    """
+    said: dict[str, str] = {}
+    for what, prefixes in given.items():
+        for name in sorted(_within(prefixes, names, what)):
+            if said.setdefault(name, what) != what:
+                raise InvalidModel(f"{name} is named in {said[name]} and in {what}; name it in one of them")
+    return said
 
 
 def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
@@ -310,8 +326,8 @@ class Flat:
             raise UsageError(
                 f"{which}: changed by this script, though no optimizer trains it, so workers that join, and "
                 "checkpoints, would have its first values. If it belongs to the job, as an average of the "
-                "model does, name it or its module in session.optimizer(..., averaged=[...]); if each worker "
-                "has its own, in own=[...]"
+                "model does, name it or its module in session.optimizer(..., averaged=[...]), or in "
+                "broadcast=[...] if it cannot be averaged; if each worker has its own, in own=[...]"
             )
         raise UsageError(
             f"{which}: changed by this script since the last optimizer.step(). Only the parameter server "

@@ -101,6 +101,7 @@ class Session:
         overlap: bool = True,
         check_gradients: bool = False,
         averaged: Sequence[str] = (),
+        broadcast: Sequence[str] = (),
         own: Sequence[str] = (),
         clamp: tuple[float, float] | None = None,
     ) -> ElasticOptimizer:
@@ -118,6 +119,8 @@ class Session:
             averaged: names of modules, parameters or buffers of the model that no optimizer trains and the
                 script changes itself, such as a teacher that is an average of the model. They are sent with
                 each step, and the job's value is the mean over the workers.
+            broadcast: likewise of what cannot be averaged, such as a queue and its position: the job's value
+                is that of the worker with the lowest index among those whose steps the version is made of.
             clamp: the lowest and the highest value of a trained parameter: the parameter server limits all of
                 them after each step, as a Wasserstein critic's are. A parameter group may have its own, as in
                 {"params": ..., "clamp": (-0.01, 0.01)}, or None. Other constraints of a group are
@@ -134,7 +137,7 @@ class Session:
         if clamp is not None:
             for group in optimizer.param_groups:
                 group.setdefault(CLAMP, clamp)
-        described = Described(model, optimizer, averaged=averaged, own=own)
+        described = Described(model, optimizer, averaged=averaged, broadcast=broadcast, own=own)
         flat = self._engine.enter(described, model, optimizer)
         self._optimizer = ElasticOptimizer(
             optimizer,

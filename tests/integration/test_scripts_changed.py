@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,12 +204,72 @@ def test_what_is_a_workers_own_is_left_alone(tmp_path: Path) -> None:
         assert items.tolist() == [worker + 10 * steps] * 3
 
 
+class Moco(torch.nn.Module):
+    """A queue of keys and the position of the oldest, which cannot be averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make_mlp()
+        self.register_buffer("queue", torch.full((8,), -1, dtype=torch.int64))
+        self.register_buffer("position", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.body(x)
+
+    def enqueue(self, key: int) -> None:
+        queue, position = self.get_buffer("queue"), self.get_buffer("position")
+        queue[position] = key
+        position.add_(1).remainder_(8)
+
+
+@pytest.mark.parametrize("server", [{}, {"replicas": 2}, {"durability": "standby"}], ids=str)
+def test_what_is_broadcast_is_one_workers(tmp_path: Path, server: dict[str, Any]) -> None:
+    """Worker 1 joins, worker 0 leaves in the middle of a step, and the parameter server is lost."""
+    models, gone = Models(), threading.Event()
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = Moco()
+        optimizer = session.optimizer(sgd(model.body), model, broadcast=["queue", "position"])
+        for x, y in session.loader(Numbers(160), 4):
+            if session.worker == 0 and session.version == 5:
+                job.start(1, script)
+                job.until(lambda: training(job, 1), "worker 1 waits for the next round")
+            if session.worker == 1 and session.version == 12:
+                assert gone.wait(30)
+            if session.worker == 1 and session.version == 15 and session.generation == 0:
+                job.restart(0)
+            version = session.version
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            model.enqueue(1000 * session.worker + version)
+            if session.worker == 0 and version == 12:
+                session.close()
+                gone.set()
+                return
+            optimizer.step()
+            assert int(model.get_buffer("position")) == session.version % 8
+
+    server = {**server, "checkpoint": {"everyVersions": 1}}
+    with running_job(
+        tmp_path, checkpoints=tmp_path / "kept", parameterServer=server, data={"shardRecords": 4}
+    ) as job:
+        job.start(0, script)
+        job.join()
+        assert job.commits()[-1]["term"] == 2
+        workers = {c["version"]: [each["worker"] for each in c["contributions"]] for c in job.commits()}
+    assert sum(present == [0, 1] for present in workers.values()) >= 3
+    last = max(workers)
+    made = [1000 * min(workers[version]) + version - 1 for version in range(last - 7, last + 1)]
+    assert sorted(models[1].get_buffer("queue").tolist()) == sorted(made)
+
+
 @pytest.mark.parametrize(
     ("names", "match"),
     [
         ({"averaged": ["techer"]}, "averaged names 'techer', .* it has online.0.weight"),
         ({"own": "teacher"}, r"expected a list of names, as in \['teacher'\]"),
-        ({"own": ["online"]}, "online.0.weight is trained by the optimizer"),
+        ({"own": ["online"]}, "online.0.weight is trained by the optimizer, so it cannot be named in own"),
+        ({"averaged": ["teacher"], "broadcast": ["teacher.0.bias"]}, "named in averaged and in broadcast"),
     ],
 )
 def test_names_that_mean_nothing_are_refused(tmp_path: Path, names: Any, match: str) -> None:

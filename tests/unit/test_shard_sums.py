@@ -70,6 +70,25 @@ def test_counters_take_the_maximum_and_running_statistics_the_mean() -> None:
     assert rig.values(number[3]).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+@pytest.mark.parametrize("dtype", ["bool", "int64", "bfloat16", "float64"])
+def test_the_lowest_contributor_decides_what_is_broadcast(order: tuple[int, ...], dtype: str) -> None:
+    """In whatever order the pushes arrive; when that worker is gone, the next one's values count."""
+    rig = Rig(one_bucket(tensor("queue", 3, dtype=dtype, rule=Rule.BROADCAST)))
+    sent = [torch.tensor(row).to(dtype_of(dtype)) for row in ([0, 1, 0], [1, 0, 0], [1, 1, 1])]
+    for worker in order:
+        rig.push(worker, sent[worker], samples=worker + 1)
+    rig.commit(0, 1, 2, samples=6)
+    assert torch.equal(rig.values(), sent[0])
+    rig.push(0, sent[2])
+    rig.restart(1, 2)
+    for worker in order:
+        if worker:
+            rig.push(worker, sent[worker])
+    rig.commit(1, 2, samples=2)
+    assert torch.equal(rig.values(), sent[1])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_a_constant_buffer_stays_as_it_is(dtype: str) -> None:
     """A mask, a table of frequencies: the mean of equal values is that value, to the bit."""

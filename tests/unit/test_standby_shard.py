@@ -40,7 +40,7 @@ def carry_out(standby: Shard, application: Application, version: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-@pytest.mark.parametrize("rule", [Rule.GRADIENT, Rule.MEAN, Rule.MAXIMUM])
+@pytest.mark.parametrize("rule", [Rule.GRADIENT, Rule.MEAN, Rule.MAXIMUM, Rule.BROADCAST])
 def test_the_same_bits(dtype: str, rule: Rule) -> None:
     rig = Rig(
         one_bucket(tensor("a", 5, dtype=dtype, rule=rule), tensor("b", 3, dtype=dtype, rule=rule)),
