@@ -79,13 +79,6 @@ class Store:
         """
         return sorted(int(match[1]) for name in self._names() if (match := _NAME.fullmatch(name)))
 
-    def holds(self, version: int) -> bool:
-        """Whether a checkpoint of the version has been finished, as far as can be seen at the moment."""
-        try:
-            return files.is_directory(self.path(version))
-        except OSError:
-            return False
-
     def path(self, version: int) -> Path:
         """The directory of a whole checkpoint."""
         return self.directory / f"version-{version:010d}"

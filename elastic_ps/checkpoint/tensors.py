@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -74,6 +74,16 @@ class Stored:
     @property
     def name(self) -> str:
         return f"{self.tensor}/{self.start}/{self.key}/{'scalar' if self.scalar else 'elements'}"
+
+
+class Source(Protocol):
+    """Where a shard takes the state of its buckets from."""
+
+    def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
+        """`length` elements from `start` on of a flattened tensor of the model; memory of their own."""
+
+    def state(self, tensor: int, start: int, length: int) -> dict[str, torch.Tensor]:
+        """The optimizer's state of that piece, and its `MASTER`, by key; {} if there is none."""
 
 
 def write(path: Path, tensors: Sequence[Stored]) -> ShardFile:
@@ -218,11 +228,11 @@ class Reader:
         return found
 
     def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
-        """`length` elements from `start` on of a flattened tensor; memory of their own."""
+        """See Source."""
         return self._elements(self._places[tensor, VALUE], start, length)
 
     def state(self, tensor: int, start: int, length: int) -> dict[str, torch.Tensor]:
-        """The optimizer's state of a piece, by key; {} if there was none."""
+        """See Source."""
         state: dict[str, torch.Tensor] = {}
         for key, (_, scalar) in self.keys(tensor).items():
             entries = self._places[tensor, key]

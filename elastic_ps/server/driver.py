@@ -332,8 +332,8 @@ class Driver:
             samples=sum(c.samples for c in contributions),
             settings=state.settings,
         )
-        version, empty = rounds.version + 1, Standing.EMPTY in self._standings
-        due = self._keeper is not None and self._keeper.due(version, self._clock(), wanted=empty)
+        version = rounds.version + 1
+        due = self._keeper is not None and self._keeper.due(version, self._clock())
         number = self._keeper.number() if due and self._keeper is not None else 0
         order = Advance(version, 0, state.following, application, checkpoint=number, term=state.term)
         if not self._standbys:

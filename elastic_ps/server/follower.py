@@ -7,34 +7,37 @@ code on the same sums: its values are the same to the bit. It never takes over b
 that comes back has it write a checkpoint, and everything goes on as from any other (docs/protocol.md).
 
 This is primary-backup replication (Alsberg and Day 1976): what workers may see, the backup has.
+
+A standby that has just come gets the shard's buckets, some with each round, before that is applied; from then
+on it gets their sums. So neither side keeps anything of past rounds, however far behind it was.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from dataclasses import replace
 from datetime import timedelta
 
-from elastic_ps.codec import as_bytes
+from elastic_ps.codec import as_bytes, name_of
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import RefusalCode, Refused, TransportError
+from elastic_ps.server.copying import Part
 from elastic_ps.server.orders import Advance, Application, Configuration, Standing
 from elastic_ps.server.remote import RemoteShard
-from elastic_ps.server.shard import BucketSum, Shard
+from elastic_ps.server.shard import Shard
 
 logger = logging.getLogger(__name__)
 
 PROBE = timedelta(milliseconds=500)
-"""Between two looks whether a standby is there."""
+"""Between two tries to reach a standby."""
 
-BACKLOG = 16
-"""Rounds that are kept for a standby while it loads; then training waits for it, for at most `PATIENCE`."""
+SLICE = timedelta(seconds=1)
+"""For how long a round is held up, at about the most, to send buckets to a standby that is catching up."""
 
-PATIENCE = timedelta(seconds=10)
-
+COST = 0.1
+"""A standby that fails again and again may hold training up for about this share of the time."""
 
 LEADER = (0, 0, 0)
 """(worker, incarnation, step) of what a standby adds up: its shard's sum, and nothing else."""
@@ -61,39 +64,31 @@ def for_standby(order: Advance) -> Advance:
     return replace(order, apply=replace(order.apply, contributors=[LEADER]), expected={})
 
 
-@dataclass(frozen=True)
-class _Round:
-    """What a standby needs to make a version: the order, the one before it, and the sums."""
+class _Copy:
+    """What a standby has got since it was told of the model."""
 
-    order: Advance
-    before: Application | None
-    term: int
-    sums: list[BucketSum]
-
-    @property
-    def attempt(self) -> int:
-        assert self.order.apply is not None
-        return self.order.apply.attempt
+    def __init__(self) -> None:
+        self.begun = False
+        self.buckets: set[int] = set()
+        self.whole = False
 
 
 class Follower:
-    """A shard's standby, as the shard sees it, and the thread that lets it catch up. Thread-safe.
+    """A shard's standby, as the shard sees it, and the thread that looks for it. Thread-safe.
 
     Args:
         standby: the way to it; closed by `close`.
-        on_disk: whether the checkpoint of a version is whole.
     """
 
-    def __init__(self, standby: RemoteShard, on_disk: Callable[[int], bool]) -> None:
+    def __init__(self, standby: RemoteShard) -> None:
         self._standby = standby
-        self._on_disk = on_disk
         self._changed = threading.Condition()
-        self._standing = Standing.AWAY
         self._base: Configuration | None = None
-        self._backlog: deque[_Round] = deque()
-        self._loading = False
+        self._copy: _Copy | None = None  # None: the standby does not know the model
         self._before: Application | None = None  # the round that the standby is to apply next
         self._staged: Advance | None = None
+        self._giving = False
+        self._not_before = 0.0  # time at which a standby that was left behind is tried again
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
         self._thread.start()
@@ -101,48 +96,50 @@ class Follower:
     @property
     def standing(self) -> Standing:
         with self._changed:
-            return self._standing
+            if self._copy is None:
+                return Standing.AWAY
+            return Standing.FOLLOWING if self._copy.whole else Standing.CATCHING_UP
 
     def reset(self, base: Configuration) -> None:
-        """The shard begins anew; so does its standby, with the same checkpoint or the next one."""
+        """The shard begins anew; so does its standby, with nothing."""
         with self._changed:
-            self._before, self._staged = None, None
-            self._forget()
-            if base.load_version is not None:
-                self._base, self._standing = base, Standing.CATCHING_UP
-                self._changed.notify_all()
-
-    def begin(self, base: Configuration) -> None:
-        """A checkpoint is being written, `base.load_version`: a standby that needs one loads it."""
-        with self._changed:
-            if self._standing is Standing.EMPTY:
-                self._base, self._standing = base, Standing.CATCHING_UP
-                self._changed.notify_all()
+            self._before, self._staged, self._copy = None, None, None
+            self._base = replace(base, load_version=None, follows=True)
+            self._changed.notify_all()
 
     def stage(self, shard: Shard, order: Advance) -> None:
         """Give the standby what `order` is about to apply. Blocks until it has it, if it follows.
 
-        A standby that fails is left behind: training goes on without it.
+        A standby that is catching up gets some of the shard's buckets as well. One that fails is left behind:
+        training goes on without it.
 
         Raises:
             Refused: STALE_TERM; a newer parameter server has asked for the standby's rounds.
         """
         assert order.apply is not None
         with self._changed:
+            # An order may be repeated while it is carried out; what is being sent must not change meanwhile.
+            self._changed.wait_for(lambda: not self._giving)
             staged, self._staged = self._staged, order
             if staged is not None and (staged.version, staged.apply) == (order.version, order.apply):
                 return
             if staged is not None and staged.version < order.version:  # else it was withdrawn
                 self._before = staged.apply
-            before = self._before
-            self._make_room()
-            standing = self._standing
-            if standing is Standing.CATCHING_UP:
-                copies = [s._replace(total=s.total.clone()) for s in shard.sums()]
-                self._backlog.append(_Round(order, before, shard.term, copies))
+            before, copy = self._before, self._copy
+            if copy is None:
+                return
+            self._giving = True
+        started = time.monotonic()
+        try:
+            self._give(shard, order, before, copy)
+        except (TransportError, Refused) as error:
+            self._leave_behind(copy, error, time.monotonic() - started)
+            if isinstance(error, Refused) and error.code is RefusalCode.STALE_TERM:
+                raise
+        finally:
+            with self._changed:
+                self._giving = False
                 self._changed.notify_all()
-        if standing is Standing.FOLLOWING:
-            self._try_to_give(_Round(order, before, shard.term, list(shard.sums())))
 
     def close(self) -> None:
         """End the thread. Blocks for the call that is under way."""
@@ -152,100 +149,81 @@ class Follower:
         self._standby.close()
         self._thread.join()
 
-    def _make_room(self) -> None:
-        """Wait for a standby that is loading; leave one behind whose checkpoint is not written yet."""
+    def _leave_behind(self, copy: _Copy, why: object, seconds: float) -> None:
+        """`seconds`: for how long training has waited for it."""
+        with self._changed:
+            self._not_before = time.monotonic() + seconds / COST
+            if self._copy is copy:
+                if not self._closing:
+                    logger.warning("training continues without the standby: %s", why)
+                self._copy = None
+                self._changed.notify_all()
 
-        def settled() -> bool:
-            return self._standing is not Standing.CATCHING_UP or len(self._backlog) < BACKLOG
+    def _give(self, shard: Shard, order: Advance, before: Application | None, copy: _Copy) -> None:
+        """Have the standby apply the round before, and send it this one. Nothing is applied meanwhile."""
+        assert order.apply is not None
+        version, attempt = order.version - 1, order.apply.attempt
+        behind = before if copy.begun else None
+        self._standby.advance(for_standby(Advance(version, attempt, {}, behind, term=order.term, next=order)))
+        copy.begun = True
+        self._send_buckets(shard, copy)
+        for part in shard.sums():
+            if part.bucket in copy.buckets:
+                self._standby.sum(
+                    part.bucket,
+                    as_bytes(part.total),
+                    part.present,
+                    term=shard.term,
+                    version=version,
+                    attempt=attempt,
+                )
+        if not copy.whole and shard.buckets <= copy.buckets:
+            logger.info("the standby has every round from version %d on", version)
+            copy.whole = True
 
-        if self._loading:
-            self._changed.wait_for(settled, timeout=PATIENCE.total_seconds())
-        if not settled():
-            self._leave_behind("it does not catch up")
-
-    def _leave_behind(self, why: object) -> None:
-        if self._standing in (Standing.CATCHING_UP, Standing.FOLLOWING) and not self._closing:
-            logger.warning("training continues without the standby: %s", why)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._standing, self._base, self._loading = Standing.AWAY, None, False
-        self._backlog.clear()
-        self._changed.notify_all()
-
-    def _try_to_give(self, given: _Round) -> bool:
-        try:
-            self._give(given)
-        except (TransportError, Refused) as error:
-            with self._changed:
-                self._leave_behind(error)
-            if isinstance(error, Refused) and error.code is RefusalCode.STALE_TERM:
-                raise
-            return False
-        return True
-
-    def _give(self, given: _Round) -> None:
-        """Have the standby apply the round before, and send it this one."""
-        version, attempt = given.order.version - 1, given.attempt
-        order = Advance(version, attempt, {}, given.before, term=given.order.term, next=given.order)
-        self._standby.advance(for_standby(order))
-        for part in given.sums:
-            self._standby.sum(
-                part.bucket,
-                as_bytes(part.total),
-                part.present,
-                term=given.term,
-                version=version,
-                attempt=attempt,
-            )
+    def _send_buckets(self, shard: Shard, copy: _Copy) -> None:
+        """Send buckets that the standby lacks: one at least, and no further ones after `SLICE`."""
+        end = time.monotonic() + SLICE.total_seconds()
+        for bucket in sorted(shard.buckets - copy.buckets):
+            tensors = list(shard.stored(bucket))
+            for stored in tensors:
+                part = Part(
+                    bucket=bucket,
+                    tensor=stored.tensor,
+                    start=stored.start,
+                    key=stored.key,
+                    dtype=name_of(stored.value.dtype),
+                    scalar=stored.scalar,
+                    last=stored is tensors[-1],
+                )
+                self._standby.state(part, as_bytes(stored.value), term=shard.term)
+            copy.buckets.add(bucket)
+            if time.monotonic() > end:
+                return
 
     def _run(self) -> None:
+        """Tell a standby of the model, as soon as there is one to be told."""
+
         def busy() -> bool:
-            return self._closing or self._standing is Standing.CATCHING_UP
+            return self._closing or (self._copy is None and self._base is not None and not self._giving)
 
         while True:
             with self._changed:
-                self._changed.wait_for(busy, timeout=PROBE.total_seconds())
+                self._changed.wait_for(busy)
                 if self._closing:
                     return
-                standing, base = self._standing, self._base
+                if (pause := self._not_before - time.monotonic()) > 0:
+                    self._changed.wait(pause)
+                    continue
+                base = self._base
+            assert base is not None
             try:
-                if standing in (Standing.AWAY, Standing.EMPTY):
-                    self._look()
-                elif standing is Standing.CATCHING_UP and base is not None:
-                    self._catch_up(base)
+                self._standby.configure(base)
             except (TransportError, Refused) as error:
+                logger.debug("no standby is there: %s", error)
                 with self._changed:
-                    self._leave_behind(error)
-
-    def _look(self) -> None:
-        """See whether a standby has come, or has gone again."""
-        self._standby.held(0)
-        with self._changed:
-            if self._standing is Standing.AWAY:
-                self._standing = Standing.EMPTY
-
-    def _catch_up(self, base: Configuration) -> None:
-        """Have the standby load the checkpoint once it is whole, then give it the rounds since."""
-        assert base.load_version is not None
-        while not self._on_disk(base.load_version):
-            with self._changed:
-                if self._changed.wait_for(lambda: self._closing or self._base is not base, timeout=0.02):
-                    return
-        with self._changed:
-            if self._base is not base:
-                return
-            self._loading = True
-        self._standby.configure(base)
-        while True:
-            with self._changed:
-                if self._base is not base:
-                    return
-                if not self._backlog:
-                    self._standing, self._base, self._loading = Standing.FOLLOWING, None, False
-                    logger.info("the standby has every round from version %d on", base.load_version)
-                    return
-                given = self._backlog.popleft()
-                self._changed.notify_all()
-            if not self._try_to_give(given):
-                return
+                    self._not_before = time.monotonic() + PROBE.total_seconds()
+            else:
+                with self._changed:
+                    if self._base is base:
+                        self._copy = _Copy()

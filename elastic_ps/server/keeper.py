@@ -128,14 +128,14 @@ class Keeper:
         with self._lock:
             return self._pending is not None
 
-    def due(self, version: int, now: float, *, wanted: bool = False) -> bool:
-        """Whether to take a checkpoint of `version`, the next one. `wanted`: a standby waits for one."""
+    def due(self, version: int, now: float) -> bool:
+        """Whether to take a checkpoint of `version`, the next one."""
         with self._lock:
             if self._pending is not None:
                 return False
             passed = self._every is not None and version - self._last_version >= self._every
             timely = now - self._last >= self._interval.total_seconds()
-            return timely or passed or (wanted and not self._problem)
+            return timely or passed
 
     def check_fence(self) -> bool:
         """Whether another parameter server has taken over. Reads a small file."""

@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import MASTER, VALUE, Stored
+from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.job import Consistency
+from elastic_ps.server.copying import Part
 from elastic_ps.server.follower import Follower, for_standby, sum_key
 from elastic_ps.server.orders import (
     Advance,
@@ -76,7 +77,6 @@ class Node:
         self._lock = threading.Lock()
         self._shard: Shard | None = None
         self._term = 0
-        self._configuration: Configuration | None = None
         self._follower = follower
         self._obeys = 0  # the newest term that has given orders
         self._heard = threading.Condition(self._lock)
@@ -125,6 +125,7 @@ class Node:
             (configuration.optimizer, configuration.settings),
             consistency=self._consistency,
             trace=self._trace,
+            follows=configuration.follows,
         )
         if configuration.load_version is not None:
             if self.store is None:
@@ -135,7 +136,7 @@ class Node:
             if order is not None and not self._log.is_last(order):
                 return  # it has been repeated while this one was carried out
             before, self._shard = self._shard, shard
-            self._term, self._configuration, self._orders = configuration.term, configuration, []
+            self._term, self._orders = configuration.term, []
             self._begun, self._written = (0, 0), None
         if configuration.load_version is not None:
             self._record_values(shard)
@@ -149,12 +150,16 @@ class Node:
 
         Raises:
             Refused: see `Shard.advance`; STALE_TERM: a newer term gives the orders now; NOT_READY: a
-                checkpoint is to be written of a version that the shard has not got.
+                checkpoint is to be written of a version that the shard has not got, or a standby that is
+                still catching up is asked to act for its shard.
         """
         self._obey(advance.term)
         if self._is_old(order):
             return self._report()
         shard = self.shard
+        if advance.next is None and not shard.whole:
+            text = f"the standby of shard {self.index} is still catching up"
+            raise Refused(RefusalCode.NOT_READY, text)
         to_apply = advance.apply if shard.version < advance.version else None
         if to_apply is not None:
             shard.require_complete(advance.version, to_apply)
@@ -234,8 +239,6 @@ class Node:
         with self._lock:
             self._begun, self._written = label, None
         self._snapshots.put(_Snapshot(*label, advance.version, copy, pause))
-        if self._follower is not None and self._configuration is not None:
-            self._follower.begin(replace(self._configuration, load_version=advance.version))
 
     def _record_values(self, shard: Shard) -> None:
         """For whoever compares histories: the checksum of each bucket. The next round is not applied yet."""
@@ -247,6 +250,14 @@ class Node:
                 if bucket.rule is not Rule.CONSTANT
             ]
             self._history.record("values", term=shard.term, values=values)
+
+    def take_state(self, term: int, part: Part, body: Incoming, order: OrderId | None = None) -> None:
+        """As a standby: take one tensor of a bucket over. Blocks while it is received. Raises Refused."""
+        self._obey(term)
+        shard = self.shard  # before the look at the order: one of before a `configure` is not for the new one
+        if not self._is_old(order):
+            shard.take_state(part, body)
+            self._obey(term)  # as in take_sum
 
     def take_sum(
         self, term: int, bucket: int, version: int, attempt: int, present: Sequence[bool], body: Incoming
@@ -265,7 +276,9 @@ class Node:
         self._obey(term)
         with self._lock:
             shard, orders = self._shard, list(self._orders)
-        return [order for order in orders if shard is not None and _can_follow(shard, order)]
+        if shard is None or not shard.whole:
+            return []
+        return [order for order in orders if _can_follow(shard, order)]
 
     def _write(self) -> None:
         while (snapshot := self._snapshots.get()) is not None:
@@ -298,14 +311,9 @@ class Node:
 
 
 def _copy(shard: Shard) -> Iterator[Stored]:
-    for key, tensors in ((VALUE, shard.values()), (MASTER, shard.masters())):
-        for bucket, flat in tensors:
-            start = 0
-            for piece in bucket.pieces:
-                yield Stored(piece.tensor, piece.start, key, flat[start : start + piece.length].clone())
-                start += piece.length
-    for entry in shard.state():
-        yield Stored(entry.tensor, entry.start, entry.key, entry.value, entry.scalar)
+    for bucket in shard.layout.of_shard(shard.index):
+        for stored in shard.stored(bucket.index):
+            yield replace(stored, value=stored.value.clone())
 
 
 def _can_follow(shard: Shard, order: Advance) -> bool:

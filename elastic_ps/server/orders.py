@@ -31,13 +31,14 @@ class Application:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a shard needs to know to begin."""
+    """What a shard needs to know to begin; `follows`: its state comes from the shard whose standby it is."""
 
     layout: Layout
     optimizer: str
     settings: Settings
     term: int
     load_version: int | None
+    follows: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,10 @@ class Standing(enum.IntEnum):
     NONE = 0
     """The shard has none."""
     AWAY = 1
-    """It does not answer."""
-    EMPTY = 2
-    """It answers, and needs a checkpoint to begin with."""
-    CATCHING_UP = 3
-    """It loads a checkpoint; the rounds since then are kept for it."""
-    FOLLOWING = 4
+    """It does not answer, or has not been told of the model yet."""
+    CATCHING_UP = 2
+    """It gets the shard's buckets, some with each round."""
+    FOLLOWING = 3
     """It has every round before the shard applies it."""
 
 
@@ -153,6 +152,7 @@ def configuration_to_message(job: str, configuration: Configuration, order: Orde
         optimizer=pb.Optimizer(name=configuration.optimizer, groups=configuration.settings.to_json()),
         term=configuration.term,
         load_version=configuration.load_version,
+        follows=configuration.follows,
         source=order.source,
         number=order.number,
     )
@@ -166,6 +166,7 @@ def configuration_from_message(message: pb.ConfigureRequest) -> Configuration:
         settings=settings_from_message(message.optimizer.groups),
         term=message.term,
         load_version=message.load_version if message.HasField("load_version") else None,
+        follows=message.follows,
     )
 
 

@@ -78,8 +78,7 @@ class ParameterServer:
             follower = Follower(
                 RemoteShard(
                     environment.job, connect_standby(index), start=timedelta(0), timeout=STANDBY_TIMEOUT
-                ),
-                store.holds,
+                )
             )
         self.node = Node(
             index,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded
+from elastic_ps.server.copying import Part
 from elastic_ps.server.orders import (
     Advance,
     Configuration,
@@ -71,6 +72,24 @@ class RemoteShard:
         answer = unary(self._connection, "Advance", request.SerializeToString(), timeout=self._timeout)
         return report_from_message(pb.AdvanceReply.FromString(answer))
 
+    def state(self, part: Part, data: memoryview, *, term: int) -> None:
+        """To a standby: one tensor of a bucket, as it is before the open round's step. Blocks."""
+        order = self._order()
+        request = pb.StateRequest(
+            job=self._job,
+            term=term,
+            bucket=part.bucket,
+            tensor=part.tensor,
+            start=part.start,
+            key=part.key,
+            dtype=part.dtype,
+            scalar=part.scalar,
+            last=part.last,
+            source=order.source,
+            number=order.number,
+        )
+        self._send("State", request.SerializeToString(), data)
+
     def sum(
         self,
         bucket: int,
@@ -85,8 +104,10 @@ class RemoteShard:
         request = pb.SumRequest(
             job=self._job, term=term, bucket=bucket, version=version, attempt=attempt, present=present
         )
-        frame = Frame(request.SerializeToString(), data)
-        for _ in self._connection.call("Sum", frame, timeout=self._timeout):
+        self._send("Sum", request.SerializeToString(), data)
+
+    def _send(self, method: str, header: bytes, data: memoryview) -> None:
+        for _ in self._connection.call(method, Frame(header, data), timeout=self._timeout):
             pass
 
     def held(self, term: int) -> list[Advance]:

@@ -15,6 +15,7 @@ from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, Malformed, RefusalCode, Refused
 from elastic_ps.server.coordinator import Coordinator
+from elastic_ps.server.copying import Part
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import (
     OrderId,
@@ -59,6 +60,7 @@ class Service:
             "OptimizerState": self._optimizer_state,
             "Configure": self._configure,
             "Advance": self._advance,
+            "State": self._state,
             "Sum": self._sum,
             "Held": self._held,
         }
@@ -201,6 +203,22 @@ class Service:
         yield _frame(report_to_message(self._node.advance(advance_from_message(request), order)))
 
     # --- what a standby answers
+
+    def _state(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.StateRequest, incoming.header)
+        self._check(pb.Caller(job=request.job), joined=False)
+        part = Part(
+            bucket=request.bucket,
+            tensor=request.tensor,
+            start=request.start,
+            key=request.key,
+            dtype=request.dtype,
+            scalar=request.scalar,
+            last=request.last,
+        )
+        order = OrderId(request.source, request.number)
+        self._node.take_state(request.term, part, incoming, order)
+        yield _done()
 
     def _sum(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.SumRequest, incoming.header)

@@ -16,13 +16,15 @@ from typing import NamedTuple
 
 import torch
 
-from elastic_ps.checkpoint.tensors import Reader
+from elastic_ps.checkpoint.tensors import Source, Stored
 from elastic_ps.codec import as_bytes, dtype_of
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import Consistency
+from elastic_ps.server import copying
+from elastic_ps.server.copying import Arriving, Part
 from elastic_ps.server.orders import Application
 from elastic_ps.server.values import BucketValues, StateEntry, require_finite
 from elastic_ps.telemetry import Trace
@@ -68,6 +70,8 @@ class Shard:
         term: how often this shard has been started.
         optimizer: name of the class, and its first settings.
         consistency: the job's. With `deterministic` contributions are added in the order of worker index.
+        follows: it is a standby: its state comes bucket by bucket with `take_state`. Until all are there, it
+            steps those that it has.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class Shard:
         *,
         consistency: Consistency,
         trace: Trace,
+        follows: bool = False,
     ) -> None:
         self.layout = layout
         self.index = index
@@ -99,6 +104,9 @@ class Shard:
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
         ]
+        self._missing = set(self._buckets) if follows else set()
+        self._anywhere = follows  # a standby that has nothing yet begins with any version
+        self._arriving: Arriving | None = None
         largest = max((bucket.nbytes for bucket in layout.of_shard(index)), default=0)
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(RECEIVE_BUFFERS):
@@ -113,6 +121,17 @@ class Shard:
     def version(self) -> int:
         with self._changed:
             return self._log.version
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its buckets are there; always, but for a standby that is catching up."""
+        with self._changed:
+            return not (self._missing or self._anywhere)
+
+    @property
+    def buckets(self) -> set[int]:
+        """The numbers of its buckets."""
+        return set(self._buckets)
 
     def bucket(self, index: int) -> Bucket:
         """Raises Refused (MALFORMED) if the bucket is not one of this shard."""
@@ -321,7 +340,9 @@ class Shard:
             if self._torn:
                 raise Refused(RefusalCode.NOT_READY, f"shard {self.index} has failed in the middle of a step")
             base = version if apply is None else version - 1
-            if self.version < base:
+            if self._anywhere and apply is None:
+                self._anywhere = False
+            elif self.version < base:
                 raise Refused(
                     RefusalCode.NOT_READY,
                     f"shard {self.index} is at version {self.version}, but was told to continue from {base}",
@@ -341,16 +362,21 @@ class Shard:
                     values.version = version
         started = time.monotonic_ns()
         self._torn = True
-        for bucket in self._stepped:
+        stepped = self._to_step
+        for bucket in stepped:
             values = self._buckets[bucket.index]
             with self._changed:
                 values.apply(apply.samples, apply.settings.groups, version)
-                if bucket is self._stepped[-1]:
+                if bucket is stepped[-1]:
                     # Whoever has pulled the last bucket may push for the next round at once.
                     self._log.open(version=version, attempt=attempt, expected=expected)
                 self._changed.notify_all()
         self._torn = False
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
+
+    @property
+    def _to_step(self) -> list[Bucket]:
+        return [bucket for bucket in self._stepped if bucket.index not in self._missing]
 
     def require_complete(self, version: int, apply: Application) -> None:
         """Raise Refused unless the sums are those that `version` is to be made of.
@@ -370,7 +396,7 @@ class Shard:
                     f"shard {self.index} is at version {self._log.version} attempt {self._log.attempt}, "
                     f"asked to apply attempt {apply.attempt} for version {version}",
                 )
-            if not self._log.complete([b.index for b in self._stepped], apply.contributors):
+            if not self._log.complete([b.index for b in self._to_step], apply.contributors):
                 raise Refused(
                     RefusalCode.INVALID, f"shard {self.index} lacks gradients for version {version}"
                 )
@@ -415,7 +441,35 @@ class Shard:
             with self._changed:
                 self._receiving.discard(slot)
 
-    def load(self, stored: Reader, version: int) -> None:
+    def stored(self, bucket: int) -> Iterator[Stored]:
+        """The state of a bucket, live: nothing may be applied meanwhile."""
+        return copying.stored(self._buckets[bucket])
+
+    def take_state(self, part: Part, incoming: Incoming) -> None:
+        """As a standby: take one tensor of a bucket over, as it is at the version of the open round.
+
+        Blocks while it is received. To be called by one thread at a time.
+
+        Raises:
+            Refused: MALFORMED; NOT_READY: the shard does not wait for that bucket.
+        """
+        bucket = self.bucket(part.bucket)
+        with self._changed:
+            if self._anywhere or part.bucket not in self._missing:
+                text = f"shard {self.index} does not wait for the state of bucket {part.bucket}"
+                raise Refused(RefusalCode.NOT_READY, text)
+            if self._arriving is None or self._arriving.bucket is not bucket:
+                self._arriving = Arriving(bucket)
+            arriving = self._arriving
+        arriving.receive(part, incoming)
+        if part.last:
+            arriving.require_whole()
+            with self._changed:
+                self._buckets[part.bucket].load(arriving, self._log.version)
+                self._missing.discard(part.bucket)
+                self._arriving = None
+
+    def load(self, stored: Source, version: int) -> None:
         """Take values and optimizer state over from a checkpoint of `version`, and read no more."""
         with self._changed:
             for values in self._buckets.values():
@@ -436,13 +490,8 @@ class Shard:
     def values(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """The values, live: copy them before the next round is applied."""
         for values in self._buckets.values():
-            yield values.bucket, values.values
-
-    def masters(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """What the optimizer steps, live, where the values are only rounded from it."""
-        for values in self._buckets.values():
-            if values.master is not values.values:
-                yield values.bucket, values.master
+            if values.bucket.index not in self._missing:
+                yield values.bucket, values.values
 
 
 def _typed(buffer: torch.Tensor, bucket: Bucket) -> torch.Tensor:

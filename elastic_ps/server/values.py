@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.checkpoint.tensors import MASTER, Reader
+from elastic_ps.checkpoint.tensors import MASTER, Source
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Bucket, Rule, TensorSpec
 from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, MAX_NORM, check_optimizer
@@ -221,8 +221,8 @@ class BucketValues:
                 scalar = tensor.dim() == 0
                 yield StateEntry(piece.tensor, piece.start, key, tensor.reshape(-1), scalar)
 
-    def load(self, stored: Reader, version: int) -> None:
-        """Take values and optimizer state over from a checkpoint of `version`; nothing else of it is read."""
+    def load(self, stored: Source, version: int) -> None:
+        """Take values and optimizer state of `version` over; nothing else is read of what is stored."""
         for index, piece in enumerate(self.bucket.pieces):
             where = (piece.tensor, piece.start, piece.length)
             values, state = stored.value(*where), stored.state(*where)

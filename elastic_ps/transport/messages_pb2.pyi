@@ -372,7 +372,7 @@ class GoneRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
-    __slots__ = ("job", "layout", "optimizer", "term", "load_version", "source", "number")
+    __slots__ = ("job", "layout", "optimizer", "term", "load_version", "source", "number", "follows")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
@@ -380,6 +380,7 @@ class ConfigureRequest(_message.Message):
     LOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     job: str
     layout: Layout
     optimizer: Optimizer
@@ -387,7 +388,8 @@ class ConfigureRequest(_message.Message):
     load_version: int
     source: str
     number: int
-    def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., term: _Optional[int] = ..., load_version: _Optional[int] = ..., source: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+    follows: bool
+    def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., term: _Optional[int] = ..., load_version: _Optional[int] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., follows: bool = ...) -> None: ...
 
 class AdvanceRequest(_message.Message):
     __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint", "term", "prepare", "state", "next", "source", "number", "last")
@@ -418,6 +420,32 @@ class AdvanceRequest(_message.Message):
     number: int
     last: bool
     def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[Participant, _Mapping]]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[int] = ..., term: _Optional[int] = ..., prepare: bool = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., last: bool = ...) -> None: ...
+
+class StateRequest(_message.Message):
+    __slots__ = ("job", "term", "bucket", "tensor", "start", "key", "dtype", "scalar", "last", "source", "number")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SCALAR_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    term: int
+    bucket: int
+    tensor: int
+    start: int
+    key: str
+    dtype: str
+    scalar: bool
+    last: bool
+    source: str
+    number: int
+    def __init__(self, job: _Optional[str] = ..., term: _Optional[int] = ..., bucket: _Optional[int] = ..., tensor: _Optional[int] = ..., start: _Optional[int] = ..., key: _Optional[str] = ..., dtype: _Optional[str] = ..., scalar: bool = ..., last: bool = ..., source: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
 
 class SumRequest(_message.Message):
     __slots__ = ("job", "term", "bucket", "version", "attempt", "present")

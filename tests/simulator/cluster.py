@@ -34,12 +34,17 @@ Role = Literal["ps", "standby", "worker"]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a schedule is about; drawn from its seed, or given."""
+    """What a schedule is about; drawn from its seed, or given.
+
+    `slice` is `follower.SLICE` in seconds, `smallest_bucket` is `partition.SMALLEST_BUCKET_BYTES`.
+    """
 
     seed: int
     workers: int = 2
     shards: int = 1
     standby: bool = False
+    slice: float = 1.0
+    smallest_bucket: int = 1024
     consistency: dict[str, Any] = field(default_factory=lambda: {"mode": "sync"})
     records: int = 24
     epochs: int = 1

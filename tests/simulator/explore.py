@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from elastic_ps.checkpoint.store import Store
+from elastic_ps.core import partition
+from elastic_ps.server import follower
 from tests.simulator.cluster import Cluster, Plan, pid_of, scratch
 from tests.simulator.faults import FAULTS
 from tests.simulator.judge import checkpoint_sight, judge
@@ -71,6 +74,8 @@ def draw(seed: int, **fixed: Any) -> Plan:
         switching=chance.choice([0.02, 0.1, 0.3]),
         stalling=chance.choice([0.0, 0.0, 0.0005, 0.003]),
         stop_after=chance.choice([None, None, None, None, 0.5 + chance.random()]),
+        slice=chance.choice([0.0, 0.0, 0.003, 1.0]),
+        smallest_bucket=chance.choice([64, 1024]),
     )
     return replace(plan, **fixed)
 
@@ -85,6 +90,8 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
         _Notes.here = here
         client = importlib.import_module("elastic_ps.worker.client")
         patch(client, "os", SimpleNamespace(getpid=lambda: pid_of(world().process.name)))
+        patch(partition, "SMALLEST_BUCKET_BYTES", plan.smallest_bucket)
+        patch(follower, "SLICE", timedelta(seconds=plan.slice))
         patch(Store, "commit", _watched(cluster))
         patch(Store, "newest", _found(cluster))
         if arrange is not None:

@@ -41,30 +41,23 @@ def keeper(store: Store) -> Iterator[Keeper]:
 
 
 @pytest.mark.parametrize(
-    ("version", "now", "wanted", "due"),
+    ("version", "now", "due"),
     [
-        (99, 29.9, False, False),
-        (99, 30.0, False, True),  # by time
-        (100, 0.1, False, True),  # by versions
-        (1, 0.1, True, True),  # because somebody needs one
+        (99, 29.9, False),
+        (99, 30.0, True),  # by time
+        (100, 0.1, True),  # by versions
     ],
 )
-def test_due(keeper: Keeper, version: int, now: float, wanted: bool, due: bool) -> None:
-    assert keeper.due(version, now, wanted=wanted) is due
+def test_due(keeper: Keeper, version: int, now: float, due: bool) -> None:
+    assert keeper.due(version, now) is due
 
 
 def test_versions_count_from_the_last_checkpoint(keeper: Keeper) -> None:
     keeper.begin(150, 10.0, dict(STATE), number=keeper.number())
-    assert not keeper.due(1000, 1000.0, wanted=True), "one at a time"
+    assert not keeper.due(1000, 1000.0), "one at a time"
     keeper._pending = None
     assert not keeper.due(249, 11.0)
     assert keeper.due(250, 11.0)
-
-
-def test_a_disk_that_fails_is_not_tried_for_a_standby_again_and_again(keeper: Keeper) -> None:
-    keeper._problem = "No space left on device"
-    assert not keeper.due(1, 0.1, wanted=True)
-    assert keeper.due(1, 30.0, wanted=True)
 
 
 def test_a_roll_back_is_not_taken_for_a_rival(store: Store, keeper: Keeper) -> None:

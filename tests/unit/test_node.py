@@ -14,7 +14,7 @@ import torch
 
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import Stored
+from elastic_ps.checkpoint.tensors import MASTER, Stored
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
@@ -83,8 +83,8 @@ def test_a_checkpoint_keeps_the_master_of_half_precision_values(tmp_path: Path) 
         node.advance(Advance(version + 1, 0, {0: 1}, apply, term=term))
 
     def master(node: Node) -> list[float]:
-        ((_, values),) = node.shard.masters()
-        return values.tolist()
+        (values,) = [stored.value for stored in node.shard.stored(0) if stored.key == MASTER]
+        return [float(value) for value in values]
 
     first, second = (
         Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, "")) for _ in range(2)
