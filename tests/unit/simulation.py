@@ -1,6 +1,6 @@
 """A few lines that behave like a cluster, for the operator's pure parts: state in, plan applied, state out.
 
-It stands in for no API server in a test of the API: those are end-to-end tests on a real one.
+It stands in for no API server in a test of the API: `api_server` does that, and in `tests/e2e` a real one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,365 @@
+"""A small API server on localhost: objects, versions, watches and refusals, as far as the operator uses them.
+
+It knows neither schemas nor rights, runs no pods and collects no garbage; what depends on these is tested
+on a real cluster, in `tests/e2e`. What it does is done as Kubernetes documents it: names are taken once,
+the uid in a deletion's preconditions has to be the object's, a patch that names an old version is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from tests.unit.simulation import job_document
+
+JOBS = "trainingjobs"
+_KINDS = {
+    "pods": "Pod",
+    "services": "Service",
+    "persistentvolumeclaims": "PersistentVolumeClaim",
+    "events": "Event",
+    JOBS: "TrainingJob",
+}
+
+Object = dict[str, Any]
+Where = tuple[str, str, str]
+"""(resource, namespace, name)."""
+
+
+class Refusal(Exception):
+    """What the server answers instead."""
+
+    def __init__(self, code: int, reason: str, message: str = "") -> None:
+        super().__init__(message)
+        self.code, self.reason, self.message = code, reason, message
+
+
+@dataclass
+class Request:
+    """One request, as it came."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    body: Any
+
+
+@dataclass(frozen=True)
+class _Watch:
+    resource: str
+    namespace: str
+    changes: queue.Queue[Object | None] = field(default_factory=queue.Queue)
+
+
+class ApiServer:
+    """Serves from threads of its own until closed.
+
+    Attributes:
+        objects: what there is.
+        requests: what has been asked, in order.
+        refuse: looks at each request first, and raises `Refusal` for those that are to fail.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[Where, Object] = {}
+        self.requests: list[Request] = []
+        self.refuse: Callable[[Request], None] = lambda _: None
+        self._numbers = itertools.count(1)
+        self._lock = threading.RLock()
+        self._watches: list[_Watch] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def handle_any(self) -> None:
+                outer._handle(self)
+
+            do_GET = do_POST = do_PATCH = do_DELETE = handle_any
+
+            def log_message(self, *_: object) -> None:
+                """Requests are kept in `requests`."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        with self._lock:
+            for watch in self._watches:
+                watch.changes.put(None)
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def kubeconfig(self, directory: Path, *, token: str = "secret") -> Path:
+        """A file that says how this server is reached."""
+        document = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "here",
+            "clusters": [{"name": "here", "cluster": {"server": self.url}}],
+            "users": [{"name": "me", "user": {"token": token}}],
+            "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
+        }
+        path = directory / "kubeconfig"
+        path.write_text(json.dumps(document))
+        return path
+
+    def add_job(self, name: str = "digits", namespace: str = "default", **spec: Any) -> Object:
+        """Create a job, as `kubectl apply` does."""
+        job = job_document(name, **spec)
+        job["metadata"]["namespace"] = namespace
+        return self.put(JOBS, job)
+
+    def put(self, resource: str, manifest: Object) -> Object:
+        """Create or replace an object, and tell the watches."""
+        with self._lock:
+            metadata = manifest["metadata"]
+            where = (resource, metadata["namespace"], metadata["name"])
+            known = where in self.objects
+            metadata.setdefault("uid", f"uid-{next(self._numbers)}")
+            metadata["resourceVersion"] = str(next(self._numbers))
+            self.objects[where] = manifest
+            self._tell(resource, "MODIFIED" if known else "ADDED", manifest)
+            return manifest
+
+    def remove(self, resource: str, name: str, namespace: str = "default") -> None:
+        """Take an object away, as garbage collection does."""
+        with self._lock:
+            gone = self.objects.pop((resource, namespace, name))
+            gone["metadata"]["resourceVersion"] = str(next(self._numbers))
+            self._tell(resource, "DELETED", gone)
+
+    def get(self, resource: str, name: str, namespace: str = "default") -> Object:
+        with self._lock:
+            return self.objects[resource, namespace, name]
+
+    def phase(self, job: str) -> str:
+        """As its status says; "" while it has none."""
+        return str((self.get(JOBS, job).get("status") or {}).get("phase", ""))
+
+    def names(self, resource: str) -> list[str]:
+        with self._lock:
+            return sorted(name for kind, _, name in self.objects if kind == resource)
+
+    def start(self, name: str, *, address: str = "127.0.0.1", namespace: str = "default") -> None:
+        """A pod's container starts and is ready."""
+        with self._lock:
+            pod = self.get("pods", name, namespace)
+            state = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+            container = {"name": pod["spec"]["containers"][0]["name"], "state": state}
+            pod["status"] = {
+                "phase": "Running",
+                "podIP": address,
+                "conditions": [{"type": "Ready", "status": "True"}],
+                "containerStatuses": [container],
+            }
+            self.put("pods", pod)
+
+    def asked(self, method: str, resource: str) -> list[Request]:
+        """The requests so far with this method whose path ends with the resource, or is below it."""
+        with self._lock:
+            found = [request for request in self.requests if request.method == method]
+        return [request for request in found if resource in request.path.split("/")]
+
+    def watched(self, resource: str) -> bool:
+        """Whether somebody watches the resource."""
+        with self._lock:
+            return any(watch.resource == resource for watch in self._watches)
+
+    def counts(self) -> Counter[str]:
+        """How many objects of each resource there are."""
+        with self._lock:
+            return Counter(resource for resource, _, _ in self.objects)
+
+    def _tell(self, resource: str, kind: str, manifest: Object) -> None:
+        for watch in self._watches:
+            if watch.resource == resource and watch.namespace in ("", manifest["metadata"]["namespace"]):
+                watch.changes.put(json.loads(json.dumps({"type": kind, "object": manifest})))
+
+    def _handle(self, handler: BaseHTTPRequestHandler) -> None:
+        address = urlsplit(handler.path)
+        length = int(handler.headers.get("Content-Length") or 0)
+        body = json.loads(handler.rfile.read(length)) if length else None
+        query = dict(parse_qsl(address.query))
+        request = Request(
+            handler.command,
+            address.path,
+            query,
+            {key.lower(): value for key, value in handler.headers.items()},
+            body,
+        )
+        try:
+            with self._lock:
+                self.requests.append(request)
+                self.refuse(request)
+                if request.query.get("watch") == "true":
+                    watch = self._watch(request)
+                else:
+                    return _send(handler, 200, self._answer(request))
+        except Refusal as refusal:
+            return _send(handler, refusal.code, _status(refusal))
+        handler.send_response(200)
+        handler.send_header("Content-Type", "application/json")
+        handler.end_headers()
+        try:
+            while (change := watch.changes.get()) is not None:
+                handler.wfile.write(json.dumps(change).encode() + b"\n")
+                handler.wfile.flush()
+        except OSError:
+            self._watches.remove(watch)
+
+    def _watch(self, request: Request) -> _Watch:
+        namespace, resource, _, _ = _locate(request.path)
+        watch = _Watch(resource, namespace)
+        since = int(request.query.get("resourceVersion", 0))
+        for (kind, place, _), manifest in self.objects.items():
+            newer = int(manifest["metadata"]["resourceVersion"]) > since
+            if kind == resource and namespace in ("", place) and newer:
+                watch.changes.put({"type": "ADDED", "object": json.loads(json.dumps(manifest))})
+        self._watches.append(watch)
+        return watch
+
+    def _answer(self, request: Request) -> Object:
+        if (known := _DISCOVERY.get(request.path)) is not None:
+            return known
+        namespace, resource, name, sub = _locate(request.path)
+        if resource not in _KINDS:
+            raise Refusal(404, "NotFound", "the server could not find the requested resource")
+        if request.method == "POST":
+            return self._create(resource, namespace, request.body)
+        if not name:
+            return self._list(resource, namespace, request.query.get("labelSelector", ""))
+        found = self.objects.get((resource, namespace, name))
+        if found is None:
+            raise Refusal(404, "NotFound", f'{resource} "{name}" not found')
+        if request.method == "DELETE":
+            return self._delete(resource, namespace, name, found, request.body or {})
+        if request.method == "PATCH":
+            if request.headers.get("content-type") != "application/merge-patch+json" or sub != "status":
+                raise Refusal(415, "UnsupportedMediaType")
+            named = request.body["metadata"]["resourceVersion"]
+            if named != found["metadata"]["resourceVersion"]:
+                raise Refusal(409, "Conflict", "the object has been modified")
+            status = _merged(found.get("status") or {}, request.body["status"])
+            return self.put(resource, {**found, "status": status})
+        return found
+
+    def _create(self, resource: str, namespace: str, manifest: Object) -> Object:
+        if manifest["kind"] != _KINDS[resource] or manifest["metadata"]["namespace"] != namespace:
+            raise Refusal(400, "BadRequest", "the object is not of that kind or namespace")
+        if (resource, namespace, manifest["metadata"]["name"]) in self.objects:
+            raise Refusal(409, "AlreadyExists", "it exists already")
+        return self.put(resource, manifest)
+
+    def _list(self, resource: str, namespace: str, selector: str) -> Object:
+        items = [
+            manifest
+            for (kind, place, _), manifest in self.objects.items()
+            if kind == resource and namespace in ("", place) and _selected(manifest, selector)
+        ]
+        version = max((int(item["metadata"]["resourceVersion"]) for item in items), default=0)
+        metadata = {"resourceVersion": str(version)}
+        return {"kind": f"{_KINDS[resource]}List", "apiVersion": "v1", "metadata": metadata, "items": items}
+
+    def _delete(self, resource: str, namespace: str, name: str, found: Object, options: Object) -> Object:
+        uid = (options.get("preconditions") or {}).get("uid")
+        if uid not in (None, found["metadata"]["uid"]):
+            raise Refusal(409, "Conflict", "the uid is another one")
+        self.remove(resource, name, namespace)
+        return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
+
+
+def _locate(path: str) -> tuple[str, str, str, str]:
+    """(namespace, resource, name, subresource) of a path; "" for what it does not have."""
+    parts = path.strip("/").split("/")
+    rest = parts[2:] if parts[0] == "api" else parts[3:]
+    namespace = ""
+    if rest[:1] == ["namespaces"]:
+        namespace, rest = rest[1], rest[2:]
+    resource, name, sub, *_ = [*rest, "", "", ""]
+    return namespace, resource, name, sub
+
+
+def _selected(manifest: Object, selector: str) -> bool:
+    labels = manifest["metadata"].get("labels") or {}
+    for wanted in filter(None, selector.split(",")):
+        key, equals, value = wanted.partition("=")
+        if key not in labels or (equals and labels[key] != value):
+            return False
+    return True
+
+
+def _merged(old: Any, patch: Any) -> Any:
+    """JSON merge patch, RFC 7386."""
+    if not isinstance(patch, dict):
+        return patch
+    merged = dict(old) if isinstance(old, dict) else {}
+    for key, value in patch.items():
+        if value is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = _merged(merged.get(key), value)
+    return merged
+
+
+def _status(refusal: Refusal) -> Object:
+    return {
+        "kind": "Status",
+        "apiVersion": "v1",
+        "status": "Failure",
+        "reason": refusal.reason,
+        "message": refusal.message,
+        "code": refusal.code,
+    }
+
+
+def _send(handler: BaseHTTPRequestHandler, code: int, document: Object) -> None:
+    body = json.dumps(document).encode()
+    handler.send_response(code)
+    handler.send_header("Content-Type", "application/json")
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+def _resource(name: str, kind: str, *, namespaced: bool) -> Object:
+    verbs = ["create", "delete", "get", "list", "patch", "watch"]
+    return {"name": name, "singularName": "", "kind": kind, "namespaced": namespaced, "verbs": verbs}
+
+
+def _resources(*resources: Object) -> Object:
+    return {"kind": "APIResourceList", "resources": list(resources)}
+
+
+def _group(name: str, version: str) -> Object:
+    served = {"groupVersion": f"{name}/{version}", "version": version}
+    return {"name": name, "versions": [served], "preferredVersion": served}
+
+
+_DISCOVERY: dict[str, Object] = {
+    "/api": {"versions": ["v1"]},
+    "/api/v1": _resources(
+        _resource("namespaces", "Namespace", namespaced=False),
+        *(_resource(name, kind, namespaced=True) for name, kind in _KINDS.items() if name != JOBS),
+    ),
+    "/apis": {"groups": [_group("elastic-ps.dev", "v1alpha1"), _group("apiextensions.k8s.io", "v1")]},
+    "/apis/elastic-ps.dev/v1alpha1": _resources(_resource(JOBS, "TrainingJob", namespaced=True)),
+    "/apis/apiextensions.k8s.io/v1": _resources(
+        _resource("customresourcedefinitions", "CustomResourceDefinition", namespaced=False)
+    ),
+}

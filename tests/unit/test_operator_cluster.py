@@ -1,0 +1,446 @@
+"""What the operator reads from and writes to an API server, which here runs on localhost."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_operator import names
+from elastic_operator.api import Api, ApiError
+from elastic_operator.cluster import Cluster, difference
+from elastic_operator.controller import Controller
+from elastic_operator.metrics import Metrics
+from elastic_operator.plan import Create, DeleteJob, DeletePod, Note, Observed
+from elastic_operator.queue import Key
+from elastic_operator.settings import Settings
+from elastic_operator.status import read_status
+from elastic_ps.env import DEFAULT_HTTP_PORT
+from elastic_ps.errors import ConnectionLost, UsageError
+from elastic_ps.server.status import StatusServer
+from elastic_ps.status import Progress, ServerStatus, TrainingJobStatus
+from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
+
+KEY: Key = ("default", "digits")
+SERVER_ADDRESS = f"127.91.{os.getpid() // 250 % 250}.{os.getpid() % 250 + 1}"
+"""Of the parameter server's pod; the port is a fixed one, so each run of the tests needs its own address."""
+
+
+class Operator:
+    """The operator without the framework, beside its API server."""
+
+    def __init__(self, server: ApiServer, directory: Path, **settings: Any) -> None:
+        self.server = server
+        self.metrics = Metrics()
+        self.settings = Settings(kubeconfig=server.kubeconfig(directory), **settings)
+        self.api = Api(self.settings, self.metrics)
+        self.cluster = Cluster(self.api, status_timeout=2.0)
+        self.controller = Controller(self.cluster, self.settings, self.metrics)
+
+    def count(self, name: str, **labels: str) -> float:
+        """The value of one of the operator's counters."""
+        return self.metrics.registry.get_sample_value(f"elastic_ps_operator_{name}", labels) or 0.0
+
+    def turns(self, number: int = 1) -> timedelta | None:
+        """So many passes over the job; what the last one says."""
+        again = None
+        for _ in range(number):
+            again = self.controller.run_pass(KEY)
+        return again
+
+    @property
+    def status(self) -> TrainingJobStatus:
+        return read_status(self.server.get(JOBS, "digits"))
+
+    def messages(self) -> list[str]:
+        """Those of the Events."""
+        return [self.server.get("events", name)["message"] for name in self.server.names("events")]
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    server = ApiServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def operator(server: ApiServer, tmp_path: Path) -> Operator:
+    return Operator(server, tmp_path)
+
+
+@pytest.fixture
+def told() -> Iterator[Callable[[ServerStatus], None]]:
+    """Makes the parameter server of the pod at `SERVER_ADDRESS` say this; it is the real HTTP server."""
+    serving: list[StatusServer] = []
+
+    def tell(status: ServerStatus) -> None:
+        if serving:
+            serving[0].show(lambda: status, list)
+        else:
+            serving.append(StatusServer(f"{SERVER_ADDRESS}:{DEFAULT_HTTP_PORT}", lambda: status, list))
+
+    yield tell
+    for each in serving:
+        each.close()
+
+
+def refusing(method: str, resource: str, refusal: Refusal) -> Callable[[Request], None]:
+    """Refuses each request with this method of this resource."""
+
+    def refuse(request: Request) -> None:
+        if request.method == method and request.path.split("/")[-1] == resource:
+            raise refusal
+
+    return refuse
+
+
+def test_a_job_gets_what_it_needs_and_a_status_and_events(server: ApiServer, operator: Operator) -> None:
+    server.add_job(worker={"replicas": 2}, parameterServer={"checkpoint": {"volumeClaim": {}}})
+    assert operator.turns() is not None
+    assert server.names("pods") == ["digits-ps-0", "digits-worker-0", "digits-worker-1"]
+    assert server.names("services") == server.names("persistentvolumeclaims") == ["digits-ps-0"]
+    assert operator.status.phase == "Pending"
+    workers = "Created pod digits-worker-0, pod digits-worker-1: 2 workers are wanted"
+    assert workers in operator.messages()
+    operator.turns()
+    before = len(server.objects), server.get(JOBS, "digits")["metadata"]["resourceVersion"]
+    operator.turns(2)
+    assert (len(server.objects), server.get(JOBS, "digits")["metadata"]["resourceVersion"]) == before
+
+
+def test_objects_of_a_job_of_the_same_name_are_neither_counted_nor_taken(
+    server: ApiServer, operator: Operator
+) -> None:
+    """The job was deleted and created again, and what the old one had is not collected yet."""
+    old = server.add_job()
+    operator.turns()
+    server.remove(JOBS, "digits")
+    old["metadata"]["uid"] = "uid-of-the-next"
+    server.put(JOBS, {**old, "status": {}})
+    server.get("pods", "digits-ps-0")["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    observed = operator.cluster.observe(old)
+    assert observed == Observed()
+    operator.turns()
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert (degraded.status, degraded.reason) == ("True", "NameTaken")
+    assert "digits-ps-0 of services exists already and does not belong to this job" in degraded.message
+    assert "digits-ps-0 of pods is still being deleted, with what had the name" in degraded.message
+
+
+def test_what_exists_already_and_is_the_jobs_is_as_good_as_created(
+    server: ApiServer, operator: Operator
+) -> None:
+    job = server.add_job()
+    operator.turns()
+    pod = server.get("pods", "digits-worker-0")
+    again = Create("Pod", "digits-worker-0", pod, "again")
+    assert operator.cluster.execute(job, [again]) == []
+    gone = {**pod, "metadata": {**pod["metadata"], "name": "digits-worker-9"}}
+    server.refuse = refusing("POST", "pods", Refusal(409, "AlreadyExists"))
+    assert operator.cluster.execute(job, [Create("Pod", "digits-worker-9", gone, "")]) == [], "gone by now"
+
+
+@pytest.mark.parametrize(
+    ("refusal", "reason"),
+    [
+        (Refusal(403, "Forbidden", "exceeded quota: pods=0"), "QuotaExceeded"),
+        (Refusal(403, "Forbidden", "no right to create pods"), "Forbidden"),
+        (Refusal(422, "Invalid", "containers[0].image: required"), "InvalidSpec"),
+        (Refusal(400, "BadRequest", "cannot be read"), "InvalidSpec"),
+    ],
+)
+def test_what_the_api_server_refuses_for_good_is_said_in_the_status(
+    server: ApiServer, operator: Operator, refusal: Refusal, reason: str
+) -> None:
+    server.add_job()
+    server.refuse = refusing("POST", "pods", refusal)
+    operator.turns()
+    condition = "Failed" if reason == "InvalidSpec" else "Degraded"
+    found = next(c for c in operator.status.conditions if c.type == condition)
+    assert (found.status, found.reason) == ("True", reason)
+    assert refusal.message in found.message
+    assert "digits-ps-0" in found.message
+    assert operator.count("api_request_errors_total", **_labels("create", "pods", refusal)) >= 1
+
+
+def _labels(verb: str, resource: str, refusal: Refusal) -> dict[str, str]:
+    return {"verb": verb, "resource": resource, "status": str(refusal.code), "reason": refusal.reason}
+
+
+@pytest.mark.parametrize(("method", "resource"), [("POST", "pods"), ("GET", "digits"), ("GET", "pods")])
+def test_a_pass_that_the_api_server_is_not_well_for_is_made_again(
+    server: ApiServer, operator: Operator, method: str, resource: str
+) -> None:
+    server.add_job()
+    server.refuse = refusing(method, resource, Refusal(500, "InternalError", "etcd is away"))
+    with pytest.raises(ApiError, match="etcd is away") as caught:
+        operator.turns()
+    assert (caught.value.status, caught.value.reason) == (500, "InternalError")
+    assert operator.count("reconciles_total", result="error") == 1
+    server.refuse = lambda _: None
+    operator.turns()
+    assert operator.count("reconciles_total", result="ok") == 1
+    assert "digits-worker-0" in server.names("pods")
+
+
+def test_a_job_that_changed_while_it_was_looked_at_is_looked_at_again_at_once(
+    server: ApiServer, operator: Operator
+) -> None:
+    job = server.add_job()
+
+    def edit(request: Request) -> None:
+        if request.method == "PATCH":
+            server.refuse = lambda _: None
+            server.put(JOBS, job)
+
+    server.refuse = edit
+    assert operator.turns() == timedelta(0)
+    assert "status" not in server.get(JOBS, "digits")
+    operator.turns()
+    assert operator.status.phase == "Pending"
+
+
+def test_pods_are_deleted_by_uid_and_one_that_is_gone_is_none_to_worry_about(
+    server: ApiServer, operator: Operator
+) -> None:
+    job = server.add_job()
+    operator.turns()
+    uid = server.get("pods", "digits-worker-0")["metadata"]["uid"]
+    another = DeletePod("digits-worker-0", "the-one-before", "it has ended")
+    assert operator.cluster.execute(job, [another]) == []
+    assert "digits-worker-0" in server.names("pods")
+    assert operator.cluster.execute(job, [DeletePod("digits-worker-7", uid, "it has ended")]) == []
+    operator.cluster.execute(job, [DeletePod("digits-worker-0", uid, "it has ended")])
+    assert "digits-worker-0" not in server.names("pods")
+    assert "gracePeriodSeconds" not in server.asked("DELETE", "pods")[-1].body
+    assert "Deleted pod digits-worker-0: it has ended" in operator.messages()
+    server.refuse = refusing("DELETE", "digits-ps-0", Refusal(500, "InternalError"))
+    with pytest.raises(ApiError):
+        operator.cluster.execute(job, [DeletePod("digits-ps-0", uid, "it has ended")])
+
+
+def test_a_pod_of_a_lost_node_is_struck_off_and_a_job_takes_what_it_owns_along(
+    server: ApiServer, operator: Operator
+) -> None:
+    job = server.add_job()
+    operator.turns()
+    uid = server.get("pods", "digits-worker-0")["metadata"]["uid"]
+    operator.cluster.execute(job, [DeletePod("digits-worker-0", uid, "lost", force=True)])
+    assert server.asked("DELETE", "pods")[-1].body["gracePeriodSeconds"] == 0
+    operator.cluster.execute(job, [DeleteJob("another", "its time is over")])
+    assert server.names(JOBS) == ["digits"]
+    operator.cluster.execute(job, [DeleteJob(job["metadata"]["uid"], "its time is over")])
+    assert server.names(JOBS) == []
+    assert server.asked("DELETE", JOBS)[-1].body["propagationPolicy"] == "Background"
+    assert operator.turns() is None, "there is no job any more"
+
+
+def test_many_of_a_kind_are_one_event(server: ApiServer, operator: Operator) -> None:
+    server.add_job(worker={"replicas": 30})
+    operator.turns()
+    (workers,) = [message for message in operator.messages() if "worker" in message]
+    assert workers.count("pod digits-worker-") == 20
+    assert workers.endswith(" and 10 more: 30 workers are wanted")
+
+
+def test_an_event_is_made_once_and_one_that_cannot_be_made_ends_no_pass(
+    server: ApiServer, operator: Operator, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = server.add_job()
+    note = Note("key", "Warning", "WorkerFailed", "it exited with 1")
+    operator.cluster.post(job, note)
+    operator.cluster.post(job, note)
+    assert server.counts()["events"] == 1
+    assert not caplog.records
+    server.refuse = refusing("POST", "events", Refusal(403, "Forbidden", "no right"))
+    operator.turns()
+    assert "no right" in caplog.text
+    assert operator.status.phase == "Pending"
+
+
+def test_what_the_parameter_server_says_is_in_the_status(
+    server: ApiServer, operator: Operator, told: Callable[[ServerStatus], None]
+) -> None:
+    server.add_job()
+    operator.turns()
+    for name in server.names("pods"):
+        server.start(name, address=SERVER_ADDRESS)
+    operator.turns()
+    assert operator.status.progress.version == 0, "it does not answer yet"
+    progress = Progress(version=7, loss=0.25, records_applied=3, records_expected=10, percent=30)
+    status = ServerStatus(job="digits", shard=0, shards=1, term=2, ready=True, progress=progress)
+    told(status.model_copy(update={"job": "another"}))
+    operator.turns()
+    assert operator.status.progress.version == 0, "another job has its address"
+    told(status)
+    operator.turns()
+    assert operator.status.progress == progress
+    assert operator.status.parameter_server.term == 2
+    assert operator.status.phase == "Running"
+    assert operator.status.summary.model_dump() == {"workers": "1/1", "progress": "30%", "loss": "0.25"}
+
+
+def test_the_counters_tell_how_jobs_start_and_end(
+    server: ApiServer, operator: Operator, told: Callable[[ServerStatus], None]
+) -> None:
+    server.add_job(runPolicy={"backoffLimit": 0, "cleanPodPolicy": "None"})
+    operator.turns(2)
+    assert operator.count("jobs_total", event="started") == 1
+    worker = server.get("pods", "digits-worker-0")
+    ended = {"exitCode": 1, "reason": "Error", "finishedAt": "2026-01-01T00:00:00Z"}
+    worker["status"] = {
+        "phase": "Failed",
+        "containerStatuses": [{"name": "worker", "state": {"terminated": ended}}],
+    }
+    server.put("pods", worker)
+    operator.turns(3)
+    assert operator.count("jobs_total", event="failed") == 1
+    assert operator.count("jobs_total", event="succeeded") == 0
+    assert operator.count("worker_restarts_total") == 1
+    assert "digits-worker-0 exited with 1" in operator.messages()
+    server.remove(JOBS, "digits")
+    for name in server.names("pods"):
+        server.remove("pods", name)
+    server.add_job()
+    operator.turns()
+    for name in server.names("pods"):
+        server.start(name, address=SERVER_ADDRESS)
+    done = Progress(finished=True, records_applied=10, records_expected=10)
+    told(ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=done))
+    worker = server.get("pods", "digits-worker-0")
+    worker["status"] = {"phase": "Succeeded"}
+    server.put("pods", worker)
+    operator.turns(3)
+    assert operator.count("jobs_total", event="succeeded") == 1
+    assert operator.count("jobs_total", event="started") == 2
+    assert operator.count("reconcile_seconds_count") == 9
+
+
+def test_a_turn_of_the_phase_is_logged_once(
+    server: ApiServer, operator: Operator, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="elastic_operator")
+    server.add_job()
+    operator.turns(3)
+    for name in server.names("pods"):
+        server.start(name)
+    operator.turns(3)
+    turned = [record.getMessage() for record in caplog.records if "->" in record.getMessage()]
+    assert [line.split(" (")[0] for line in turned] == [
+        "default/digits: Pending -> Pending",
+        "default/digits: Pending -> Running",
+    ]
+    assert "1 of 1 workers and 1 of 1 parameter servers are ready" in turned[1]
+
+
+def test_only_the_namespaces_that_are_served_are_listed(server: ApiServer, tmp_path: Path) -> None:
+    for namespace in ("a", "b", "c"):
+        server.add_job(namespace=namespace)
+    assert Operator(server, tmp_path).controller.list_all() == [(n, "digits") for n in "abc"]
+    some = Operator(server, tmp_path, namespaces=("a", "c"))
+    assert some.controller.list_all() == [("a", "digits"), ("c", "digits")]
+    paths = {request.path for request in server.asked("GET", "pods")}
+    assert paths == {"/api/v1/pods", "/api/v1/namespaces/a/pods", "/api/v1/namespaces/c/pods"}
+    assert server.asked("GET", "pods")[0].query == {"labelSelector": names.JOB_LABEL}
+
+
+def test_jobs_that_are_over_need_no_pass(server: ApiServer, operator: Operator) -> None:
+    for name, kind in (("good", "Succeeded"), ("bad", "Failed"), ("on", "Running")):
+        condition = {
+            "type": kind,
+            "status": "True",
+            "reason": kind,
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }
+        server.put(JOBS, {**server.add_job(name), "status": {"conditions": [condition]}})
+    assert operator.controller.list_all() == [("default", "on")]
+
+
+def test_a_definition_that_was_there_and_is_gone_is_told_from_one_that_is_yet_to_come(
+    server: ApiServer, operator: Operator
+) -> None:
+    controller = operator.controller
+    waited: list[float] = []
+
+    def come_after(seconds: float) -> None:
+        waited.append(seconds)
+        assert not controller.served
+        assert not controller.definition_gone
+        if len(waited) == 9:
+            server.refuse = lambda _: None
+
+    server.refuse = refusing("GET", JOBS, Refusal(404, "NotFound"))
+    controller.wait_until_served(come_after)
+    assert controller.served
+    assert waited[:3] == [1.0, 1.5, 2.25]
+    assert waited[-1] == 15.0
+    server.refuse = refusing("GET", JOBS, Refusal(500, "InternalError"))
+    with pytest.raises(ApiError):
+        controller.list_all()
+    assert not controller.definition_gone
+    server.refuse = refusing("GET", JOBS, Refusal(404, "NotFound"))
+    with pytest.raises(ApiError):
+        controller.list_all()
+    assert controller.definition_gone
+    server.refuse = lambda _: None
+    controller.list_all()
+    assert not controller.definition_gone
+
+
+def test_the_age_of_what_a_watch_has_not_delivered_is_shown(server: ApiServer, operator: Operator) -> None:
+    job = server.add_job()
+    operator.turns()
+    operator.controller.list_all()
+    operator.controller.jobs_watch.delivered(server.get(JOBS, "digits"), gone=False)
+    ages = operator.controller.watch_ages()
+    assert ages["trainingjobs"] == 0.0
+    assert ages["pods"] > 0.0
+    assert operator.count("watch_age_seconds", resource="pods") == ages["pods"]
+    assert operator.count("watch_age_seconds", resource="trainingjobs") == 0.0
+    assert job["metadata"]["name"] == "digits"
+
+
+def test_an_api_server_that_is_away_is_no_answer(server: ApiServer, operator: Operator) -> None:
+    server.close()
+    with pytest.raises(ConnectionLost, match=r"get .*/digits"):
+        operator.turns()
+    assert operator.count("reconciles_total", result="error") == 1
+    assert operator.count("api_requests_total", verb="get", resource=JOBS) == 1
+
+
+def test_without_a_way_to_a_cluster_the_operator_says_what_to_give(tmp_path: Path) -> None:
+    wrong = tmp_path / "config"
+    wrong.write_text("{}")
+    for kubeconfig in (None, wrong):
+        with pytest.raises(UsageError, match="give --kubeconfig"):
+            Api(Settings(kubeconfig=kubeconfig), Metrics())
+
+
+def test_requests_say_who_asks_and_what_they_carry(server: ApiServer, operator: Operator) -> None:
+    server.add_job()
+    operator.turns()
+    for request in server.requests:
+        assert request.headers["authorization"] == "Bearer secret"
+        patched = request.method == "PATCH"
+        kind = "application/merge-patch+json" if patched else "application/json"
+        assert request.headers["content-type"] == kind
+    access = operator.api.access()
+    assert (access.server, access.token, access.insecure) == (server.url, "secret", False)
+
+
+def test_a_merge_patch_holds_what_differs_and_no_more() -> None:
+    old = {"same": 1, "gone": 2, "deep": {"same": [1], "gone": 1, "other": 1}, "plain": {"a": 1}}
+    new = {"same": 1, "deep": {"same": [1], "other": 2, "more": None}, "plain": 3, "more": {"a": 1}}
+    assert difference(old, new) == {
+        "gone": None,
+        "deep": {"gone": None, "other": 2, "more": None},
+        "plain": 3,
+        "more": {"a": 1},
+    }
+    assert difference(new, new) == {}
