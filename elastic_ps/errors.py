@@ -3,17 +3,17 @@
 ::
 
     ElasticPSError
-    ├── UserError                 what was given cannot work; the message says what to do. Never retried
+    ├── UserError                 the user has to change something; the message says what. Never retried
     │   ├── InvalidJob            a TrainingJob (file or resource) that cannot be run
-    │   ├── InvalidModel          a model, optimizer or data set that cannot be trained as asked
-    │   ├── ModelMismatch         a worker's model differs from the one that the parameter server holds
-    │   ├── UsageError            the session was used in an order that it does not allow
+    │   ├── InvalidModel          a model, optimizer or data set that cannot be trained
+    │   ├── ModelMismatch         a worker's model differs from the one on the parameter server
+    │   ├── UsageError            a script calls the library in a way that cannot work
     │   └── CannotListen          the address to listen on is taken or is not this machine's
     ├── TransportError
     │   ├── ConnectionLost        the other side went away or cannot be reached. May be retried
     │   ├── DeadlineExceeded      no answer within the time given. May be retried
     │   └── Malformed             bytes that do not follow the protocol
-    ├── Refused                   the parameter server understood the request and says no; see `code`
+    ├── Refused                   the parameter server refuses the request; `code` says why
     ├── CheckpointError
     │   ├── NoCheckpoint          the directory holds no whole checkpoint
     │   ├── Fenced                another parameter server has taken over
@@ -21,8 +21,8 @@
     │   └── CheckpointCorrupt     a file's digest or content does not match its manifest
     └── AskedToEnd                the process was asked to end while it waited for something
 
-`UserError` is what a person can act on: the command line prints its message without a traceback and
-exits with 2, a worker process exits with `env.EXIT_INVALID` so that nobody starts it again.
+For a `UserError` the command line prints the message without a traceback and exits with 2. A worker process
+exits with `env.EXIT_INVALID`, so that it is not started again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ElasticPSError(Exception):
 
 
 class UserError(ElasticPSError):
-    """What was given cannot work; the message says what was given, what was expected and what to do."""
+    """The user has to change something. The message says what was given, what was expected, what to do."""
 
 
 class InvalidJob(UserError):
@@ -43,7 +43,7 @@ class InvalidJob(UserError):
 
 
 class InvalidModel(UserError):
-    """A model, optimizer or data set that cannot be trained as asked."""
+    """A model, optimizer or data set that cannot be trained."""
 
 
 class ModelMismatch(UserError):
@@ -51,7 +51,7 @@ class ModelMismatch(UserError):
 
 
 class UsageError(UserError):
-    """The session was used in an order that it does not allow."""
+    """A script calls the library in a way that cannot work, for example in the wrong order."""
 
 
 class CannotListen(UserError):
@@ -83,7 +83,7 @@ class RefusalCode(enum.IntEnum):
     STALE_INCARNATION = 2
     """The worker was declared gone, or a newer process with its index has joined."""
     STALE_ATTEMPT = 3
-    """The round was started again since this gradient was queued; push it again."""
+    """The round has started again since this gradient was queued; push it again."""
     WRONG_VERSION = 4
     """The gradient was computed on another version than the open round's."""
     MALFORMED = 5
@@ -93,7 +93,7 @@ class RefusalCode(enum.IntEnum):
     MODEL_MISMATCH = 7
     """Names, shapes, dtypes or optimizer differ from the model that is being trained."""
     INVALID = 8
-    """The request asks for something that cannot be done; a person has to change it."""
+    """The request cannot be carried out; a person has to change something."""
     NOT_READY = 9
     """The parameter server cannot answer this yet; ask again."""
     UNKNOWN_METHOD = 10
@@ -105,13 +105,13 @@ class RefusalCode(enum.IntEnum):
     HUNG = 13
     """The worker kept the others waiting for too long and was declared hung; its process must end."""
     LATE = 14
-    """Enough others have begun their steps of this round, which is made without this worker's."""
+    """The round has enough other workers' steps, so it is made without this worker's."""
     STALE_CALL = 15
-    """The process has made a later call of the kind; this one was kept by the network for too long."""
+    """The process has made a later call of this kind; the network delivered this one too late."""
 
 
 class Refused(ElasticPSError):
-    """The parameter server says no, for the reason in `code` and in words."""
+    """The parameter server refuses the request. `code` and the message say why."""
 
     def __init__(self, code: RefusalCode, message: str) -> None:
         super().__init__(message)
@@ -127,7 +127,7 @@ class NoCheckpoint(CheckpointError):
 
 
 class Fenced(CheckpointError):
-    """Another start of the parameter server has taken over; this one may apply and write nothing."""
+    """Another parameter server has taken over; this one must not apply or write anything."""
 
 
 class StorageUnavailable(CheckpointError):

@@ -282,7 +282,7 @@ class RunPolicy(CamelModel):
     suspend: bool = Field(
         default=False,
         description="With true, the job writes a checkpoint and all of its pods are deleted. With false "
-        "again, it goes on from that checkpoint.",
+        "again, it continues from that checkpoint.",
     )
     backoff_limit: int = Field(
         default=3,

@@ -83,7 +83,7 @@ def end_if_a_thread_fails() -> None:
     """From now on an exception that a thread does not handle ends this process, with status 1.
 
     A parameter server that has lost one of its threads would look healthy and never answer. Started again, it
-    goes on from its checkpoint.
+    continues from its checkpoint.
     """
 
     def end(failure: threading.ExceptHookArgs) -> None:

@@ -1,8 +1,8 @@
-"""`elastic_ps.connect`: a stay in the job that started this process, or a job of its own without one.
+"""`elastic_ps.connect`: a session in the job that started this process, or in a job of this process alone.
 
-A script that nobody started as part of a job trains all the same: with a parameter server in its own process,
-as the only worker. So it can be run by itself, stepped through in a debugger, and its result compared with
-that of a job. Such a job writes no checkpoints and ends with the process.
+A script that was not started as part of a job trains all the same: it is the only worker, and the parameter
+server runs in its process. So you can run it by itself, step through it in a debugger, and compare its result
+with that of a job. Such a job writes no checkpoints and ends with the process.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ logger = logging.getLogger(__name__)
 NAME = "standalone"
 
 PATIENCE = timedelta(days=7)
-"""For how long a debugger may hold the process; a worker is given up after seconds in a real job."""
+"""For how long a debugger may halt the process. A real job declares a worker lost after seconds."""
 
 
 def connect(job: str | os.PathLike[str] | None = None) -> Session:
-    """Begin this process's stay in the job that it was started for, or in one of its own. Does not block.
+    """Return this process's session in the job that started it, or in a job of its own. Does not block.
 
-    A process that no job started gets a parameter server of its own, in this process, with itself as the only
-    worker; a warning says so.
+    If no job started this process, it becomes the only worker of a job of its own, and the parameter server
+    runs in this process, too. A warning says so.
 
     Args:
-        job: a job's YAML file, whose data order and consistency a job of its own then has. The file's numbers
-            of workers and parameter servers and its checkpoints are left out. Not read as part of a job.
+        job: a job's YAML file. A job of its own takes its `data` and `consistency` from it, and ignores its
+            numbers of workers and parameter servers and its checkpoints. In a process that a job started, the
+            file is not read.
 
     Raises:
         InvalidJob: the file cannot be read, or is not a valid TrainingJob.
@@ -47,7 +48,7 @@ def connect(job: str | os.PathLike[str] | None = None) -> Session:
     spec = alone(load_job(Path(job)).spec if job is not None else TrainingJobSpec(entrypoint="script:main"))
     logger.warning(
         "this process was not started as part of a job, so it trains alone: one worker, no checkpoints. "
-        "`elastic-ps run` starts a job"
+        "To start a job, use `elastic-ps run`"
     )
     session = _Standalone(spec)
     atexit.register(session.close)

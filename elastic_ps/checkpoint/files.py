@@ -60,7 +60,7 @@ def read_text(path: Path, *, limit: int) -> str:
     with reading(path), open_to_read(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise CheckpointCorrupt(f"{path} has {size} bytes; at most {limit} can be")
+            raise CheckpointCorrupt(f"{path} has {size} bytes; expected at most {limit}")
         data = b"".join(iter(lambda: file.read(1 << 20), b""))
     try:
         return data.decode()

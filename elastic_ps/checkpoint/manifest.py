@@ -104,9 +104,11 @@ def parse(text: str, *, where: str) -> Manifest:
         data = json.loads(text)
         del data["sha256"]
         if _sealed(data) != text:
-            raise CheckpointCorrupt(f"{where} is not what was written (SHA-256 differs)")
+            raise CheckpointCorrupt(f"{where} has been changed since it was written (its SHA-256 differs)")
         if data["format"] != FORMAT:
-            raise CheckpointCorrupt(f"{where}: format {data['format']}, this program reads {FORMAT}")
+            raise CheckpointCorrupt(
+                f"{where} has format {data['format']}, but this version of elastic-ps reads format {FORMAT}"
+            )
         manifest = Manifest(**{**data, "files": [ShardFile(**f) for f in data["files"]]})
         for wrong in _faults(manifest):
             raise CheckpointCorrupt(f"{where}: {wrong}")

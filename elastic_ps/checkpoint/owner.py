@@ -1,4 +1,4 @@
-"""Whose a checkpoint directory is: it belongs to one job at a time.
+"""Which job a checkpoint directory belongs to: to one at a time.
 
 `job.json` names the job and its run, and as long as the run's parameter server lives it holds the lock of
 `job.lock`. Parameter servers of one run may meet here, when one is taken for dead and replaced: which of them
@@ -84,7 +84,7 @@ class Claim:
         files.write_text(self._directory / "job.json", json.dumps(asdict(self._owner)) + "\n")
 
     def _require_free(self, before: Owner, *, adopt: bool, wait: bool) -> None:
-        """Raise if somebody else has the directory, or had it and this job does not go on from it."""
+        """Raise if somebody else has the directory, or had it and this job does not continue from it."""
         same = before.job == self._owner.job
         if self._lock is None and same and wait:
             raise StorageUnavailable(f"{self._directory} is still used by an earlier run of {before}")
@@ -93,7 +93,7 @@ class Claim:
         if not same and not adopt:
             raise InvalidJob(
                 f"{self._directory} holds the checkpoints of {before}, which has ended. {WAY_OUT}, or delete "
-                f"{self._directory / 'job.json'} to let this job go on from them"
+                f"{self._directory / 'job.json'} to let this job continue from them"
             )
 
     def hold(self) -> None:

@@ -1,6 +1,6 @@
-"""A checkpoint's model for plain PyTorch: loaded into a model, or written into one file.
+"""Reads a checkpoint's model for plain PyTorch: into a model, or into one file.
 
-Nothing is changed in the checkpoint directory, so it may be that of a job that runs.
+The checkpoint directory is not changed, so its job may be running.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ def load_checkpoint(
     Args:
         directory: the job's checkpoint directory, or one `version-...` directory in it.
         model: of the class that was trained, with tensors of the same names and shapes.
-        optimizer: made for `model` as in the script; takes over state and hyperparameters, such as the
-            learning rate. None leaves them.
-        version: which one; None takes the newest whole one.
+        optimizer: created for `model` as in the script. It gets the state and the hyperparameters, such as
+        the
+            learning rate. With None, only the model is loaded.
+        version: the version to load; None for the newest whole checkpoint.
 
     Returns:
-        The version: how many optimizer steps the model has taken.
+        The version: the number of optimizer steps that the model has taken.
 
     Raises:
-        ModelMismatch: the model or the optimizer is another one; neither has changed.
+        ModelMismatch: the model or the optimizer does not fit the checkpoint. Neither has been changed.
         UserError: there is no such checkpoint.
-        CheckpointCorrupt: it is damaged.
-        StorageUnavailable: it cannot be read at the moment.
+        CheckpointCorrupt: the checkpoint is damaged.
+        StorageUnavailable: the checkpoint cannot be read at the moment.
     """
     with open_checkpoint(Path(directory), version) as reader:
         values = state_dict(reader)
@@ -75,7 +76,7 @@ def export(directory: Path, out: Path, *, version: int | None = None) -> tuple[i
         CheckpointCorrupt, StorageUnavailable: see `load_checkpoint`.
     """
     if out.suffix not in FORMATS:
-        raise UserError(f"OUT {out}: expected a name that ends with {' or '.join(FORMATS)}")
+        raise UserError(f"OUT is {out}; expected a name that ends with {' or '.join(FORMATS)}")
     with open_checkpoint(directory, version) as reader:
         values = state_dict(reader)
         temporary = out.with_name(f".{out.name}.partial")
@@ -90,7 +91,7 @@ def export(directory: Path, out: Path, *, version: int | None = None) -> tuple[i
             temporary.replace(out)
         except OSError as error:
             temporary.unlink(missing_ok=True)
-            raise UserError(f"OUT {out}: it cannot be written: {error}") from error
+            raise UserError(f"cannot write {out}: {error}") from error
         return reader.manifest.version, len(values)
 
 
@@ -98,14 +99,16 @@ def open_checkpoint(directory: Path, version: int | None) -> Reader:
     """A verified checkpoint; a warning tells if it is not the newest or holds NaN. Raises as above."""
     if version is None and (directory / MANIFEST).is_file():
         if not directory.name.startswith("version-") or not directory.name[8:].isdecimal():
-            raise UserError(f"{directory}: the name of a checkpoint is version-..., as it was written")
+            raise UserError(
+                f"{directory}: the name of a checkpoint's directory must be version-NUMBER, as it was written"
+            )
         directory, version = directory.parent, int(directory.name[8:])
     store = Store(directory)
     versions = store.versions()
     if not versions or (version is not None and version not in versions):
-        known = f"; there are {', '.join(map(str, versions))}" if versions else ""
+        known = f"; it has {', '.join(map(str, versions))}" if versions else ""
         which = "no checkpoint" if version is None else f"no checkpoint of version {version}"
-        raise UserError(f"{directory}: {which} in it (a directory version-*){known}")
+        raise UserError(f"{directory} has {which} (a directory version-*){known}")
     problems: list[str] = []
     for candidate in reversed(versions) if version is None else [version]:
         try:
@@ -114,16 +117,20 @@ def open_checkpoint(directory: Path, version: int | None) -> Reader:
             problems.append(str(error))
             continue
         for problem in problems:
-            warnings.warn(f"a newer checkpoint is broken: {problem}", RuntimeWarning, stacklevel=3)
+            warnings.warn(
+                f"a newer checkpoint is broken, so an older one is used: {problem}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         if found := reader.not_finite():
-            text = f"version {candidate} holds NaN or Inf in {', '.join(found)}"
+            text = f"the checkpoint of version {candidate} holds NaN or Inf in {', '.join(found)}"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
         return reader
     raise CheckpointCorrupt("; ".join(problems))
 
 
 def state_dict(reader: Reader) -> dict[str, torch.Tensor]:
-    """The model's tensors by name; one that several modules share is there under each of its names."""
+    """The model's tensors by name. A tensor that several modules share is there under each of its names."""
     values: dict[str, torch.Tensor] = {}
     for index, spec in enumerate(reader.manifest.specs):
         value = reader.value(index, 0, spec.elements).view(spec.shape)
@@ -143,13 +150,13 @@ def _require_same(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) ->
     ]
     wrong += [f"{name} is not in the model" for name in values if name not in own]
     wrong += [
-        f"{name} is {list(own[name].shape)}, in the checkpoint {list(value.shape)}"
+        f"{name} has shape {list(own[name].shape)}, but {list(value.shape)} in the checkpoint"
         for name, value in values.items()
         if name in own and own[name].shape != value.shape
     ]
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ModelMismatch(f"the model is not the one that was trained: {'; '.join(wrong[:8])}{more}")
+        raise ModelMismatch(f"the model does not fit the checkpoint: {'; '.join(wrong[:8])}{more}")
 
 
 def _optimizer_state(
@@ -160,12 +167,12 @@ def _optimizer_state(
     groups = Settings.from_json(manifest.state["settings"]).groups
     if type(optimizer).__name__ != manifest.optimizer:
         raise ModelMismatch(
-            f"the optimizer is a {type(optimizer).__name__}, in the checkpoint a {manifest.optimizer}"
+            f"the optimizer is a {type(optimizer).__name__}, but the checkpoint is of {manifest.optimizer}"
         )
     if len(optimizer.param_groups) != len(groups):
         raise ModelMismatch(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, "
-            f"in the checkpoint {len(groups)}"
+            f"but the checkpoint has {len(groups)}"
         )
     own = model.state_dict(keep_vars=True)
     places = {
@@ -183,7 +190,7 @@ def _optimizer_state(
             spec = None if index is None else manifest.specs[index]
             if index is None or spec is None or (spec.rule, spec.group) != (Rule.GRADIENT, number):
                 name = "a parameter" if spec is None else spec.name
-                raise ModelMismatch(f"{name} is in group {number} of the optimizer, not so in the checkpoint")
+                raise ModelMismatch(f"{name} is in parameter group {number}, but not in the checkpoint")
             if entries := reader.state(index, 0, spec.elements):
                 state["state"][position] = {
                     key: value.view(spec.shape) if value.dim() else value

@@ -188,7 +188,9 @@ class Store:
         directory = self.path(version)
         with files.reading(directory):
             if directory.is_symlink():
-                raise CheckpointCorrupt(f"{directory} is a symbolic link, which is not followed; copy it")
+                raise CheckpointCorrupt(
+                    f"{directory} is a symbolic link, which is not followed; copy the checkpoint instead"
+                )
         path = directory / MANIFEST
         manifest = parse(files.read_text(path, limit=MANIFEST_LIMIT), where=str(path))
         if manifest.version != version:
@@ -240,14 +242,12 @@ class Store:
                     return reader.manifest, [*problems, *_warnings(reader)]
             except CheckpointCorrupt as error:
                 aside = self._set_aside(version)
-                problems.append(
-                    f"set {self.path(version)} aside as {aside.name}, since it is broken: {error}"
-                )
+                problems.append(f"{self.path(version)} is broken and was set aside as {aside.name}: {error}")
         broken = sorted(name for name in self._names() if _CORRUPT.fullmatch(name))
         if problems or broken:
             raise CheckpointCorrupt(
-                f"no whole checkpoint in {self.directory}, but broken ones: {'; '.join(problems or broken)}. "
-                "Put a whole one there, or name an empty directory to begin anew"
+                f"all checkpoints in {self.directory} are broken: {'; '.join(problems or broken)}. Put a "
+                "whole one there, or name an empty directory to start from scratch"
             )
         raise NoCheckpoint(f"no whole checkpoint in {self.directory}")
 
@@ -296,7 +296,8 @@ class Store:
         except (ValueError, KeyError, TypeError, CheckpointCorrupt) as error:
             raise CheckpointError(
                 f"{self._term_file}, which counts the starts of the parameter server, cannot be read: "
-                f"{error!r}. If its content is broken, put a larger number there than any term in the logs"
+                f"{error!r}. If its content is broken, write a number into it that is larger than any term "
+                "in the logs"
             ) from error
         return int(term)
 
@@ -327,7 +328,9 @@ class Store:
         """Raise Fenced if the parameter server was started again since `term`. Else as `term()`."""
         current = self.term()
         if current != term:
-            raise Fenced(f"term {current} has taken over from term {term}, which may write nothing any more")
+            raise Fenced(
+                f"term {current} has taken over, so a parameter server of term {term} must not write"
+            )
 
 
 def _warnings(reader: Reader) -> Iterator[str]:
@@ -338,5 +341,5 @@ def _warnings(reader: Reader) -> Iterator[str]:
         more = f" and {len(found) - 5} tensors more" if len(found) > 5 else ""
         yield (
             f"the checkpoint of version {reader.manifest.version} holds NaN or Inf: {named}{more}. It is "
-            "used as it is; go on from an earlier one, if training has diverged"
+            "used as it is; if training has diverged, continue from an earlier one"
         )

@@ -186,11 +186,11 @@ class Reader:
             reached = 0
             for entry in entries:
                 if entry.scalar or entry.start != reached:
-                    raise CheckpointCorrupt(f"{where}: element {reached} is not there, or twice")
+                    raise CheckpointCorrupt(f"{where}: element {reached} is missing or there twice")
                 reached = entry.stop
             if reached != specs[tensor].elements:
                 raise CheckpointCorrupt(
-                    f"{where}: {reached} of {specs[tensor].elements} elements of the checkpoint are there"
+                    f"{where}: the checkpoint has {reached} of {specs[tensor].elements} elements"
                 )
             if key == VALUE and entries[0].dtype != specs[tensor].dtype:
                 raise CheckpointCorrupt(f"{where} is stored as {entries[0].dtype}")
@@ -273,7 +273,9 @@ class Reader:
             digest.update(part)
             at += len(part)
         if digest.hexdigest() != self._described[name].sha256:
-            raise CheckpointCorrupt(f"{file.name} is not the file that was written (SHA-256 differs)")
+            raise CheckpointCorrupt(
+                f"{file.name} has been changed since it was written (its SHA-256 differs)"
+            )
         self._verified.add(name)
 
 
@@ -283,7 +285,7 @@ def _entries(file: BinaryIO, described: ShardFile) -> Iterator[Entry]:
     with files.reading(where):
         size = os.fstat(file.fileno()).st_size
     if size != described.size:
-        raise CheckpointCorrupt(f"{where} is not the file that was written: it has {size} bytes")
+        raise CheckpointCorrupt(f"{where} has been changed since it was written: it has {size} bytes")
     try:
         yield from _parsed(file, described)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

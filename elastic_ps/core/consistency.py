@@ -63,7 +63,7 @@ class SyncRounds:
     """The open round, and who takes part in it.
 
     Attributes:
-        version: the version that the open round is to go on from.
+        version: the version that the open round is to continue from.
         attempt: grows when the round is started again, and is 0 at a round's opening.
         expected: the workers that compute for the open round.
         done: the steps that are complete on all shards.

@@ -29,7 +29,7 @@ Kind: TypeAlias = Literal[
     "acknowledged step lost",  # a worker saw its step applied, but no commit has it and nothing undid it
     "values differ",  # two processes have different values of one version, or a checkpoint is of another one
     "version gap",  # versions of a term do not follow one another
-    "version from nowhere",  # a term goes on from a version that no term before had committed
+    "version from nowhere",  # a term continues from a version that no term before had committed
 ]
 
 
@@ -69,7 +69,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Restored:
-    """A term goes on from a checkpoint of `version`: what older terms committed above it is undone."""
+    """A term continues from a checkpoint of `version`: what older terms committed above it is undone."""
 
     time: float
     term: int
@@ -198,7 +198,7 @@ class Fate:
 
 
 def fate(histories: Histories) -> Fate:
-    """Follow the terms: each goes on from its base, and undoes what was committed above it before."""
+    """Follow the terms: each continues from its base, and undoes what was committed above it before."""
     by_term: dict[int, list[Committed]] = defaultdict(list)
     for committed in histories.committed:
         by_term[committed.term].append(committed)
@@ -217,7 +217,7 @@ def _versions(histories: Histories) -> Iterator[Violation]:
     for term, base in sorted(bases(histories).items()):
         own = [committed for committed in histories.committed if committed.term == term]
         if base > reached:
-            text = f"term {term} goes on from version {base}; before it, only version {reached} was reached"
+            text = f"term {term} continues from version {base}; before it, only version {reached} was reached"
             yield Violation("version from nowhere", text)
         last = base
         for committed in own:
@@ -329,7 +329,7 @@ def _acknowledgements(histories: Histories) -> Iterator[Violation]:
 
 
 def _values(histories: Histories) -> Iterator[Violation]:
-    """All processes have the same values of a term's version, and a term goes on from those of its base."""
+    """All processes have the same values of a term's version, and a term continues from those of its base."""
     known: dict[tuple[int, int], dict[int, Values]] = defaultdict(dict)
     for found in histories.values:
         first = known[found.term, found.version].setdefault(found.bucket, found)
@@ -340,13 +340,13 @@ def _values(histories: Histories) -> Iterator[Violation]:
             )
             yield Violation("values differ", text, found.time)
     restored = {each.term for each in histories.restored}
-    made_in: dict[int, int] = {}  # the versions that a term could go on from, and the terms that made them
+    made_in: dict[int, int] = {}  # the versions that a term could continue from, and the terms that made them
     for term, base in sorted(bases(histories).items()):
         before = known[made_in[base], base] if term in restored and base in made_in else {}
         for bucket, values in known[term, base].items():
             if bucket in before and before[bucket].checksum != values.checksum:
                 text = (
-                    f"term {term} goes on from bucket {bucket} of version {base} with other values than "
+                    f"term {term} continues from bucket {bucket} of version {base} with other values than "
                     f"term {before[bucket].term} had"
                 )
                 yield Violation("values differ", text, values.time)

@@ -155,7 +155,7 @@ class Observed:
         processes: every process so far, in the order of their start.
         progress: as the parameter server last told it.
         asked_at: when that answer was asked for; None before the first one.
-        was_finished: the job goes on from a checkpoint of a finished one, and has trained nothing since.
+        was_finished: the job continues from a checkpoint of a finished one, and has trained nothing since.
         stop: a request to stop.
         verdict: how the job ends, once that has been concluded.
     """

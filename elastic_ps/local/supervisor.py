@@ -278,7 +278,7 @@ class Launcher:
         return changed
 
     def _note_whether_finished_before(self, status: ServerStatus) -> None:
-        """A job that goes on from a checkpoint may have nothing left to do."""
+        """A job that continues from a checkpoint may have nothing left to do."""
         begins = self.record.last is None or not self.record.last.begun
         was = status.progress.finished and (begins or self._observed.was_finished)
         if was and not self._observed.was_finished:

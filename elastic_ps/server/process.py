@@ -155,7 +155,7 @@ class ParameterServer:
         self.term = wait(store.next_term, between=store.discard_partial)
 
     def _keeper(self, environment: ProcessEnvironment, store: Store) -> tuple[Keeper, Manifest | None]:
-        """The keeper of the checkpoints, and the one to go on from."""
+        """The keeper of the checkpoints, and the one to continue from."""
         store.discard_partial()
         checkpoint = environment.spec.parameter_server.checkpoint
         keeper = Keeper(
@@ -180,7 +180,7 @@ class ParameterServer:
             raise
 
     def _find(self, environment: ProcessEnvironment, keeper: Keeper) -> Manifest | None:
-        """The checkpoint to go on from; None begins anew."""
+        """The checkpoint to continue from; None begins anew."""
         if environment.resume == "no":
             return None
         try:

@@ -1,6 +1,6 @@
 """Saving the rounds that are on no disk, when a shard has lost them: from the other shards and the standbys.
 
-The version that is saved becomes a checkpoint like any other, and the job goes on from it.
+The version that is saved becomes a checkpoint like any other, and the job continues from it.
 """
 
 from __future__ import annotations

@@ -333,7 +333,7 @@ class Shard:
 
         Raises:
             Refused: INVALID; the sums are not made of exactly these contributions. NOT_READY; the shard has
-                not got the version to go on from. Nothing was applied.
+                not got the version to continue from. Nothing was applied.
             Exception: the optimizer failed. The shard has lost the model: NOT_READY from then on.
         """
         with self._advancing:
@@ -382,7 +382,7 @@ class Shard:
         """Raise Refused unless the sums are those that `version` is to be made of.
 
         Raises:
-            Refused: INVALID; the sums are others. NOT_READY; the shard lacks the version to go on from.
+            Refused: INVALID; the sums are others. NOT_READY; the shard lacks the version to continue from.
         """
         with self._changed:
             if self._torn or self._log.version < version - 1:

@@ -68,7 +68,7 @@ class JobState:
         initialised: the first worker's values have arrived and are kept.
         initialiser: the worker that is sending them.
         arrived: all of them are there, so that it does not matter any more what becomes of that worker.
-        resumed: the job goes on from a checkpoint, and nobody has taken records since.
+        resumed: the job continues from a checkpoint, and nobody has taken records since.
         ledger: None before a worker has named its data set.
         stopped: why a script has ended the training; "" if none has. No more records are handed out then, and
             training is over when nobody takes part in the open round.

@@ -23,7 +23,9 @@ def connect() -> Session:
     environment = env.read()
     if environment.role != "worker":
         what = "a standby" if environment.role == "standby" else "a parameter server"
-        raise UsageError(f"elastic_ps.connect() is for workers; this process was started as {what}")
+        raise UsageError(
+            f"only a worker may call elastic_ps.connect(), but this process was started as {what}"
+        )
     from elastic_ps.transport.grpc import GrpcConnection
 
     global _current

@@ -32,9 +32,9 @@ from elastic_ps.worker.schedule import Interval, Schedule
 logger = logging.getLogger(__name__)
 
 _SKIPPED = (
-    "%d records are skipped, because no step is made with them: no backward() ran for their batch before the "
-    "next one was loaded, or the script left the step out. Nobody trains them, and the job's report counts "
-    "them. To compute on several batches at once, run a backward() for each, or load larger batches"
+    "%d records are skipped: no backward() ran for their batch before the next one was loaded, or the script "
+    "made no step after it. No worker trains them; the job's report counts them. To make one step of several "
+    "batches, run a backward() for each of them, or load larger batches"
 )
 
 
@@ -166,9 +166,9 @@ class Engine:
             membership = self.member.join_again(self.schedule.current(), trained=not own)
 
     def _join_again(self, reason: Refused) -> Membership:
-        """The parameter server does not know this worker (any more): go on as a new member.
+        """Continue as a new member, because the parameter server does not know this worker (any more).
 
-        The step under way and all records in hand are dropped; whoever is handed them computes them again.
+        The unfinished step and all records in hand are dropped. The records are handed out again.
         """
         exchange = self._exchange()
         logger.warning("joining again: %s", reason)
@@ -237,13 +237,14 @@ class Engine:
             self.batches.compute_all()  # gradients that no backward() made
         if not self.batches.computed and self.batches.given_back:
             raise UsageError(
-                "this step's batch was given back when the loop over the loader was left before backward(). "
-                "Compute on a batch before leaving the loop; instead of next(iter(loader)), keep the iterator"
+                "this step has no batch: the script left the loop over the loader before backward(), and so "
+                "gave its batch back. Run backward() inside the loop. With next(iter(loader)), keep the "
+                "iterator"
             )
         if not self.batches.computed:
             raise UsageError(
                 "this step's batch did not come from session.loader(...), so its records cannot be counted. "
-                "Iterate over session.loader(dataset or DataLoader, ...)"
+                "Iterate over session.loader(...), and pass it your data set or DataLoader"
             )
         exchange = self._exchange()
         self.schedule.check()
@@ -391,8 +392,9 @@ class Engine:
         elif granted.finished:
             if not granted.version and not self.stopped:
                 raise UsageError(
-                    "no step was made: no backward() ran for any batch of this job, so that all records were "
-                    "skipped. Does the loss depend on the parameters of the model given to session.optimizer?"
+                    "no step was made: no backward() ran for any batch of this job, so all records were "
+                    "skipped. Check that the loss depends on the parameters of the model that was passed to "
+                    "session.optimizer(...)"
                 )
             self._computing = False
             self.over = True

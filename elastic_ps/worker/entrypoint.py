@@ -37,7 +37,7 @@ def load(entrypoint: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
         raise InvalidJob(f"the entrypoint {entrypoint} does not exist: {module.__file__} has no {name!r}")
     if not callable(function):
         raise InvalidJob(
-            f"the entrypoint {entrypoint} is not a function but of type {type(function).__name__}"
+            f"the entrypoint {entrypoint} must be a function; it is of type {type(function).__name__}"
         )
     _check_arguments(entrypoint, function, arguments)
     return lambda: function(**arguments)
@@ -60,7 +60,7 @@ def _check_arguments(entrypoint: str, function: Callable[..., Any], arguments: M
     except TypeError as error:
         name = entrypoint.partition(":")[2]
         raise InvalidJob(
-            f"spec.arguments do not fit the entrypoint {name}{signature}: {error}, given were "
+            f"spec.arguments do not fit the entrypoint {name}{signature}: {error}. Given: "
             f"{', '.join(arguments) or 'none'}"
         ) from None
 

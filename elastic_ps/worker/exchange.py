@@ -388,7 +388,7 @@ class Exchange:
                     self.settings, self.stopped = reply.settings, reply.stopped
                 self._arrived(_FINISH - 1 - shard, pull.generation)
                 return True
-        raise Malformed(f"shard {shard} ended a pull without saying so")
+        raise Malformed(f"shard {shard} ended a pull without its last message")
 
     def _arrived(self, what: int, generation: int, *, version: int | None = None) -> None:
         with self._changed:

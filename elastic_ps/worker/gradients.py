@@ -22,14 +22,14 @@ from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.model import Flat
 
 _CHANGED_LATE = (
-    "the gradient of {name} was changed or replaced between backward() and optimizer.step(), when it had "
-    "been sent already (clip_grad_norm_ and GradScaler do that). Use session.optimizer(..., overlap=False), "
-    "which sends the gradients in optimizer.step()"
+    "the gradient of {name} was changed or replaced between backward() and optimizer.step(), after it had "
+    "been sent (clip_grad_norm_ and GradScaler do that). Use session.optimizer(..., overlap=False), which "
+    "sends the gradients in optimizer.step()"
 )
 _TWICE = (
-    "backward() ran a second time before optimizer.step(), and the first gradients have been sent already. "
-    "To accumulate gradients, run all but the last backward() in `with optimizer.no_sync():`, "
-    "or use session.optimizer(..., overlap=False). To leave a step out, call optimizer.skip()"
+    "backward() ran a second time before optimizer.step(), but the first gradients have been sent already. "
+    "To accumulate gradients, run every backward() but the last in `with optimizer.no_sync():`, or use "
+    "session.optimizer(..., overlap=False). To make no step after a backward(), call optimizer.skip()"
 )
 
 

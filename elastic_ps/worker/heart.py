@@ -41,7 +41,7 @@ class Heart:
                 if hung and self._on_hung is not None:
                     self._on_hung(str(error))
             except Exception:
-                logger.exception("a heartbeat has failed")  # the next one may not
+                logger.exception("a heartbeat failed")  # the next one may not
 
     def close(self) -> None:
         """End the thread; waits for a heartbeat under way."""

@@ -1,6 +1,7 @@
-"""The elastic data loader: which records this worker computes on is decided batch by batch, by the ledger.
+"""The elastic data loader: the ledger decides batch by batch which records this worker computes on.
 
-Fetching, collating and worker processes are torch's own `DataLoader`; only its batch sampler is ours.
+Torch's own `DataLoader` fetches and collates records and runs worker processes. Only its batch sampler is
+ours.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ _CARRIED = (
     "prefetch_factor",
     "persistent_workers",
 )
-"""What is taken over from a DataLoader that the script gives."""
+"""The options that are copied from a DataLoader that the script passes."""
 
 _OVER = (
-    "this loop over session.loader(...) begins after the end of training: all epochs were trained in the "
-    "loop before. For several epochs write session.loader(..., epochs=5), once, and instead of "
-    "`for epoch in range(5)` write `for epoch in loader.epochs()`. To look at the data once more, "
-    "for example to evaluate, use a torch.utils.data.DataLoader of your own"
+    "training is over: an earlier loop over session.loader(...) has trained all epochs. To train 5 epochs, "
+    "call session.loader(..., epochs=5) once, and write `for epoch in loader.epochs()` instead of "
+    "`for epoch in range(5)`. To read the data again, for example to evaluate, use a "
+    "torch.utils.data.DataLoader of your own"
 )
 _TWO_LOOPS = (
-    "a loop over session.loader(...) begins while another one is under way, as with zip(loader_a, loader_b). "
-    "A job counts the records of one data set: combine them, for example with torch.utils.data.StackDataset "
-    "or ConcatDataset, and give that to session.loader"
+    "a second loop over session.loader(...) begins during another one, as with zip(loader_a, loader_b). "
+    "A job counts the records of one data set. Combine the data sets, for example with "
+    "torch.utils.data.StackDataset or ConcatDataset, and pass the result to session.loader"
 )
 _EPOCH_OVER = (
-    "the loop over the records of epoch {epoch} has come to its end and begins a second time. Iterate once "
-    "in each round of `for epoch in loader.epochs()`; to look at the data once more, for example to "
-    "evaluate, use a torch.utils.data.DataLoader of your own"
+    "a second loop over the records of epoch {epoch} begins, after the first one has come to its end. "
+    "Iterate over the loader once for each epoch of `for epoch in loader.epochs()`. To read the data again, "
+    "for example to evaluate, use a torch.utils.data.DataLoader of your own"
 )
 
 
@@ -59,15 +60,15 @@ def _shuffles(source: DataLoader[Any]) -> bool:
     if module.partition(".")[0] in ("accelerate", "transformers"):
         raise UsageError(
             f"the DataLoader is a {module}.{type(source).__name__}, which divides the records "
-            "among processes itself. Give session.loader the DataLoader before accelerator.prepare(...), "
-            "or the data set"
+            "among processes itself. Pass session.loader the DataLoader that you had before "
+            "accelerator.prepare(...), or the data set"
         )
     if isinstance(data, IterableDataset):
         return False
     if source.batch_size is None:
         raise UsageError(
             "the DataLoader has a batch_sampler of its own, or batch_size=None. The parameter server decides "
-            "which records make a batch: give session.loader the data set and batch_size"
+            "which records make a batch, so pass session.loader the data set and batch_size"
         )
     sampler: Any = source.sampler
     if type(sampler) is SequentialSampler:
@@ -79,16 +80,16 @@ def _shuffles(source: DataLoader[Any]) -> bool:
     ):
         return True
     raise UsageError(
-        f"the DataLoader has a {type(sampler).__name__} that chooses records itself. In a job every record "
-        "is trained once in each epoch: give session.loader a DataLoader with shuffle=True or False and no "
-        "sampler, or a torch.utils.data.Subset with the records that you want"
+        f"the DataLoader has a {type(sampler).__name__}, which chooses records itself. A job trains every "
+        "record once in each epoch. Pass session.loader a DataLoader with shuffle=True or False and no "
+        "sampler, or a torch.utils.data.Subset of the records that you want"
     )
 
 
 class ElasticLoader:
     """Iterates over this worker's share of the records. Made by `Session.loader`.
 
-    One pass over it is the whole job: all epochs, from wherever the job stands when this worker comes.
+    One loop over it trains all epochs, from the point that the job has reached when this worker joins.
     To do something between epochs::
 
         for epoch in loader.epochs():
@@ -109,7 +110,7 @@ class ElasticLoader:
         if isinstance(source, DataLoader):
             if batch_size is not None or options:
                 raise UsageError(
-                    "session.loader(DataLoader) takes its options from the DataLoader; give only epochs"
+                    "session.loader(DataLoader) takes its options from the DataLoader; pass only epochs"
                 )
             shuffle = _shuffles(source)
             batch_size = source.batch_size
@@ -118,13 +119,13 @@ class ElasticLoader:
             source = source.dataset
         for name in _NOT_OPTIONS & options.keys():
             raise UsageError(
-                f"session.loader has no option {name}: the parameter server decides which records a worker "
-                "computes on. The job's data.shuffle, or the shuffle of a DataLoader, says in which order"
+                f"session.loader has no option {name}: the parameter server decides which worker trains "
+                "which records. For a random order, set the job's data.shuffle, or shuffle of a DataLoader"
             )
         options = dict(options)
         if not options.pop("in_order", True):
             raise UsageError(
-                "in_order is False, but records are counted in the order in which batches were asked for: "
+                "in_order is False, but records are counted in the order in which batches were requested; "
                 "leave in_order out"
             )
         if batch_size is None or batch_size < 1:
@@ -134,7 +135,7 @@ class ElasticLoader:
         if isinstance(source, IterableDataset) or not hasattr(source, "__len__"):
             raise InvalidModel(
                 f"{type(source).__name__} has no length and no index, so its records cannot be handed out "
-                "exactly once; use a map-style data set (__len__ and __getitem__)"
+                "exactly once; use a map-style data set (with __len__ and __getitem__)"
             )
         if len(source) < 1:
             raise InvalidModel(f"the data set {type(source).__name__} is empty")
@@ -159,7 +160,7 @@ class ElasticLoader:
         self._left: int | None = None  # the last epoch whose loop was left by a break
 
     def __len__(self) -> int:
-        """Batches of one epoch if this worker were alone. With several workers each has a part of them."""
+        """The number of batches in an epoch for a single worker. Several workers share them."""
         if self._drop_last:
             return len(self.dataset) // self.batch_size
         return -(-len(self.dataset) // self.batch_size)
@@ -167,13 +168,13 @@ class ElasticLoader:
     def epochs(self) -> Iterator[int]:
         """Yield the number of each epoch that still has records to train; iterate over the loader inside.
 
-        Records of an earlier one that another worker could not train are among those of the epoch that is
-        under way. A script that leaves the loop over the loader by `break` goes on with the next epoch; the
-        records that it leaves are trained by other workers, or by this one in the next epoch. An epoch is
-        yielded again only if other workers give records of it back after the loop over it came to its end.
+        If another worker could not train records of an earlier epoch, they are trained in the current one. A
+        script that leaves the loop over the loader with `break` continues with the next epoch; other workers
+        train the records that are left, or this one does in the next epoch. An epoch is yielded again only if
+        another worker gives back records of it after this worker's loop over it has ended.
 
         Raises:
-            UsageError: there are no more epochs, and this has been seen before.
+            UsageError: training is over, and an earlier loop has trained all epochs.
         """
         supply = self._supply
         if self._engine.over:
@@ -195,7 +196,8 @@ class ElasticLoader:
         """Yield collated batches. Blocks while other workers hold the last records.
 
         Raises:
-            SystemExit: this worker was asked to leave (SIGTERM); the records it holds are given back.
+            SystemExit: this worker was asked to leave (SIGTERM); it gives back the records that it holds.
+            UsageError: training is over, this epoch's loop has ended, or another loop is running.
         """
         supply, engine = self._supply, self._engine
         if engine.over:
@@ -242,16 +244,16 @@ class ElasticLoader:
                 supply.give_up()
 
     def _check_accumulation(self) -> None:
-        """Raises UsageError if batches are left over at the end of the loop, and may have to be repeated."""
+        """Raise UsageError if a last step of several batches may have to be repeated after the loop."""
         if (
             self._engine.batches.computed
             and self._supply.only is None
             and self._engine.spec.consistency.backup_workers
         ):
             raise UsageError(
-                "this script accumulates gradients of several batches, and with backupWorkers the step after "
-                "the last of them may come too late, so that there are records to train after the loop. "
-                "Iterate over loader.epochs(), and over the loader inside"
+                "this script accumulates gradients of several batches. With backupWorkers its last step may "
+                "be dropped as too late, and its records would have to be trained after the loop. So write "
+                "`for epoch in loader.epochs()`, and iterate over the loader inside"
             )
 
     def is_chief(self) -> bool | None:
@@ -280,8 +282,9 @@ class ElasticLoader:
         self._ended_early = False
         if self._supply.await_some():
             logger.warning(
-                "records were given back after the loop over the loader had ended. A script that accumulates "
-                "gradients trains them too if it iterates over loader.epochs(), and over the loader inside"
+                "another worker gave back records after this script's loop over the loader had ended. A "
+                "script that accumulates gradients trains these, too, if it writes `for epoch in "
+                "loader.epochs()` and iterates over the loader inside"
             )
             self._supply.give_up()
 

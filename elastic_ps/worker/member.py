@@ -87,5 +87,5 @@ class Member:
                 else:
                     self._client.leave()
             except ElasticPSError as error:
-                logger.info("could not say goodbye: %s", error)
+                logger.info("the parameter server could not be told that this worker leaves: %s", error)
         self._client.close()

@@ -59,31 +59,31 @@ class Described:
         for name, parameter in model.named_parameters():
             if isinstance(parameter, UninitializedParameter):
                 raise InvalidModel(
-                    f"{name} is a lazy parameter without a shape: run the model once on a batch, before the "
-                    "optimizer is made"
+                    f"{name} is a lazy parameter without a shape: run the model once on a batch before you "
+                    "create the optimizer"
                 )
             if parameter.is_meta:
                 raise InvalidModel(
                     f"{name} is on the meta device and has no values: call model.to_empty(device=...) and "
-                    "initialise it, before the optimizer is made"
+                    "initialise the model before you create the optimizer"
                 )
         self.optimizer = type(optimizer).__name__
         module = type(optimizer).__module__.partition(".")[0]
         if module in ("accelerate", "transformers"):
             raise InvalidModel(
                 f"the optimizer is {module}'s {self.optimizer}, which divides the work among processes "
-                "itself. Give session.optimizer the torch optimizer and the model before "
+                "itself. Pass session.optimizer the torch optimizer and the model that you had before "
                 "accelerator.prepare(...)"
             )
         if type(optimizer) is not getattr(torch.optim, self.optimizer, None):
             raise InvalidModel(
-                f"the optimizer is a {type(optimizer).__module__}.{self.optimizer}; the parameter server "
-                "runs classes of torch.optim only, not subclasses or others"
+                f"the optimizer is a {type(optimizer).__module__}.{self.optimizer}, but the parameter server "
+                "runs only classes of torch.optim, and no subclasses of them"
             )
         check_optimizer(self.optimizer)
         # Adagrad has a state from the beginning, of step 0.
         if any(not isinstance(state, dict) or state.get("step", 1) > 0 for state in optimizer.state.values()):
-            raise InvalidModel("the optimizer has made steps already; give session.optimizer a new one")
+            raise InvalidModel("the optimizer has made steps already; pass session.optimizer a new one")
         _check_arguments(optimizer)
         groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         parameters = dict(model.named_parameters())
@@ -91,7 +91,7 @@ class Described:
         if unknown:
             raise InvalidModel(
                 f"{len(unknown)} parameters of the optimizer are not parameters of the model; "
-                "give session.optimizer the model that the optimizer was made for"
+                "pass session.optimizer the model that the optimizer was created for"
             )
         persistent = model.state_dict(keep_vars=True)
         self._names: dict[int, list[str]] = {}
@@ -108,9 +108,7 @@ class Described:
             group = groups.get(id(parameter), -1)
             if name in said:
                 if group >= 0 and parameter.requires_grad:
-                    raise InvalidModel(
-                        f"{name} is trained by the optimizer, so it cannot be named in {said[name]}"
-                    )
+                    raise InvalidModel(f"the optimizer trains {name}, so do not name it in {said[name]}")
                 self._add_changing(name, parameter, said[name])
             else:
                 self._add(name, parameter, Rule.GRADIENT if group >= 0 else Rule.CONSTANT, group)
@@ -121,8 +119,8 @@ class Described:
             spec.rule is Rule.GRADIENT and tensor.requires_grad and tensor.numel() for spec, tensor in pairs
         ):
             raise InvalidModel(
-                f"{type(model).__name__} has no trainable parameter: none of those given to the optimizer "
-                "has requires_grad=True and elements"
+                f"{type(model).__name__} has no trainable parameter: no parameter of the optimizer has "
+                "requires_grad=True and at least one element"
             )
 
     def _add_changing(self, name: str, tensor: torch.Tensor, said: str) -> None:
@@ -187,8 +185,8 @@ def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
             raise InvalidModel(
-                f"param_groups[{index}] has differentiable=True, but the parameter server makes the step, "
-                "where no gradient flows through it; leave it at False"
+                f"param_groups[{index}] has differentiable=True, but the step is made on the parameter "
+                "server, and no gradient can flow through it; set differentiable=False"
             )
         check_constraints(group, index)
         if group.get(MAX_NORM) is not None and any(p.dim() < 2 for p in group["params"]):
@@ -200,8 +198,8 @@ def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
             if group[key] != optimizer.defaults[key]:
                 raise InvalidModel(
                     f"param_groups[{index}] has {key}={group[key]}, but torch.optim."
-                    f"{type(optimizer).__name__} takes it from its constructor only, which was given "
-                    f"{optimizer.defaults[key]}; give it to the constructor"
+                    f"{type(optimizer).__name__} takes it only from its constructor, which got "
+                    f"{optimizer.defaults[key]}; pass it to the constructor"
                 )
 
 
@@ -324,17 +322,17 @@ class Flat:
         outside = [i for i in changed if not self._is_trained(i)]
         if changed and len(outside) == len(changed):
             raise UsageError(
-                f"{which}: changed by this script, though no optimizer trains it, so workers that join, and "
-                "checkpoints, would have its first values. If it belongs to the job, as an average of the "
-                "model does, name it or its module in session.optimizer(..., averaged=[...]), or in "
-                "broadcast=[...] if it cannot be averaged; if each worker has its own, in own=[...]"
+                f"the script has changed {which}, which the optimizer does not train. Checkpoints, and "
+                "workers that join, would get the first values. If it is part of the job, for example an "
+                "average of the model, name it or its module in session.optimizer(..., averaged=[...]), or "
+                "in broadcast=[...] if it cannot be averaged. If each worker has its own, name it in "
+                "own=[...]"
             )
         raise UsageError(
-            f"{which}: changed by this script since the last optimizer.step(). Only the parameter server "
-            "changes parameters, so the change would be lost. Load values before session.optimizer(...). "
-            "What is to hold after each step can be an option of a parameter group: clamp, max_norm or "
-            "keep_zeros. Tensors that the optimizer does not train can be named in "
-            "session.optimizer(..., averaged=[...])"
+            f"the script has changed {which} since the last optimizer.step(). Only the parameter server "
+            "changes parameters, so the change would be lost. Load values before session.optimizer(...). To "
+            "keep values within limits, use the options clamp, max_norm and keep_zeros of a parameter group. "
+            "If the optimizer does not train a tensor, name it in session.optimizer(..., averaged=[...])"
         )
 
     def _is_trained(self, index: int) -> bool:
@@ -350,8 +348,8 @@ class Flat:
             if tensor.data_ptr() != address:
                 raise UsageError(
                     f"the memory of {spec.name} was replaced after session.optimizer(...). Move the model "
-                    "(.to, .cuda, .half) and load values before that call. What the script changes itself, "
-                    "see `averaged`, it must change in place"
+                    "(.to, .cuda, .half) and load values before that call. If the script changes a tensor "
+                    "itself (see `averaged`), it must change it in place"
                 )
 
     def publish(self) -> None:

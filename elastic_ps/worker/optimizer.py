@@ -1,4 +1,4 @@
-"""The optimizer that a script uses: its step happens on the parameter server."""
+"""The optimizer that a script uses. Its step is made on the parameter server."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class ElasticOptimizer(torch.optim.Optimizer):
-    """Stands for a torch optimizer whose state lives on the parameter server.
+    """Takes the place of a torch optimizer, whose state is on the parameter server.
 
-    `param_groups` are the wrapped optimizer's: changing a hyperparameter (by hand or by any scheduler of
-    `torch.optim.lr_scheduler`) takes effect on the parameter server with the next step. Made by
-    `Session.optimizer`. Not thread-safe: it belongs to the thread that trains.
+    `param_groups` are those of the wrapped optimizer. When a script or a scheduler of
+    `torch.optim.lr_scheduler` changes a hyperparameter in them, the parameter server uses the new value from
+    the next step on. Made by `Session.optimizer`. Not thread-safe: only the training thread may use it.
     """
 
     def __init__(
@@ -51,37 +51,39 @@ class ElasticOptimizer(torch.optim.Optimizer):
         engine.at_close.append(register_optimizer_step_pre_hook(self._check_other).remove)
 
     def _check_other(self, other: torch.optim.Optimizer, *_: object) -> None:
-        """Any optimizer is about to step. Raises UsageError if it should not."""
+        """Called before the step of any optimizer. Raises UsageError if it must not make one."""
         if other is self._wrapped:
             raise UsageError(
-                "the optimizer that was given to session.optimizer(...) was stepped itself, so only this "
-                "worker's model would change. Use what session.optimizer(...) returns, as in "
-                "optimizer = session.optimizer(optimizer, model)"
+                "step() was called on the torch optimizer that was passed to session.optimizer(...), so only "
+                "this worker's model would change. Call it on the optimizer that session.optimizer(...) "
+                "returns, as in optimizer = session.optimizer(optimizer, model)"
             )
         if other is self or threading.get_ident() != self._thread:
             return
         beside = {id(p) for group in other.param_groups for p in group["params"]} - self._own
         if self._engine.in_batch and beside:
             raise UsageError(
-                f"{type(other).__name__}.step() beside the job's optimizer, in the loop over the loader: it "
-                "changes parameters on this worker only, so they would become different on each. A job "
-                "trains one model with one optimizer: give it all parameters, in groups if need be. What a "
-                "worker trains for itself can be named in session.optimizer(..., own=[...])"
+                f"a second optimizer ({type(other).__name__}) makes a step in the loop over the loader. It "
+                "changes parameters on this worker only, so they would become different on each worker. A "
+                "job trains one model with one optimizer: pass it all parameters, in parameter groups if "
+                "they need different settings. If each worker is to train its own, name them in "
+                "session.optimizer(..., own=[...])"
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Send what is left of the gradients and wait for the next version of the model. Blocks.
+        """Send the gradients that are not sent yet, and wait for the next version of the model. Blocks.
 
         Raises:
-            UsageError: the batch did not come from `session.loader`, or gradients were changed late.
-            Refused, ConnectionLost: the parameter server did not take the step.
+            UsageError: the batch did not come from `session.loader`, or a gradient was changed after it was
+                sent.
+            Refused, ConnectionLost: the parameter server did not accept the step.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._engine.batches.lost:
-            logger.info("no step is made: its records were handed to others when this worker joined again")
+            logger.info("no step is made: its records went to other workers when this worker joined again")
             return loss
         self._engine.backward_ended()
         self._flat.check()
@@ -100,14 +102,14 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._engine.skip()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. What was computed since the last step, and is dropped by this, counts as skipped."""
+        """As in torch. If this drops gradients that no step was made with, their records count as skipped."""
         self._engine.gradients_zeroed()
         self._wrapped.zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients of a backward() in here stay on the worker and are added up; DDP's convention.
+        """While this is open, backward() adds up gradients on the worker and sends none, as `no_sync` of DDP.
 
-        Divide the loss by the number of backward() calls, as one does with torch's own optimizers.
+        Divide the loss by the number of backward() calls, as with torch's own optimizers.
         """
         return self._gradients.kept()
 
@@ -135,16 +137,16 @@ class ElasticOptimizer(torch.optim.Optimizer):
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002
-        """Not possible: raises UsageError that says what to do."""
+        """Always raises UsageError, because a worker cannot load the state. The message says what to do."""
         raise UsageError(
-            "the optimizer's state lives on the parameter server and cannot be loaded by a worker. "
-            "To go on from a checkpoint, start the job with `elastic-ps run JOB --resume DIR`. "
-            "accelerate and the Trainer of Hugging Face load it when they prepare an optimizer; they divide "
-            "the work among processes themselves, so write the training loop without them"
+            "a worker cannot load the optimizer's state, because the state is on the parameter server. To "
+            "continue from a checkpoint, start the job with `elastic-ps run JOB --resume DIR`. If accelerate "
+            "or Hugging Face's Trainer called this, write the training loop without them: they divide the "
+            "work among processes themselves"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while torch builds the object; the model cannot grow afterwards. Raises UsageError."""
+        """For torch's constructor only. Raises UsageError afterwards, because the model cannot grow."""
         if hasattr(self, "_gradients") and len(self.param_groups) < len(self._wrapped.param_groups):
             super().add_param_group(param_group)
             return

@@ -32,13 +32,13 @@ def check_interval(scheduler: LRScheduler, interval: object) -> None:
     if isinstance(scheduler, ReduceLROnPlateau):
         if interval is not None:
             raise UsageError(
-                f"interval is {interval!r}, but ReduceLROnPlateau is stepped with a value that only the "
-                "script has: leave interval out, and call scheduler.step(value) in the script"
+                f"interval is {interval!r}, but ReduceLROnPlateau needs a value that only the script has: "
+                "leave interval out, and call scheduler.step(value) in the script"
             )
     elif interval not in get_args(Interval):
         raise UsageError(
-            f"interval is {interval!r}; expected 'step', 'epoch' or 'sample'. The job's progress steps the "
-            "scheduler; the script must not call scheduler.step()"
+            f"interval is {interval!r}; expected 'step', 'epoch' or 'sample'. The session steps the "
+            "scheduler by the job's progress, so the script must not call scheduler.step()"
         )
 
 
@@ -84,18 +84,18 @@ class _Kept:
             self.scheduler.step()
         except ValueError as error:
             raise UsageError(
-                f"{type(self.scheduler).__name__} does not make step {self.steps}: {error}. How many steps "
-                "an epoch has depends on the number of workers. With interval='sample' it has one for "
-                "each record, so that len(dataset) * epochs is the total"
+                f"{type(self.scheduler).__name__} cannot make step {self.steps}: {error}. The number of "
+                "steps in an epoch depends on the number of workers. Use interval='sample' instead: the "
+                "scheduler then makes one step for each record, so the total is len(dataset) * epochs"
             ) from error
 
     def check(self) -> None:
         """Raise UsageError if the script has stepped it."""
         if self.interval is not None and self._seen() != self._left:
             raise UsageError(
-                f"this script has stepped a {type(self.scheduler).__name__} that was given to "
-                f"session.scheduler(..., interval={self.interval!r}), which steps it by the job's progress; "
-                "remove scheduler.step()"
+                f"the script has stepped the {type(self.scheduler).__name__} that it passed to "
+                f"session.scheduler(..., interval={self.interval!r}). The session steps it by the job's "
+                "progress; remove scheduler.step()"
             )
 
     def _seen(self) -> object:
@@ -127,7 +127,7 @@ class Schedule:
             for key in sorted(ours.keys() & first.keys()):
                 if ours[key] != first[key]:
                     logger.warning(
-                        "param_groups[%d] has %s=%r, but the job began with %r, and goes on with its own. To "
+                        "param_groups[%d] has %s=%r, but the job began with %r, and keeps its own value. To "
                         "change it now, set optimizer.param_groups[%d][%r] after session.optimizer(...)",
                         index,
                         key,

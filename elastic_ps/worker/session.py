@@ -1,6 +1,6 @@
-"""What a training script talks to: who am I, my optimizer, my records.
+"""What a training script uses: this worker's place in the job, its optimizer, its records.
 
-A session belongs to the thread that made it.
+Only the thread that made a session may use it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Session:
     """One worker's stay in a job.
 
     Args:
-        job, spec: the job's name and how it is to be trained.
+        job, spec: the job's name and spec.
         worker: this worker's index.
         connections: one for each shard, in order. The session closes them.
-        trace, history: where this process writes about itself.
-        on_hung: called, on another thread, with the reason, if this worker is declared hung.
-        instance: names this process for all time; a random text if it is not given.
+        trace, history: where this process records what it does.
+        on_hung: called with the reason, on another thread, if this worker is declared hung.
+        instance: a name for this process that no other process ever has; a random text if it is not given.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class Session:
 
     @property
     def version(self) -> int:
-        """The version of the model that this worker has: how many optimizer steps were taken."""
+        """The version of the model that this worker has: the number of optimizer steps that it has taken."""
         return self._engine.version
 
     @property
     def generation(self) -> int:
-        """Changes when this worker had to join again, so that all records in hand were dropped."""
+        """A number that changes when this worker has to join again, and so drops the records in hand."""
         return self._engine.generation
 
     @property
@@ -79,13 +79,13 @@ class Session:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker is the one to evaluate and save, when the loader has come to its end.
+        """Whether this worker is the one that evaluates and saves. Read it after the loop over the loader.
 
-        True on exactly one worker, and only after all records are in the model. Blocks until they are when
-        the loader ended before, because the script had batches to make a last step with.
+        It is true on exactly one worker, and only after all records are in the model. Blocks until they are,
+        if the loop ended earlier so that the script could make a last step with accumulated gradients.
 
         In the body of `for epoch in loader.epochs()` it is true on exactly one of the workers that come to
-        the end of that epoch; the others may still train records of it, except in the last epoch.
+        the end of that epoch. Other workers may still train records of the epoch, except in the last one.
         """
         for loader in self._loaders:
             if (chief := loader.is_chief()) is not None:
@@ -107,25 +107,28 @@ class Session:
     ) -> ElasticOptimizer:
         """Join the job with this model; returns the optimizer to use. Blocks.
 
-        The model's values become those of the job. The first worker of a job brings them.
+        The first worker's values become the job's model. For every other worker, the job's values are written
+        into its model.
 
         Args:
-            optimizer: a fresh one, of a class of torch.optim on `core.settings.ALLOWED`.
-            model: on the device where it shall be trained.
+            optimizer: a new one, of one of the classes of torch.optim in `core.settings.ALLOWED`.
+            model: on the device where it is to be trained.
             overlap: send gradients while backward runs. False sends them in `step`, for scripts that
                 change gradients in between (clip_grad_norm_, GradScaler) or run backward several times.
-            check_gradients: for debugging, compare each gradient in `step` with what was sent. With `overlap`
-                it finds changes through `.data`, which cannot be seen otherwise. Costs a pass over them.
+            check_gradients: for debugging: `step` compares each gradient with what was sent. So it also finds
+                changes through `.data`, which are not noticed otherwise. Costs a pass over all gradients.
             averaged: names of modules, parameters or buffers of the model that no optimizer trains and the
-                script changes itself, such as a teacher that is an average of the model. They are sent with
-                each step, and the job's value is the mean over the workers.
-            broadcast: likewise of what cannot be averaged, such as a queue and its position: the job's value
-                is that of the worker with the lowest index among those whose steps the version is made of.
-            clamp: the lowest and the highest value of a trained parameter: the parameter server limits all of
-                them after each step, as a Wasserstein critic's are. A parameter group may have its own, as in
-                {"params": ..., "clamp": (-0.01, 0.01)}, or None. Other constraints of a group are
-                "max_norm" and "keep_zeros"; see docs/scripts.md.
-            own: names of those that belong to this worker: the job neither gets them nor overwrites them.
+                script changes itself, such as a teacher that is an average of the model. Workers send them
+                with each step, and the job's value is their mean over the workers.
+            broadcast: names of tensors of the same kind that cannot be averaged, such as a queue and its
+                position. The job's value is that of one worker: the one with the lowest index among those
+                whose steps are in the version.
+            own: names of modules, parameters or buffers that belong to this worker. They are never sent, and
+                the job never overwrites them.
+            clamp: the lowest and the highest value of trained parameters, for example of a Wasserstein
+                critic. The parameter server clamps them after each step. A parameter group may have limits of
+                its own, as in {"params": ..., "clamp": (-0.01, 0.01)}, or None for no limits. A group may
+                also have the options "max_norm" and "keep_zeros"; see docs/scripts.md.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -133,7 +136,7 @@ class Session:
             ConnectionLost: no parameter server answers.
         """
         if self._optimizer is not None:
-            raise UsageError("session.optimizer was called before; a job trains one model and optimizer")
+            raise UsageError("session.optimizer was called twice; a job trains one model with one optimizer")
         if clamp is not None:
             for group in optimizer.param_groups:
                 group.setdefault(CLAMP, clamp)
@@ -156,35 +159,36 @@ class Session:
 
         Args:
             source: a map-style data set, or a `torch.utils.data.DataLoader` over one, whose batch size,
-                `shuffle`, `drop_last` and other options are then used. A random order is that of the job's
-                `data.seed`. Without a DataLoader the job's `data.shuffle` says whether the order is random.
-            batch_size: records in a batch of one worker.
+                `shuffle`, `drop_last` and other options are then used. The job's `data.seed` fixes a random
+                order. Without a DataLoader the job's `data.shuffle` says whether the order is random.
+            batch_size: the number of records in a batch of one worker.
             epochs: how often each record is trained, by all workers together.
-            options: as of DataLoader: num_workers, collate_fn, pin_memory, drop_last, ...
+            options: those of DataLoader: num_workers, collate_fn, pin_memory, drop_last, ...
 
         Raises:
-            InvalidModel: a data set without length.
-            UsageError: arguments that do not fit.
+            InvalidModel: the data set has no length, or is empty.
+            UsageError: an argument or an option of the DataLoader cannot be used in a job.
         """
         loader = ElasticLoader(self._engine, source, batch_size=batch_size, epochs=epochs, options=options)
         self._loaders.append(loader)
         return loader
 
     def scheduler(self, scheduler: S, *, interval: Interval | None = None) -> S:
-        """Step a learning-rate scheduler by the job's progress; returns it.
+        """Let the session step a learning-rate scheduler by the job's progress; returns the scheduler.
 
-        The script does not step it. So all workers have the same learning rate at each version, whenever they
+        The script must not step it. So all workers have the same learning rate at each version, whenever they
         joined, also after a resume.
 
         Args:
-            interval: what it makes a step for: each "step" (a version of the model), each "epoch" that is
-                complete, or each "sample", a record whose gradient is in the model. How many versions an
-                epoch has depends on the number of workers; samples do not, so with "sample" a schedule of
-                `len(dataset) * epochs` steps ends with the job. Left out for ReduceLROnPlateau, which the
-                script steps with its value; its state goes over to workers that join.
+            interval: the scheduler makes one step for each "step" (version of the model), each "epoch" that
+                is complete, or each "sample" (record that is in the model or was skipped). The number of
+                versions in an epoch depends on the number of workers, the number of samples does not. So with
+                "sample" a schedule of `len(dataset) * epochs` steps ends with the job. Leave interval out for
+                ReduceLROnPlateau: the script steps it with its value, and workers that join receive its
+                state.
 
         Raises:
-            UsageError: another interval, or there is no optimizer yet.
+            UsageError: another interval, or `session.optimizer` was not called before.
         """
         if self._optimizer is None:
             raise UsageError("call session.optimizer(...) before session.scheduler(...)")
@@ -194,49 +198,49 @@ class Session:
 
     @property
     def stopped(self) -> str:
-        """Why a script has ended the training with `stop`, as far as this worker knows; "" if none has."""
+        """The reason that a script gave to `stop`, as far as this worker knows; "" if none has called it."""
         return self._engine.stopped
 
     def stop(self, reason: str) -> None:
-        """End the training early, on all workers, as a success: for example when a loss no longer improves.
+        """End the training early on all workers; the job succeeds. An example: the loss no longer improves.
 
-        Steps that other workers have begun are still made. Then every loader comes to its end, the last
-        version is on disk, every worker has its values, and `is_chief` is true on exactly one worker. Leave
-        the loop with `break` after this call, or let it end. Blocks until the parameter server has answered.
+        Other workers finish the steps that they have begun. Then every loader ends, the last version is
+        written to disk, every worker gets its values, and `is_chief` is true on exactly one worker. Leave the
+        loop with `break` after this call, or let it end. Blocks until the parameter server has answered.
 
         Args:
-            reason: shown as the job's end; a sentence such as "the validation loss has not improved".
+            reason: part of the job's final message, for example "the validation loss has not improved".
 
         Raises:
             UsageError: no reason is given, or `session.optimizer` was not called before.
         """
         if not isinstance(reason, str) or not reason.strip():
-            raise UsageError(f"session.stop needs a reason in words, and got {reason!r}")
+            raise UsageError(f"session.stop needs a reason in words, but got {reason!r}")
         self._engine.stop(reason.strip())
 
     def seed(self, base: int = 0) -> int:
-        """Seed torch, `random` and numpy for this worker at its present version; returns the seed.
+        """Seed torch, `random` and numpy for this worker at its current version; returns the seed.
 
-        Workers that all call `torch.manual_seed(0)` draw the same dropout masks and augmentations, of
-        different records. After this call they draw different ones. Called once before the loop, it makes
-        workers differ; called for each batch, a batch's random numbers follow from `base`, the worker's index
-        and the version, so that they are the same when another process computes the step again.
+        If all workers call `torch.manual_seed(0)`, they draw the same dropout masks and augmentations,
+        although their records differ. After this call they draw different ones. The seed depends on `base`,
+        the worker's index and the version. So if a script calls this for each batch, a step draws the same
+        random numbers when another process computes it again.
         """
         return seed_everything(base, worker=self.worker, version=self.version)
 
     def report(self, **metrics: Any) -> None:
-        """Tell the job about values, as in `loss=loss` or `test_accuracy=0.97`: one number each.
+        """Report values to the job, as in `loss=loss` or `test_accuracy=0.97`: one number each.
 
-        Between a batch and its `optimizer.step()` they go with the step, and the loss becomes part of the
-        loss curve (weighted by samples); at other times they are sent at once.
+        Between a batch and its `optimizer.step()` they are sent with the step, and `loss` becomes part of the
+        job's loss curve, weighted by samples. At other times they are sent at once.
         """
         self._engine.report(metrics)
 
     def close(self) -> None:
-        """Leave the job and free everything. What this worker holds goes to others. Idempotent."""
+        """Leave the job and free all resources. This worker's records go to other workers. Idempotent."""
         if os.getpid() == self._owner:
             self._engine.close()
 
     def drain(self) -> None:
-        """Leave at the next opportunity: after the step under way. May be called from a signal handler."""
+        """Leave after the current step. May be called from a signal handler."""
         self._member.drain()

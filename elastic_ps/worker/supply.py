@@ -65,9 +65,9 @@ class Supply:
         self._engine.settle()
         if not self._engine.skip_if_not_finite():
             raise UsageError(
-                "the loop over the loader has ended with batches that no optimizer.step() was called for. "
-                "When accumulating gradients, call optimizer.step() for the last batches after the loop; "
-                "to leave them out, call optimizer.skip()"
+                "the loop over the loader has ended, but no optimizer.step() was called for the last "
+                "batches. When you accumulate gradients, call optimizer.step() for them after the loop; to "
+                "make no step with them, call optimizer.skip()"
             )
         self.over = not self._take(wait=True)
         return not self.over

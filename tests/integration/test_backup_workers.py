@@ -163,7 +163,7 @@ def test_an_accumulation_that_may_have_to_be_repeated_is_refused_at_once(tmp_pat
             with optimizer.no_sync():
                 mse(model, x, y).backward()
 
-    with pytest.raises(UsageError, match=r"Iterate over loader.epochs\(\)"):
+    with pytest.raises(UsageError, match=r"for epoch in loader.epochs\(\)"):
         alone(tmp_path, script, consistency=BACKUP)
 
 

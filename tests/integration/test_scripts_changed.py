@@ -70,7 +70,7 @@ def train(session: Session, change: Change, *, at: int, make: Callable[[], torch
 def test_values_changed_between_steps_are_refused(
     tmp_path: Path, make: Callable[[], torch.nn.Module], change: Change, at: int
 ) -> None:
-    match = "changed by this script since .* Load values before session.optimizer"
+    match = "the script has changed .* since .* Load values before session.optimizer"
     failing(tmp_path, lambda s: train(s, change, at=at, make=make), UsageError, match)
 
 
@@ -268,7 +268,7 @@ def test_what_is_broadcast_is_one_workers(tmp_path: Path, server: dict[str, Any]
     [
         ({"averaged": ["techer"]}, "averaged names 'techer', .* it has online.0.weight"),
         ({"own": "teacher"}, r"expected a list of names, as in \['teacher'\]"),
-        ({"own": ["online"]}, "online.0.weight is trained by the optimizer, so it cannot be named in own"),
+        ({"own": ["online"]}, "the optimizer trains online.0.weight, so do not name it in own"),
         ({"averaged": ["teacher"], "broadcast": ["teacher.0.bias"]}, "named in averaged and in broadcast"),
     ],
 )

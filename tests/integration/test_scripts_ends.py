@@ -227,7 +227,7 @@ def test_an_epoch_is_iterated_once(tmp_path: Path) -> None:
             for batch in loader:
                 model(batch)
 
-    failing(tmp_path, script, UsageError, "epoch 0 has come to its end")
+    failing(tmp_path, script, UsageError, "a second loop over the records of epoch 0")
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -111,7 +111,7 @@ class AcceleratedOptimizer(torch.optim.SGD):
             lambda m: torch.optim.LBFGS(m.parameters()),
             "LBFGS cannot run .* use one of .* SGD, Adam",
         ),
-        (make_mlp, lambda m: MySGD(m.parameters(), lr=0.1), "MySGD.* not subclasses"),
+        (make_mlp, lambda m: MySGD(m.parameters(), lr=0.1), "MySGD.* no subclasses"),
         (frozen, sgd, "no trainable parameter"),
         (empty, sgd, "no trainable parameter"),
         (make_mlp, lambda m: torch.optim.SGD(make_mlp().parameters(), lr=0.1), "not parameters of the model"),
@@ -151,7 +151,7 @@ def test_a_second_optimizer_is_refused(tmp_path: Path) -> None:
         session.optimizer(sgd(model), model)
         session.optimizer(sgd(model), model)
 
-    failing(tmp_path, script, UsageError, "one model and optimizer")
+    failing(tmp_path, script, UsageError, "one model with one optimizer")
 
 
 def test_a_model_that_moved_is_refused(tmp_path: Path) -> None:
@@ -246,4 +246,4 @@ def test_an_optimizer_whose_result_is_not_used_is_refused(tmp_path: Path) -> Non
             mse(model, x, y).backward()
             optimizer.step()
 
-    failing(tmp_path, script, UsageError, r"Use what session\.optimizer\(\.\.\.\) returns")
+    failing(tmp_path, script, UsageError, r"Call it on the optimizer that session\.optimizer")

@@ -257,8 +257,8 @@ def test_who_steps_a_schedule_is_said_once(tmp_path: Path) -> None:
     refused("StepLR", None, "interval is None; expected 'step', 'epoch' or 'sample'")
     refused("StepLR", "batch", "interval is 'batch'; expected")
     refused("ReduceLROnPlateau", "epoch", r"leave interval out, and call scheduler.step\(value\)")
-    refused("StepLR", "step", r"this script has stepped a StepLR .* remove scheduler.step\(\)", steps=True)
-    refused("short", "step", r"OneCycleLR does not make step 6: .* With interval='sample'")
+    refused("StepLR", "step", r"the script has stepped the StepLR .* remove scheduler.step\(\)", steps=True)
+    refused("short", "step", r"OneCycleLR cannot make step 6: .* Use interval='sample'")
 
 
 def test_a_script_with_another_learning_rate_is_told_whose_counts(

@@ -14,8 +14,8 @@ from elastic_ps.worker.model import Described
 @pytest.mark.parametrize(
     ("kind", "group", "match"),
     [
-        (torch.optim.SGD, {"differentiable": True}, "differentiable=True, but the parameter server makes"),
-        (torch.optim.Adagrad, {"initial_accumulator_value": 2.0}, "from its constructor only, .* given 0;"),
+        (torch.optim.SGD, {"differentiable": True}, "differentiable=True, but the step is made on the"),
+        (torch.optim.Adagrad, {"initial_accumulator_value": 2.0}, "only from its constructor, .* got 0;"),
     ],
 )
 def test_an_argument_that_the_parameter_server_would_not_honour_is_refused(

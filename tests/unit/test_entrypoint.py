@@ -36,10 +36,10 @@ def test_the_arguments_are_passed_by_name() -> None:
         (
             "main",
             {"epochs": 1, "learning_rate": 1},
-            "unexpected keyword argument 'learning_rate', given were",
+            "unexpected keyword argument 'learning_rate'. Given:",
         ),
-        ("main", {}, "missing a required argument: 'epochs', given were none"),
-        ("NOT_A_FUNCTION", {}, "not a function but of type int"),
+        ("main", {}, "missing a required argument: 'epochs'. Given: none"),
+        ("NOT_A_FUNCTION", {}, "must be a function; it is of type int"),
         ("missing", {}, "has no 'missing'"),
     ],
 )

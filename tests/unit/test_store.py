@@ -335,7 +335,7 @@ def test_who_was_replaced_neither_commits_nor_deletes(store: Store) -> None:
     files = [store.write_shard(TERM, 9, s, SHARDS, iter(content(9, s))) for s in range(SHARDS)]
     late = manifest(9)
     late.files.extend(files)
-    with pytest.raises(Fenced, match="term 2 has taken over from term 1"):
+    with pytest.raises(Fenced, match="term 2 has taken over, so a parameter server of term 1"):
         store.commit(late, keep=1)
     assert store.versions() == [1]
     new = manifest(2, term=term)
