@@ -71,7 +71,7 @@ def test_no_round_is_lost_with_the_parameter_server(
 
     def gone_on() -> re.Match[str] | None:
         log = jobs.kubectl("logs", "digits-ps-0", check=False).stdout
-        return re.search(r"term 2 goes on from version (\d+)", log)
+        return re.search(r"term 2 continues from version (\d+)", log)
 
     wait_for(
         lambda: gone_on() is not None,

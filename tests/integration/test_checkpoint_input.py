@@ -118,7 +118,7 @@ def test_where_a_checkpoint_was_nothing_begins_anew(trained: Path, tmp_path: Pat
         rewrite(store, version, CHANGES["nothing"])
     for _ in range(2):
         with (
-            pytest.raises(CheckpointCorrupt, match=r"(?s)no whole checkpoint.*name an empty directory"),
+            pytest.raises(CheckpointCorrupt, match=r"(?s)all checkpoints.*name an empty directory"),
             running_job(tmp_path, checkpoints=store.directory, resume="auto"),
         ):
             pass
