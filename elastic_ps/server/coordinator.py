@@ -7,7 +7,6 @@ calls meet them.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,12 +17,16 @@ from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Layout, TensorSpec, difference
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
-from elastic_ps.server.driver import TICK, Driver
-from elastic_ps.server.orders import Standing
+from elastic_ps.server.driver import Driver
+from elastic_ps.server.guarded import Guarded
+from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.state import JobState, Model, Taken
-from elastic_ps.status import ServerStatus
+from elastic_ps.telemetry import History
 
 logger = logging.getLogger(__name__)
+
+TICK = timedelta(milliseconds=250)
+"""How often leases and checkpoints are looked after, and a blocked call looks again."""
 
 WAIT = timedelta(seconds=5)
 """After this time a blocked call answers that nothing has happened, and the caller asks again."""
@@ -49,13 +52,24 @@ class Begun:
     attempt: int
 
 
-class Coordinator(Driver):
-    """What workers may ask of a job. All methods may be called from any thread and may block."""
+class Coordinator:
+    """What workers may ask of a job. All methods may be called from any thread and may block.
+
+    Args:
+        job: its state.
+        driver: gives the shards the orders that a call makes necessary.
+        safekeeping: decides whether workers may be told that the job is finished.
+        history: where joins and skipped records are recorded.
+    """
+
+    def __init__(self, job: Guarded, driver: Driver, safekeeping: Safekeeping, history: History) -> None:
+        self.job = job
+        self._driver, self._safekeeping, self._history = driver, safekeeping, history
 
     # --- members
 
     def _check(self, worker: int, incarnation: int) -> Stay:
-        return self._state.members.check(worker, incarnation, self._clock())
+        return self.job.state.members.check(worker, incarnation, self.job.clock())
 
     def join(
         self,
@@ -80,29 +94,29 @@ class Coordinator(Driver):
             Refused: MODEL_MISMATCH; SUPERSEDED; STALE_CALL; INVALID: also if the model is lost, without a
                 checkpoint.
         """
-        with self._settled() as state:
+        with self.job.settled() as state:
             if known := state.members.known(worker, instance, call):
                 return self._joined(known)
             if state.model is not None and state.initialised:
                 _require_same(state.model, tensors, optimizer)  # before it takes anybody's place
-            self._drop(worker, "lost")
-            may_join = self._changed.wait_for(
-                lambda: self._closing or self._may_join(), timeout=WAIT.total_seconds()
+            self.job.drop(worker, "lost")
+            may_join = self.job.changed.wait_for(
+                lambda: self.job.closing or self._may_join(), timeout=WAIT.total_seconds()
             )
-            if not may_join or self._closing:
+            if not may_join or self.job.closing:
                 return None
-            if again and not self._state.initialised:
+            if again and not self.job.state.initialised:
                 raise Refused(
                     RefusalCode.INVALID,
                     "the parameter server has lost the model and has no checkpoint to continue from",
                 )
-            self._configuring = configure = self._state.model is None
+            self.job.configuring = configure = self.job.state.model is None
         if configure:
-            self._configure(tensors, optimizer, settings)
-        with self._settled() as state:
+            self._driver.configure(tensors, optimizer, settings)
+        with self.job.settled() as state:
             if known := state.members.known(worker, instance, call):
                 return self._joined(known)
-            self._drop(worker, "lost")
+            self.job.drop(worker, "lost")
             if not self._may_join():  # another one has begun to initialise the model since
                 return None
             _require_same(state.model, tensors, optimizer)
@@ -111,27 +125,27 @@ class Coordinator(Driver):
                 pid=pid,
                 host=host,
                 version=state.version,
-                now=self._clock(),
+                now=self.job.clock(),
                 instance=instance,
                 call=call,
             )
             if not state.initialised:
                 state.initialiser = worker
-                self._told()
+                self.job.told()
             joined = self._joined(stay)
         self._history.record(
             "join", worker=worker, incarnation=stay.incarnation, version=joined.version, term=joined.term
         )
         logger.info("worker %d (pid %d on %s) joined at version %d", worker, pid, host, joined.version)
-        self._drive()
+        self._driver.drive()
         return joined
 
     def _may_join(self) -> bool:
-        return not self._configuring and self._state.may_join
+        return not self.job.configuring and self.job.state.may_join
 
     def _joined(self, stay: Stay) -> Joined:
         """What a member is told when it joins; the lock is held."""
-        state = self._state
+        state = self.job.state
         assert state.model is not None
         initialise = not state.initialised and state.initialiser == stay.worker
         return Joined(stay, state.term, state.version, state.model.layout, initialise, state.settings)
@@ -145,52 +159,52 @@ class Coordinator(Driver):
         Raises:
             Refused: NOT_READY; it is not on disk yet. STALE_TERM; a shard has lost the values.
         """
-        with self._settled() as state:
+        with self.job.settled() as state:
             self._check(worker, incarnation)
             if state.initialiser == worker:
                 state.initialiser, state.arrived = None, True
-                self._told()
+                self.job.told()
             elif not state.arrived:
                 text = f"worker {worker} with incarnation {incarnation} is not the one that brings the model"
                 raise Refused(RefusalCode.STALE_INCARNATION, text)
-        self._drive()
-        self._keep_what_must_be()
-        with self._settled() as now:
+        self._driver.drive()
+        self._safekeeping.keep_what_must_be()
+        with self.job.settled() as now:
             if now is not state:
                 raise Refused(RefusalCode.STALE_TERM, f"term {state.term} is over")
             if not state.initialised:
-                why = self._keeper.failure if self._keeper else ""
-                raise Refused(RefusalCode.NOT_READY, f"version 0 is not on disk yet. {why}")
+                text = f"version 0 is not on disk yet. {self._safekeeping.problem}"
+                raise Refused(RefusalCode.NOT_READY, text)
 
     def heartbeat(self, worker: int, incarnation: int) -> None:
         """Raises Refused (STALE_INCARNATION) if the worker was declared gone."""
-        with self._changed:
+        with self.job.changed:
             self._check(worker, incarnation)
 
     def computes_on(self, worker: int, incarnation: int, *, version: int) -> None:
         """See `SyncRounds.computes_on`. Raises Refused: the worker is not a member (any more)."""
-        with self._settled() as state:
+        with self.job.settled() as state:
             self._check(worker, incarnation)
             if state.rounds.computes_on(worker, version):
-                self._told()
-        self._drive()
+                self.job.told()
+        self._driver.drive()
 
     def leave(self, worker: int, incarnation: int, *, call: int) -> None:
         """A worker says goodbye, between two steps; what it holds goes to others."""
-        with self._settled() as state:
+        with self.job.settled() as state:
             stay = self._check(worker, incarnation)
             state.calls.begin(incarnation, call)
             state.stop_computing(stay, abandoned=False)
-            self._drop(worker, "left")
-        self._drive()
+            self.job.drop(worker, "left")
+        self._driver.drive()
 
     def gone(self, worker: int, instance: str) -> None:
         """A worker's process has ended; nothing happens if a newer one has taken its place."""
-        with self._settled() as state:
+        with self.job.settled() as state:
             stay = state.members.live.get(worker)
             if stay is not None and stay.instance == instance:
-                self._drop(worker, "lost")
-        self._drive()
+                self.job.drop(worker, "lost")
+        self._driver.drive()
 
     # --- records and steps
 
@@ -217,7 +231,7 @@ class Coordinator(Driver):
         Raises:
             Refused: STALE_INCARNATION; INVALID: the data set is not the one of the other workers.
         """
-        with self._settled() as state:
+        with self.job.settled() as state:
             stay = self._check(worker, incarnation)
             new = state.calls.begin(incarnation, call)
             if (known := state.calls.answer(incarnation)) is not None:
@@ -229,26 +243,26 @@ class Coordinator(Driver):
             if new:
                 self._skip(state, stay, skipped)
                 self._withdraw(state, stay, abandoned)
-        deadline = self._clock() + WAIT.total_seconds()
+        deadline = self.job.clock() + WAIT.total_seconds()
         while True:
-            self._drive()
-            self._keep_what_must_be()
-            with self._settled() as state:
+            self._driver.drive()
+            self._safekeeping.keep_what_must_be()
+            with self.job.settled() as state:
                 self._check(worker, incarnation)
                 state.calls.require_last(incarnation, call)
                 if (known := state.calls.answer(incarnation)) is not None:
                     return known
                 held = self._hold(worker, incarnation, batch)
-                if not held and self._may_finish():
+                if not held and self._safekeeping.may_finish():
                     taken = Taken(finished=True, version=state.version, chief=state.is_chief(stay))
                     return state.calls.answered(incarnation, taken)
-                if held and state.rounds.takes_part(worker) and not (self._stale or self._driving):
+                if held and state.rounds.takes_part(worker) and not self._driver.behind:
                     state.rounds.computes_on(worker, state.version)
                     return state.calls.answered(incarnation, Taken(held, state.version))
-                left = deadline - self._clock()
+                left = deadline - self.job.clock()
                 if left <= 0:
                     return Taken(pending=True)
-                self._changed.wait(min(left, TICK.total_seconds()))
+                self.job.changed.wait(min(left, TICK.total_seconds()))
 
     def _skip(self, state: JobState, stay: Stay, skipped: Sequence[Range]) -> None:
         """A script has left records out, and makes no step to tell so with; the lock is held."""
@@ -270,11 +284,11 @@ class Coordinator(Driver):
             state.stop_computing(stay, abandoned=abandoned)
         else:  # it may be late, and has to stay known as that
             state.give_back(stay.incarnation)
-        self._told()
+        self.job.told()
 
     def _hold(self, worker: int, incarnation: int, batch: int) -> list[Range]:
         """The records of a worker that waits for some; with them it is admitted. The lock is held."""
-        state = self._state
+        state = self.job.state
         assert state.ledger is not None
         if state.stopped:
             state.give_back(incarnation)
@@ -287,14 +301,14 @@ class Coordinator(Driver):
             state.starved.add(worker)
             if worker in state.rounds.turned_away:  # it is not coming back to the open round
                 state.rounds.withdraw(worker)
-                self._told()
+                self.job.told()
         if held and not state.rounds.knows(worker):  # else two that wait would wake each other
             state.admit(worker)
-            self._told()
+            self.job.told()
         return held
 
     def _open_ledger(self, records: int, epochs: int) -> None:
-        state, spec = self._state, self._spec
+        state, spec = self.job.state, self.job.spec
         lanes = spec.worker.replicas if spec.consistency.deterministic else 0
         state.open_ledger(records, epochs, lanes=lanes)
         if wrong := state.match_ledger(records, epochs):
@@ -302,30 +316,30 @@ class Coordinator(Driver):
 
     def release(self, worker: int, incarnation: int, *, call: int, abandoned: bool = False) -> None:
         """A worker gives back what it holds, and is not waited for; it stays a member. See `take`."""
-        with self._settled() as state:
+        with self.job.settled() as state:
             stay = self._check(worker, incarnation)
             if not state.calls.begin(incarnation, call):
                 return
             state.stop_computing(stay, abandoned=abandoned)
             state.starved.discard(worker)
-            self._told()
-        self._drive()
+            self.job.told()
+        self._driver.drive()
 
     def is_chief(self, worker: int, incarnation: int, *, epoch: int) -> bool:
         """Whether the worker is the one to evaluate and save in this epoch; see `JobState.chiefs`."""
-        with self._settled() as state:
+        with self.job.settled() as state:
             self._check(worker, incarnation)
             return state.chiefs.setdefault(epoch, worker) == worker
 
     def stop(self, worker: int, incarnation: int, reason: str) -> None:
         """A script ends the training; see `JobState.stopped`. The first reason counts."""
-        with self._settled() as state:
+        with self.job.settled() as state:
             self._check(worker, incarnation)
             if not (state.stopped or state.finished):
                 state.stopped = reason
                 logger.info("worker %d stops the training at version %d: %s", worker, state.version, reason)
-                self._told()
-        self._drive()
+                self.job.told()
+        self._driver.drive()
 
     def begin(self, worker: int, incarnation: int, *, version: int, step: int) -> Begun | None:
         """Where rounds are not made of everybody's steps, before the first push of one. Blocks.
@@ -339,28 +353,28 @@ class Coordinator(Driver):
         Raises:
             Refused: LATE: enough others have begun theirs. The step is void, and its records go to others.
         """
-        deadline = self._clock() + WAIT.total_seconds()
+        deadline = self.job.clock() + WAIT.total_seconds()
         round_: int | None = None
         while True:
-            self._drive()
-            with self._settled() as state:
+            self._driver.drive()
+            with self.job.settled() as state:
                 stay = self._check(worker, incarnation)
                 entry = Entry.IN if round_ is not None else state.begin(stay, version=version, step=step)
                 if entry is Entry.LATE:
-                    self._told()
+                    self.job.told()
                     current = state.version
                     break
                 if entry is Entry.IN:
                     round_ = state.version if round_ is None else round_
                     if state.version != round_:  # it has asked again, been answered, and finished
                         return None
-                    if not (self._stale or self._driving):
+                    if not self._driver.behind:
                         return Begun(round_, state.rounds.attempt)
-                left = deadline - self._clock()
+                left = deadline - self.job.clock()
                 if left <= 0:
                     return None
-                self._changed.wait(min(left, TICK.total_seconds()))
-        self._drive()
+                self.job.changed.wait(min(left, TICK.total_seconds()))
+        self._driver.drive()
         raise Refused(
             RefusalCode.LATE,
             f"worker {worker} wants to push a step on version {version}, but the round on version {current} "
@@ -376,7 +390,7 @@ class Coordinator(Driver):
             Refused: see `SyncRounds.finish`; INVALID: records that the worker does not hold, or settings that
                 the optimizer cannot step with.
         """
-        with self._settled() as state:
+        with self.job.settled() as state:
             stay = self._check(contribution.worker, contribution.incarnation)
             if contribution.step <= stay.last_step:
                 return False
@@ -390,46 +404,20 @@ class Coordinator(Driver):
                 raise Refused(RefusalCode.INVALID, str(error)) from error
             new = state.rounds.finish(contribution, version=version, attempt=attempt)
             if new:
-                state.pace.finished(contribution.incarnation, attempt, self._clock())
-        self._drive()
+                state.pace.finished(contribution.incarnation, attempt, self.job.clock())
+        self._driver.drive()
         return new
 
     def is_applied(self, worker: int, incarnation: int, step: int) -> bool:
         """Whether the worker's step is in the model. Raises Refused: it is not a member (any more)."""
-        with self._settled():
+        with self.job.settled():
             return step <= self._check(worker, incarnation).last_step
 
     def report(self, worker: int, incarnation: int, metrics: Mapping[str, float]) -> None:
         """Keep values that a script reports outside a step."""
-        with self._changed:
+        with self.job.changed:
             self._check(worker, incarnation)
-            self._state.metrics.update(metrics)
-
-    # --- checkpoints and reports
-
-    def status(self) -> ServerStatus:
-        """Progress and members, at this moment."""
-        with self._changed:
-            state, keeper = self._state, self._keeper
-            durable = keeper.durable if keeper else None
-            return ServerStatus(
-                job=self._job,
-                shard=0,
-                shards=len(self._shards),
-                term=state.term,
-                ready=state.initialised,
-                progress=state.progress(self._clock(), durable),
-                durable_age_seconds=None if durable is None else max(0.0, time.time() - durable[1]),
-                problem=keeper.problem(state.version, self._clock()) if keeper else "",
-                checkpoint_pause_seconds=keeper.paused.total_seconds() if keeper else 0.0,
-                standbys=[standing is Standing.FOLLOWING for standing in self._standings],
-                members=[state.member(stay, self._clock()) for stay in state.members.stays()],
-            )
-
-    def loss(self) -> list[tuple[int, float]]:
-        """The loss curve: (version, sample-weighted mean of what the scripts reported)."""
-        with self._changed:
-            return list(self._state.loss.points)
+            self.job.state.metrics.update(metrics)
 
 
 def _require_same(model: Model | None, tensors: tuple[TensorSpec, ...], optimizer: str) -> None:

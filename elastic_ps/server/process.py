@@ -12,9 +12,9 @@ from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import InvalidJob, NoCheckpoint
-from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.follower import Follower
 from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.lead import Lead
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import ShardControl
 from elastic_ps.server.patience import Patience
@@ -90,17 +90,18 @@ class ParameterServer:
             follower=follower,
         )
         self._index, self._job, self._shards = index, environment.job, shards
-        self.coordinator: Coordinator | None = None
+        self.lead: Lead | None = None
         self.term = 1
         try:
             if index == 0 and leads:
-                self._coordinate(environment, store, connect, connect_standby)
-            server.serve(Service(environment.job, self.node, self.coordinator))
+                self._take_the_lead(environment, store, connect, connect_standby)
+            coordinator = self.lead.coordinator if self.lead is not None else None
+            server.serve(Service(environment.job, self.node, coordinator))
         except BaseException:
             self.close(keep=False)
             raise
 
-    def _coordinate(
+    def _take_the_lead(
         self,
         environment: ProcessEnvironment,
         store: Store | None,
@@ -121,7 +122,7 @@ class ParameterServer:
             ]
         self._remotes = [*remotes, *standbys]
         self._history.record("start", term=self.term)
-        coordinator = Coordinator(
+        lead = Lead(
             environment.job,
             environment.spec,
             self.term,
@@ -130,12 +131,8 @@ class ParameterServer:
             keeper=keeper,
             history=self._history,
         )
-        try:
-            coordinator.start(found, self._patience)
-        except BaseException:
-            coordinator.abandon()
-            raise
-        self.coordinator = coordinator
+        lead.start(found, self._patience)
+        self.lead = lead
 
     def _enter(self, environment: ProcessEnvironment, store: Store) -> None:
         """Make the checkpoint directory this job's, and count this start there. A refusal changes nothing."""
@@ -192,8 +189,8 @@ class ParameterServer:
 
     def status(self) -> ServerStatus:
         """What GET /status says; only shard 0 knows of members and progress."""
-        if self.coordinator is not None:
-            return self.coordinator.status()
+        if self.lead is not None:
+            return self.lead.status()
         return ServerStatus(
             job=self._job,
             shard=self._index,
@@ -205,16 +202,16 @@ class ParameterServer:
     @property
     def fenced(self) -> bool:
         """Whether another process has taken this one's place, so that it has to end."""
-        return self.coordinator is not None and self.coordinator.fenced
+        return self.lead is not None and self.lead.fenced
 
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve; empty on other shards than 0."""
-        return self.coordinator.loss() if self.coordinator is not None else []
+        return self.lead.loss() if self.lead is not None else []
 
     def close(self, *, keep: bool = True) -> None:
         """Stop serving and end all threads; with `keep`, write a last checkpoint before. Blocks."""
-        if self.coordinator is not None:
-            self.coordinator.close(keep=keep)
+        if self.lead is not None:
+            self.lead.close(keep=keep)
         elif keep and self._leads and self.node.configured:
             self.node.await_release(RELEASE, quiet=QUIET)
         self.node.retire()

@@ -97,7 +97,7 @@ class Service:
                 RefusalCode.WRONG_JOB,
                 f"this is the parameter server of job {self._job!r}, not of job {caller.job!r}",
             )
-        term = self._coordinator.term if self._coordinator is not None else self._node.term
+        term = self._coordinator.job.term if self._coordinator is not None else self._node.term
         if joined and caller.term != term:
             text = f"message of term {caller.term}; this is term {term}"
             raise Refused(RefusalCode.STALE_TERM if term else RefusalCode.NOT_READY, text)
@@ -168,8 +168,8 @@ class Service:
             assert isinstance(item, Pulled)
             version = item.version
             yield Frame(pb.PullReply(bucket=item.bucket, version=item.version).SerializeToString(), item.data)
-        settings = self._coordinator.settings if self._coordinator is not None else ""
-        stopped = self._coordinator.stopped if self._coordinator is not None else ""
+        settings = self._coordinator.job.settings if self._coordinator is not None else ""
+        stopped = self._coordinator.job.stopped if self._coordinator is not None else ""
         yield _frame(pb.PullReply(done=True, version=version, settings=settings, stopped=stopped))
 
     def _optimizer_state(self, incoming: Incoming) -> Iterator[Frame]:
@@ -259,7 +259,7 @@ class Service:
                 version=joined.version,
                 layout=layout_to_message(joined.layout),
                 initialise=joined.initialise,
-                lease_ms=round(self._members.lease.total_seconds() * 1000),
+                lease_ms=round(self._members.job.lease.total_seconds() * 1000),
                 settings=joined.settings.to_json(),
             )
         )
@@ -292,7 +292,7 @@ class Service:
                 finished=taken.finished,
                 chief=taken.chief,
                 pending=taken.pending,
-                stopped=self._members.stopped,
+                stopped=self._members.job.stopped,
             )
         )
 

@@ -16,6 +16,7 @@ import torch
 
 from elastic_ps.env import ProcessEnvironment, Resume
 from elastic_ps.job import TrainingJobSpec, parse_spec
+from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import Connection, Server
@@ -115,6 +116,13 @@ class Job:
 
     def status(self) -> Any:
         return self.servers[0].status()
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """Of shard 0 as it is now."""
+        lead = self.servers[0].lead
+        assert lead is not None
+        return lead.coordinator
 
     @property
     def version(self) -> int:

@@ -322,13 +322,12 @@ def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Pa
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
-            rates.append(Settings.from_json(coordinator.settings).groups[0]["lr"])
+            rates.append(Settings.from_json(coordinator.job.settings).groups[0]["lr"])
             if len(rates) > 20:
                 joined.set()
 
     with running_job(tmp_path, consistency=bounded(), data={"shardRecords": 8}) as job:
-        assert job.servers[0].coordinator is not None
-        coordinator = job.servers[0].coordinator
+        coordinator = job.coordinator
         for worker in range(2):
             job.start(worker, script)
         assert joined.wait(60)

@@ -17,8 +17,7 @@ from tests.polling import LIMIT, eventually
 
 def instance_of(job: Job, worker: int) -> str:
     """The name of the process that is a worker."""
-    assert job.servers[0].coordinator is not None
-    return job.servers[0].coordinator._state.members.live[worker].instance
+    return job.coordinator.job.state.members.live[worker].instance
 
 
 def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path) -> None:
@@ -32,8 +31,7 @@ def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path
         for step, (x, y) in enumerate(session.loader(data, 4)):
             mse(model, x, y).backward()
             if session.worker == 0 and step == 3:
-                assert job.servers[0].coordinator is not None
-                job.servers[0].coordinator.gone(0, instance_of(job, 0))
+                job.coordinator.gone(0, instance_of(job, 0))
                 gone.set()
                 eventually(lambda: taken[0] >= 3, "worker 1 has taken what worker 0 held")
             if session.worker == 1 and gone.is_set():
@@ -63,8 +61,7 @@ def test_who_was_declared_gone_does_not_wait_for_a_version(tmp_path: Path) -> No
         for step, (x, y) in enumerate(session.loader(Numbers(40), 4)):
             mse(model, x, y).backward()
             if step == 3:
-                assert job.servers[0].coordinator is not None
-                job.servers[0].coordinator.gone(0, instance_of(job, 0))
+                job.coordinator.gone(0, instance_of(job, 0))
                 stay, version = session._engine.client.stay, session.version + 1
                 with pytest.raises(Refused) as refusal:
                     list(session._engine.client.pull(stay, 0, version, [0], attempt=9, contributor=True))

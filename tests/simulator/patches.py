@@ -23,15 +23,17 @@ MODULES = {
 
 PACKAGES = (
     "elastic_ps.telemetry",
-    "elastic_ps.server.coordinator",
     "elastic_ps.server.driver",
     "elastic_ps.server.follower",
+    "elastic_ps.server.guarded",
     "elastic_ps.server.keeper",
+    "elastic_ps.server.lead",
     "elastic_ps.server.node",
     "elastic_ps.server.patience",
     "elastic_ps.server.process",
     "elastic_ps.server.remote",
     "elastic_ps.server.rescue",
+    "elastic_ps.server.safekeeping",
     "elastic_ps.server.shard",
     "elastic_ps.worker.client",
     "elastic_ps.worker.exchange",

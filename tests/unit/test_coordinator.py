@@ -16,8 +16,10 @@ from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
-from elastic_ps.server import driver
+from elastic_ps.server import guarded
 from elastic_ps.server.coordinator import Coordinator, Joined
+from elastic_ps.server.driver import Driver
+from elastic_ps.server.lead import Lead
 from elastic_ps.server.orders import Advance, Configuration, Report
 from elastic_ps.server.state import Taken
 from elastic_ps.telemetry import History
@@ -61,14 +63,14 @@ def coordinator(shard: Notes) -> Iterator[Coordinator]:
 @contextmanager
 def running(shards: Sequence[Notes], **fields: Any) -> Iterator[Coordinator]:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
-    coordinator = Coordinator("job", spec, 1, shards, keeper=None, history=History(None, ""))
-    coordinator.start(None)
+    lead = Lead("job", spec, 1, shards, keeper=None, history=History(None, ""))
+    lead.start(None)
     try:
-        yield coordinator
+        yield lead.coordinator
     finally:
         for shard in shards:
             shard.refuse = lambda _: None
-        coordinator.close()
+        lead.close()
 
 
 def join(coordinator: Coordinator, worker: int, *, instance: str = "", call: int = 0) -> Joined | None:
@@ -108,7 +110,7 @@ def finish(coordinator: Coordinator, stay: Stay, taken: Taken, *, step: int = 0)
         records=tuple(taken.ranges),
         settings=SETTINGS.to_json(),
     )
-    attempt = coordinator._state.rounds.attempt
+    attempt = coordinator.job.state.rounds.attempt
     return coordinator.finish(contribution, version=taken.version, attempt=attempt)
 
 
@@ -118,14 +120,14 @@ def test_one_worker_initialises_the_model_also_when_two_come_at_once(
     """Else the second one's values overwrite the first one's when training has begun."""
     joined: dict[int, Joined | None] = {}
     configured, second_has_joined = threading.Event(), threading.Event()
-    configure = coordinator._configure
+    configure = Driver.configure
 
     def slowly(*arguments: Any) -> None:
         configure(*arguments)
         configured.set()
         assert second_has_joined.wait(10)
 
-    monkeypatch.setattr(coordinator, "_configure", slowly)
+    monkeypatch.setattr(Driver, "configure", slowly)
     first = threading.Thread(target=lambda: joined.update({0: join(coordinator, 0)}))
     first.start()
     assert configured.wait(10)
@@ -183,7 +185,7 @@ def test_no_shard_applies_a_round_that_one_of_them_cannot() -> None:
         finish(coordinator, stay, taken)
         assert [shard.applied for shard in shards] == [[], [], []]
         eventually(lambda: shards[0].orders[-1].attempt == 1, "the round has started again")
-        assert coordinator.status().progress.version == 0
+        assert coordinator.job.state.version == 0
         shards[2].refuse = lambda _: None
         finish(coordinator, stay, taken)
         assert [shard.applied for shard in shards] == [[1], [1], [1]]
@@ -202,7 +204,7 @@ def test_a_round_that_all_can_apply_is_applied_whatever_becomes_of_the_answers()
 
         shards[1].refuse = lose
         finish(coordinator, stay, taken)
-        eventually(lambda: coordinator.status().progress.version == 1, "the round is committed")
+        eventually(lambda: coordinator.job.state.version == 1, "the round is committed")
         assert shards[1].applied == [1, 1, 1]
         assert shards[0].applied == [1]
         assert {order.attempt for order in shards[1].orders} == {0}
@@ -217,7 +219,7 @@ def test_a_shard_that_refuses_what_it_voted_for_has_lost_the_model(code: Refusal
         taken = take(coordinator, stay, call=1)
         shards[1].refuse = lambda a: refused_with(code)(a) if not a.prepare else None
         finish(coordinator, stay, taken)
-        eventually(lambda: coordinator.term == 2, "the job goes back")
+        eventually(lambda: coordinator.job.term == 2, "the job goes back")
         with pytest.raises(Refused):
             coordinator.heartbeat(stay.worker, stay.incarnation)
 
@@ -248,7 +250,7 @@ def test_a_late_copy_of_a_call_does_not_take_a_worker_out_of_the_round(coordinat
         with pytest.raises(Refused) as refused:
             late()
         assert refused.value.code is RefusalCode.STALE_CALL
-    assert coordinator._state.rounds.takes_part(0)
+    assert coordinator.job.state.rounds.takes_part(0)
     assert finish(coordinator, stay, taken), "it holds its records"
 
 
@@ -264,7 +266,8 @@ def test_a_script_that_skips_a_step_which_was_late_leaves_its_records_to_others(
         assert finish(coordinator, first, taken[0])
         again = take(coordinator, late, call=2, skipped=taken[1].ranges, abandoned=True)
         assert again.ranges, "it is given records again"
-        assert coordinator.status().progress.records_skipped == 0
+        assert coordinator.job.state.ledger is not None
+        assert coordinator.job.state.ledger.skipped == 0
 
 
 def test_a_process_that_was_replaced_does_not_expel_the_one_in_its_place(coordinator: Coordinator) -> None:
@@ -292,7 +295,7 @@ def test_a_call_does_not_wait_for_ever_for_a_round_to_be_committed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A shard that does not answer must not take the threads that answer workers, one after the other."""
-    monkeypatch.setattr(driver, "SETTLED", timedelta(milliseconds=10))
+    monkeypatch.setattr(guarded, "SETTLED", timedelta(milliseconds=10))
     shards, go_on = [Notes(), Notes()], threading.Event()
     with running(shards) as coordinator:
         stay = start(coordinator)
@@ -300,7 +303,7 @@ def test_a_call_does_not_wait_for_ever_for_a_round_to_be_committed(
         shards[1].refuse = lambda a: None if a.apply is None else assert_(go_on.wait(10))
         commit = threading.Thread(target=finish, args=(coordinator, stay, taken))
         commit.start()
-        eventually(lambda: coordinator._state.rounds.committing, "the round is being committed")
+        eventually(lambda: coordinator.job.state.rounds.committing, "the round is being committed")
         with pytest.raises(Refused, match="ask again") as refused:
             coordinator.is_applied(0, stay.incarnation, 0)
         assert refused.value.code is RefusalCode.NOT_READY

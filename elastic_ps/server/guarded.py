@@ -1,0 +1,117 @@
+"""The state of a job under one lock, for all threads of shard 0."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server.state import JobState
+
+logger = logging.getLogger(__name__)
+
+SETTLED = timedelta(seconds=5)
+"""For how long a call waits for a round to be committed, before the worker has to call again."""
+
+
+class Guarded:
+    """A job's state, its lock, and what the threads that share it tell each other.
+
+    No I/O happens under the lock. Everything but `changed`, `spec`, `clock` and the properties is read and
+    changed only by a thread that holds it.
+
+    Attributes:
+        spec: how to train the job.
+        clock: the time in seconds, which only grows.
+        changed: the lock, and the threads that wait for a change.
+        state: another one after the job has gone back to a checkpoint.
+        configuring: the model of the first worker is being laid out over the shards.
+        stale: the shards do not know yet who takes part in the open round.
+        spoiled: a shard has lost the model: all go back to a checkpoint.
+        closing: the parameter server ends, and answers no calls.
+    """
+
+    def __init__(self, spec: TrainingJobSpec, term: int, *, clock: Callable[[], float] | None = None) -> None:
+        self.spec = spec
+        self.clock = clock or time.monotonic
+        self.changed = threading.Condition()
+        self.state = self.blank(term)
+        self.configuring = self.stale = self.spoiled = self.closing = False
+
+    def blank(self, term: int) -> JobState:
+        """The state of a job that begins in this term."""
+        return JobState(term, self.lease, self.spec.consistency, self.spec.data)
+
+    @property
+    def term(self) -> int:
+        """The parameter server's term. It grows when the job goes back to a checkpoint."""
+        with self.changed:
+            return self.state.term
+
+    @property
+    def lease(self) -> timedelta:
+        """How long a member may be silent."""
+        return self.spec.worker.lease_duration
+
+    @property
+    def settings(self) -> str:
+        """The settings in force, as JSON."""
+        with self.changed:
+            return self.state.settings.to_json()
+
+    @property
+    def stopped(self) -> str:
+        """See `JobState.stopped`."""
+        with self.changed:
+            return self.state.stopped
+
+    @contextmanager
+    def settled(self) -> Iterator[JobState]:
+        """Hold the lock while no round is being committed. Blocks for `SETTLED` at most.
+
+        Raises:
+            Refused: NOT_READY; a round is still being committed, or the job is going back to a checkpoint.
+        """
+        with self.changed:
+            settled = self.changed.wait_for(
+                lambda: self.closing or not (self.state.rounds.committing or self.spoiled),
+                timeout=SETTLED.total_seconds(),
+            )
+            if self.closing:
+                raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
+            if not settled:
+                doing = "going back to a checkpoint" if self.spoiled else "committing a round"
+                raise Refused(RefusalCode.NOT_READY, f"the parameter server is still {doing}; ask again")
+            yield self.state
+
+    def told(self) -> None:
+        """Note that something has changed for shards or waiting threads. The lock is held."""
+        self.stale = True
+        self.changed.notify_all()
+
+    def drop(self, worker: int, outcome: str, reason: str = "") -> None:
+        """End a stay. The lock is held."""
+        state, attempt = self.state, self.state.rounds.attempt
+        if state.drop(worker, outcome, reason, self.clock()) is None:
+            return
+        logger.info(
+            "worker %d %s at version %d%s", worker, outcome, state.version, f": {reason}" if reason else ""
+        )
+        if state.rounds.attempt != attempt:
+            logger.info(
+                "the round on version %d starts again, as attempt %d", state.version, state.rounds.attempt
+            )
+        self.told()
+
+    def drop_silent_and_hung(self) -> None:
+        """Declare members gone whose lease has ended or that keep the others waiting. The lock is held."""
+        now = self.clock()
+        for worker in self.state.members.expired(now):
+            self.drop(worker, "lost", f"silent for {self.lease.total_seconds():g} s")
+        for worker, seconds in self.state.hung(now, self.spec.worker.progress_timeout).items():
+            self.drop(worker, "hung", f"the others have waited for its step for {seconds:.1f} s")

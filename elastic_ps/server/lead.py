@@ -1,0 +1,135 @@
+"""What makes a parameter server shard 0: it leads the job. The pieces put together, and their thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server.coordinator import TICK, Coordinator
+from elastic_ps.server.driver import Driver
+from elastic_ps.server.guarded import Guarded
+from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.orders import ShardControl, Standing
+from elastic_ps.server.patience import Patience
+from elastic_ps.server.remote import RemoteShard
+from elastic_ps.server.safekeeping import Safekeeping
+from elastic_ps.status import ServerStatus
+from elastic_ps.telemetry import History
+
+
+class Lead:
+    """The lead of a job, from `start` to `close`.
+
+    Args:
+        name: the job's.
+        spec: how to train it.
+        term: how often shard 0 has been started.
+        shards: in order; the first is this process's own.
+        standbys: of each shard, in order; empty without `durability: standby`.
+        keeper: decides when checkpoints are written, and finishes them; None for no checkpoints. Closed by
+            `close`.
+        history: where commits, joins and skipped records are recorded.
+
+    Attributes:
+        coordinator: answers the workers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: TrainingJobSpec,
+        term: int,
+        shards: Sequence[ShardControl],
+        *,
+        standbys: Sequence[RemoteShard] = (),
+        keeper: Keeper | None,
+        history: History,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._name, self._shards, self._keeper = name, len(shards), keeper
+        self._job = Guarded(spec, term, clock=clock)
+        self._driver = Driver(self._job, shards, standbys=standbys, keeper=keeper, history=history)
+        self._safekeeping = Safekeeping(self._job, self._driver, keeper)
+        self.coordinator = Coordinator(self._job, self._driver, self._safekeeping, history)
+        self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
+
+    def start(self, found: Manifest | None, patience: Patience | None = None) -> None:
+        """Begin, from the checkpoint `found` if there is one, or from later rounds that the standbys hold.
+
+        Blocks while the shards load the checkpoint, and while the storage is unavailable. If it raises,
+        everything is closed.
+        """
+        try:
+            self._driver.start(found, patience or Patience())
+        except BaseException:
+            self._driver.abandon()
+            self._close_keeper()
+            raise
+        self._ticker.start()
+
+    def close(self, *, keep: bool = True) -> None:
+        """Stop committing and end the threads; with `keep`, first write a last checkpoint. Blocks."""
+        with self._job.changed:
+            self._job.closing = True
+            self._job.changed.notify_all()
+        self._ticker.join()
+        if keep and self._keeper is not None and self._driver.finish_round():
+            self._safekeeping.keep_now()
+        self._driver.close()
+        self._close_keeper()
+
+    def _close_keeper(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another parameter server has taken over, so that this one has to end."""
+        return self._driver.fenced
+
+    def _tick(self) -> None:
+        """Every `TICK`: declare silent members gone, collect checkpoint parts, repeat what failed.
+
+        Also check the fence: workers that wait for records must not keep waiting here.
+        """
+        job = self._job
+        while True:
+            if self._keeper is not None:
+                self._keeper.check_fence()
+                self._keeper.give_up_late(job.clock())
+            with job.changed:
+                if job.changed.wait_for(lambda: job.closing, timeout=TICK.total_seconds()):
+                    return
+                if not job.state.rounds.committing:
+                    job.drop_silent_and_hung()
+                job.stale |= self._driver.asks_shards
+            self._driver.drive()
+            self._safekeeping.keep_what_must_be()
+
+    def status(self) -> ServerStatus:
+        """Progress and members, at this moment."""
+        job, keeper = self._job, self._keeper
+        with job.changed:
+            state, now = job.state, job.clock()
+            durable = keeper.durable if keeper else None
+            return ServerStatus(
+                job=self._name,
+                shard=0,
+                shards=self._shards,
+                term=state.term,
+                ready=state.initialised,
+                progress=state.progress(now, durable),
+                durable_age_seconds=None if durable is None else max(0.0, time.time() - durable[1]),
+                problem=keeper.problem(state.version, now) if keeper else "",
+                checkpoint_pause_seconds=keeper.paused.total_seconds() if keeper else 0.0,
+                standbys=[standing is Standing.FOLLOWING for standing in self._driver.standings],
+                members=[state.member(stay, now) for stay in state.members.stays()],
+            )
+
+    def loss(self) -> list[tuple[int, float]]:
+        """The loss curve: (version, sample-weighted mean of what the scripts reported)."""
+        with self._job.changed:
+            return list(self._job.state.loss.points)

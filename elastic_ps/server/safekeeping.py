@@ -1,0 +1,145 @@
+"""Has the first version on disk before training begins, and the last one before it ends.
+
+Checkpoints in between are ordered with a round (`driver`). Those here wait for nobody's step: all shards are
+told to write the version that they have, and the thread that asks waits until it is on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Protocol
+
+from elastic_ps.errors import CheckpointError, Refused, TransportError
+from elastic_ps.server.guarded import Guarded
+from elastic_ps.server.keeper import PATIENCE, Keeper
+from elastic_ps.server.orders import Advance
+
+logger = logging.getLogger(__name__)
+
+PAUSE = timedelta(seconds=1)
+"""After a checkpoint that must be written has failed, the time until the next attempt."""
+
+LAST = timedelta(minutes=10)
+"""For how long the end of the job waits for the last version to be on disk."""
+
+RETRY = timedelta(milliseconds=100)
+"""Between two attempts to have the shards write the current version."""
+
+
+class Orders(Protocol):
+    """How the shards get orders; see `Driver`."""
+
+    def turn(self) -> AbstractContextManager[Advance]:
+        """Be the only thread that gives orders. Yields the order that describes the current state."""
+
+    def tell_all(self, advance: Advance) -> None:
+        """Send an order to all shards. Raises Refused, TransportError."""
+
+
+class Safekeeping:
+    """Has the first version and the last one written. Thread-safe.
+
+    Args:
+        job: whose versions they are.
+        orders: the way to the shards.
+        keeper: makes the shards' parts a checkpoint; None for no checkpoints, so nothing is waited for.
+    """
+
+    def __init__(self, job: Guarded, orders: Orders, keeper: Keeper | None) -> None:
+        self._job, self._orders, self._keeper = job, orders, keeper
+        self._writing = False  # a thread writes a version that must be kept
+        self._not_before = 0.0  # writing it has failed, and is not tried again before this time
+        self._finished_at: float | None = None
+
+    def may_finish(self) -> bool:
+        """Whether workers may be told that the job is finished. The job's lock is held.
+
+        Not before the last version is on disk: if the parameter server was lost, no worker might be left to
+        train the missing records. A full disk delays the end for `LAST` at most.
+        """
+        state, now = self._job.state, self._job.clock()
+        if not state.finished:
+            return False
+        if self._keeper is None or self._keeper.durable_version == state.version:
+            return True
+        if self._finished_at is None:
+            self._finished_at = now
+        return now - self._finished_at > LAST.total_seconds()
+
+    @property
+    def problem(self) -> str:
+        """Why the last checkpoint could not be written; "" if it was."""
+        return self._keeper.failure if self._keeper is not None else ""
+
+    def keep_what_must_be(self) -> None:
+        """Write the first version before training begins, and the last one before it ends.
+
+        Blocks while it does that. Another thread that comes meanwhile does not wait.
+        """
+        job, keeper = self._job, self._keeper
+        with job.changed:
+            state = job.state
+            if job.clock() < self._not_before:
+                return
+            first = state.arrived and not state.initialised
+            last = state.initialised and state.finished and not self.may_finish()
+            fenced = keeper is not None and keeper.fenced
+            if not (first or last) or self._writing or job.closing or job.spoiled or fenced:
+                return
+            self._writing = True
+        kept = False
+        try:
+            kept = self.keep_now()
+        finally:
+            with job.changed:
+                self._writing = False
+                state.initialised |= kept
+                if not kept:
+                    self._not_before = job.clock() + PAUSE.total_seconds()
+                job.changed.notify_all()
+
+    def keep_now(self) -> bool:
+        """Write a checkpoint of the current version. Blocks; returns whether it is on disk, if it is to be.
+
+        A failed call is repeated for `PATIENCE`. A checkpoint that is being written is finished first: two at
+        a time would delete each other's files.
+        """
+        job, keeper = self._job, self._keeper
+        if keeper is None:
+            return True
+        deadline = job.clock() + PATIENCE.total_seconds()
+        while True:
+            try:
+                self._keep(keeper)
+            except TransportError as error:
+                if job.clock() < deadline and not keeper.fenced:
+                    time.sleep(RETRY.total_seconds())
+                    continue
+                logger.warning("no checkpoint of the current version was written: %s", error)
+            except (Refused, CheckpointError) as error:
+                logger.warning("no checkpoint of the current version was written: %s", error)
+            with job.changed:
+                return keeper.durable_version == job.state.version
+
+    def _keep(self, keeper: Keeper) -> None:
+        """See `keep_now`. Raises TransportError, Refused, CheckpointError."""
+        job, orders = self._job, self._orders
+
+        def ask() -> None:
+            with orders.turn() as current:
+                orders.tell_all(current)
+
+        keeper.await_whole(ask)
+        with orders.turn() as current:
+            if keeper.durable_version == current.version:
+                return
+            number = keeper.number()
+            orders.tell_all(replace(current, checkpoint=number))
+            with job.changed:
+                state = job.state.to_checkpoint()
+            keeper.begin(current.version, job.clock(), state, number=number)
+        keeper.await_whole(ask)
