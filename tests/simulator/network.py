@@ -90,13 +90,17 @@ class Network:
 
 
 class SimServer(Server):
-    """Listens at an address; the process that made it answers."""
+    """Listens at an address; the process that made it answers.
+
+    While it listens, it hides the server that listened there before.
+    """
 
     def __init__(self, network: Network, address: str) -> None:
         self._network, self._address = network, address
         self._process = world().process
         self._handler: Handler | None = None
         self._calls: list[_Call] = []
+        self._hidden: SimServer | None = None
 
     @property
     def address(self) -> str:
@@ -104,6 +108,7 @@ class SimServer(Server):
 
     def serve(self, handler: Handler) -> None:
         self._handler = handler
+        self._hidden = self._network.servers.get(self._address)
         self._network.servers[self._address] = self
         self._process.on_death.append(self._vanish)
 
@@ -121,6 +126,8 @@ class SimServer(Server):
     def _vanish(self) -> None:
         if self._network.servers.get(self._address) is self:
             del self._network.servers[self._address]
+            if self._hidden is not None and self._hidden._handler is not None:
+                self._network.servers[self._address] = self._hidden
         self._handler = None
         for call in self._calls:
             call.end(ConnectionLost(f"{call.what}: the server has gone"), self._network.latency())
