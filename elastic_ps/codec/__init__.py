@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
 
 import torch
@@ -15,6 +16,16 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(bytearray())
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def as_tensor(data: memoryview, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """A flat tensor over these bytes, without a copy. It must not be written to if they are read-only."""
+    return torch.frombuffer(data, dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype)
+
+
+with warnings.catch_warnings():  # torch says once that it does not know of read-only tensors
+    warnings.simplefilter("ignore")
+    as_tensor(memoryview(b"\0"))
 
 
 def checksum(data: memoryview) -> int:

@@ -15,10 +15,10 @@ TIMEOUT = timedelta(seconds=5)
 def tell_parameter_server(job: str, addresses: tuple[str, ...], worker: int, instance: str) -> None:
     """Tell shard 0 of `job`. Blocks for `TIMEOUT` at most; if it cannot be told, the worker's lease ends."""
     from elastic_ps.transport import messages_pb2 as pb
+    from elastic_ps.transport import ways
     from elastic_ps.transport.base import unary
-    from elastic_ps.transport.grpc import GrpcConnection
 
-    connection = GrpcConnection(addresses[0])
+    connection = ways.connect(addresses[0])
     try:
         request = pb.GoneRequest(job=job, worker=worker, instance=instance)
         unary(connection, "Gone", request.SerializeToString(), timeout=TIMEOUT)

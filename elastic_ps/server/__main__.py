@@ -28,7 +28,7 @@ def main() -> int:
         from elastic_ps.server.patience import Patience
         from elastic_ps.server.process import ParameterServer, waiting_status
         from elastic_ps.server.status import StatusServer
-        from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
+        from elastic_ps.transport.ways import connect, listen
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -38,15 +38,15 @@ def main() -> int:
         process.begin(environment)
         process.end_if_a_thread_fails()
         compiler.defer()
-        transport = GrpcServer(environment.bind)
+        transport = listen(environment.bind)
         patience = Patience(stop.is_set)
         # Before anything that may have to wait, so that the waiting is seen.
         http = StatusServer(environment.http, lambda: waiting_status(environment, patience), list)
         server = ParameterServer(
             environment,
             transport,
-            lambda shard: GrpcConnection(environment.addresses[shard]),
-            (lambda shard: GrpcConnection(environment.standbys[shard])) if environment.standbys else None,
+            lambda shard: connect(environment.addresses[shard]),
+            (lambda shard: connect(environment.standbys[shard])) if environment.standbys else None,
             patience=patience,
         )
         http.show(server.status, server.loss)

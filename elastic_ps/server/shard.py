@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from elastic_ps.checkpoint.tensors import Source, Stored
-from elastic_ps.codec import as_bytes, dtype_of
+from elastic_ps.codec import as_bytes, as_tensor, dtype_of
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import Settings
@@ -29,6 +30,7 @@ from elastic_ps.server.orders import Application
 from elastic_ps.server.values import BucketValues, StateEntry, require_finite
 from elastic_ps.telemetry import Trace
 from elastic_ps.transport.base import Incoming
+from elastic_ps.transport.memory import shared_if_possible
 
 RECEIVE_BUFFERS = 4
 """Pushes that are received at the same time; the others wait, so memory does not grow with the workers."""
@@ -97,8 +99,9 @@ class Shard:
         self._receiving: set[tuple[int, int]] = set()
         self._buckets: dict[int, BucketValues] = {}
         name, settings = optimizer
+        allocate = shared_if_possible([bucket.nbytes for bucket in layout.of_shard(index)])
         for bucket in layout.of_shard(index):
-            values = BucketValues(bucket, stale=consistency.mode == "bounded")
+            values = BucketValues(bucket, stale=consistency.mode == "bounded", allocate=allocate)
             values.build_optimizer(name, settings.groups, layout.tensors)
             self._buckets[bucket.index] = values
         self._stepped = [
@@ -149,16 +152,12 @@ class Shard:
         bucket = self.bucket(index)
         with self._changed:
             self._log.check_initialiser(worker, incarnation)
-        buffer = self._receive(bucket, incoming)
-        try:
-            values = _typed(buffer, bucket)
+        with self._receive(bucket, incoming) as values:
             if bucket.rule is Rule.GRADIENT:
                 require_finite(values, f"first values of bucket {index}")
             with self._changed:
                 self._log.check_initialiser(worker, incarnation)
                 self._buckets[index].initialise(values)
-        finally:
-            self._buffers.put(buffer)
 
     def push(self, key: PushKey, samples: int, present: Sequence[bool], incoming: Incoming) -> bool:
         """Add a worker's bucket to the open round. Returns False if it had been added before.
@@ -192,56 +191,59 @@ class Shard:
                     "being received; push again",
                 )
             self._receiving.add(slot)
-        buffer: torch.Tensor | None = None
         try:
-            buffer = self._receive(bucket, incoming)
-            contribution = _typed(buffer, bucket)
-            usual = self._buckets[key.bucket].values if bucket.rule in (Rule.MEAN, Rule.BROADCAST) else None
-            who = f"worker {key.worker}, step {key.step}, bucket {key.bucket}"
-            largest = require_finite(contribution, who, usual=usual)
-            with self._changed:
-                if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
-                    return False
-                first = not self._log.added.get(key.bucket)
-                values = self._buckets[key.bucket]
-                values.add(
-                    contribution,
-                    samples,
-                    present,
-                    first=first,
-                    worker=key.worker,
-                    largest=largest,
-                    who=who,
-                )
-                self._log.add(key)
+            with self._receive(bucket, incoming) as contribution:
+                return self._add(key, samples, present, contribution)
         finally:
             with self._changed:
                 self._receiving.discard(slot)
                 self._changed.notify_all()
-            if buffer is not None:
-                self._buffers.put(buffer)
+
+    def _add(self, key: PushKey, samples: int, present: Sequence[bool], contribution: torch.Tensor) -> bool:
+        values = self._buckets[key.bucket]
+        usual = values.values if values.bucket.rule in (Rule.MEAN, Rule.BROADCAST) else None
+        who = f"worker {key.worker}, step {key.step}, bucket {key.bucket}"
+        largest = require_finite(contribution, who, usual=usual)
+        with self._changed:
+            if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
+                return False
+            first = not self._log.added.get(key.bucket)
+            values.add(
+                contribution, samples, present, first=first, worker=key.worker, largest=largest, who=who
+            )
+            self._log.add(key)
         return True
 
     def _may_add(self, key: PushKey) -> bool:
         self._log.decide(key)
         return not self._consistency.deterministic or self._log.turn(key.worker, key.bucket)
 
-    def _receive(self, bucket: Bucket, incoming: Incoming) -> torch.Tensor:
+    @contextmanager
+    def _receive(self, bucket: Bucket, incoming: Incoming) -> Iterator[torch.Tensor]:
+        """A bucket's worth of values that comes in, where it lies if that memory is shared. Blocks.
+
+        Its sender may change shared memory only when it has lost its stay, or the round has started again.
+        Then the sum that it is added to, of an attempt that is over, is never used.
+        """
         if incoming.size != bucket.nbytes:
             raise Refused(
                 RefusalCode.MALFORMED,
                 f"{incoming.size} bytes for bucket {bucket.index}, which has {bucket.nbytes}",
             )
+        dtype, shared = dtype_of(bucket.dtype), incoming.view()
+        if shared is not None:
+            yield as_tensor(shared, dtype)
+            return
         try:
             buffer = self._buffers.get(timeout=WAIT.total_seconds())
         except queue.Empty:
             raise Refused(RefusalCode.NOT_READY, "too many pushes are being received; push again") from None
         try:
-            incoming.read_into(as_bytes(buffer[: bucket.nbytes]))
-        except BaseException:
+            data = as_bytes(buffer[: bucket.nbytes])
+            incoming.read_into(data)
+            yield as_tensor(data, dtype)
+        finally:
             self._buffers.put(buffer)
-            raise
-        return buffer
 
     def _await(self, ready: Callable[[], bool]) -> bool:
         """Wait, holding the lock, until `ready` or until `WAIT` is over; `ready` may raise."""
@@ -492,8 +494,3 @@ class Shard:
         for values in self._buckets.values():
             if values.bucket.index not in self._missing:
                 yield values.bucket, values.values
-
-
-def _typed(buffer: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """The start of a byte buffer as the bucket's elements."""
-    return buffer[: bucket.nbytes].view(dtype_of(bucket.dtype))

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_ps.checkpoint.tensors import MASTER, Source
-from elastic_ps.codec import dtype_of
+from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.core.partition import Bucket, Rule, TensorSpec
 from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, MAX_NORM, check_optimizer
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+from elastic_ps.transport.memory import Allocate, plain
 
 WIDE = {"float16": torch.float32, "bfloat16": torch.float32}
 """Half precision is too coarse to add small numbers up in. Sums of gradients are kept in single precision,
@@ -37,6 +38,7 @@ class BucketValues:
     Args:
         bucket: what it is.
         stale: contributions may have been computed on an older version, so that a maximum must not go back.
+        allocate: gives the memory of the values.
 
     Attributes:
         bucket: what it is.
@@ -45,10 +47,10 @@ class BucketValues:
         version: number of steps taken.
     """
 
-    def __init__(self, bucket: Bucket, *, stale: bool = False) -> None:
+    def __init__(self, bucket: Bucket, *, stale: bool = False, allocate: Allocate = plain) -> None:
         self.bucket = bucket
         self._stale = stale
-        self.values = torch.zeros(bucket.elements, dtype=dtype_of(bucket.dtype))
+        self.values = as_tensor(allocate(bucket.nbytes), dtype_of(bucket.dtype))
         self.master = self.values
         self.version = 0
         self._sum: torch.Tensor | None = None

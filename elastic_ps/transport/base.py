@@ -48,6 +48,13 @@ class Incoming(Protocol):
     def size(self) -> int:
         """Bytes of the body as announced; at most `Limits.body_bytes`."""
 
+    def view(self) -> memoryview | None:
+        """The body in memory that both sides share, read-only; None if it has to be read with `read_into`.
+
+        It is there until this side answers, or asks for the next answer. A handler that looks at it may not
+        yield before it is done with it.
+        """
+
     def read_into(self, target: memoryview) -> None:
         """Write the body into `target`, which has exactly `size` writable bytes. Blocks until all are there.
 
@@ -85,7 +92,8 @@ class Connection(abc.ABC):
 
     @abc.abstractmethod
     def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
-        """Send `frame` and iterate over the answers. Sending starts at once, not at the first `next`.
+        """Send `frame` and iterate over the answers. Sending starts at once; a large body may take until the
+        first `next`.
 
         An answer's body must be read before the next answer is asked for. `timeout` bounds the whole call,
         from now to its last answer. Closing the iterator (or dropping it) cancels the call.

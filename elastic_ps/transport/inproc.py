@@ -249,6 +249,10 @@ class _Received:
         """Bytes of the body."""
         return len(self._body)
 
+    def view(self) -> memoryview | None:
+        """None: the body is to be copied."""
+        return None
+
     def read_into(self, target: memoryview) -> None:
         """Copy the body; see `Incoming.read_into`."""
         target = target_of(target, self.size)

@@ -7,7 +7,10 @@ import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
+from google.protobuf.message import DecodeError
+
 from elastic_ps.errors import Malformed, RefusalCode, Refused, TransportError
+from elastic_ps.transport import frame_pb2
 from elastic_ps.transport.base import Frame, Handler, Incoming
 
 _LOG = logging.getLogger(__name__)
@@ -41,6 +44,33 @@ class Refusal:
             return cls(Kind.MALFORMED, RefusalCode.UNSPECIFIED, str(error)[:MESSAGE_CHARACTERS])
         message = f"the server failed: {type(error).__name__}: {error}"
         return cls(Kind.FAILED, RefusalCode.UNSPECIFIED, message[:MESSAGE_CHARACTERS])
+
+    def message_of(self) -> frame_pb2.Refusal:
+        """As it is on the wire."""
+        return frame_pb2.Refusal(
+            kind=frame_pb2.Refusal.Kind.Name(self.kind),
+            code=self.code,
+            message=self.message.encode(errors="replace").decode(),
+        )
+
+    def to_bytes(self) -> bytes:
+        """Encoded; see `from_bytes`."""
+        return self.message_of().SerializeToString()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Refusal:
+        """What `to_bytes` has made. Raises Malformed if it has not."""
+        try:
+            parsed = frame_pb2.Refusal.FromString(content)
+        except DecodeError as error:
+            raise Malformed(f"not a refusal: {error}") from error
+        known = {int(kind): kind for kind in Kind}
+        codes = {int(code): code for code in RefusalCode}
+        return cls(
+            known.get(parsed.kind, Kind.FAILED),
+            codes.get(parsed.code, RefusalCode.UNSPECIFIED),
+            parsed.message,
+        )
 
     def error(self) -> Exception:
         """The exception for the client to raise."""

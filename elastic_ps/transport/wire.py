@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from elastic_ps.errors import Malformed, RefusalCode
+from elastic_ps.errors import Malformed
 from elastic_ps.transport import frame_pb2
 from elastic_ps.transport.base import EMPTY, Frame, Limits
-from elastic_ps.transport.refusal import Kind, Refusal
+from elastic_ps.transport.refusal import Refusal
 from elastic_ps.transport.views import flat, target_of
 
 CHUNK = 1024 * 1024
@@ -48,13 +48,7 @@ def messages(frame: Frame, method: str = "") -> Iterator[bytes]:
 
 def encode_refusal(refusal: Refusal) -> bytes:
     """The message that carries `refusal`."""
-    return frame_pb2.Message(
-        refusal=frame_pb2.Refusal(
-            kind=frame_pb2.Refusal.Kind.Name(refusal.kind),
-            code=refusal.code,
-            message=refusal.message.encode(errors="replace").decode(),
-        )
-    ).SerializeToString()
+    return frame_pb2.Message(refusal=refusal.message_of()).SerializeToString()
 
 
 def fits(frame: Frame) -> bool:
@@ -150,6 +144,10 @@ class ReceivedFrame:
         """Bytes of the body as announced."""
         return self._size
 
+    def view(self) -> memoryview | None:
+        """None: the body is in the stream."""
+        return None
+
     def read_into(self, target: memoryview) -> None:
         """Write the body into `target`; see `Incoming.read_into`."""
         target = target_of(target, self._size)
@@ -222,7 +220,7 @@ def _parse(message: bytes) -> _Piece:
             elif field == _OPENING:
                 piece.opening = _opening(content)
             elif field == _REFUSAL:
-                piece.refusal = _refusal(content)
+                piece.refusal = Refusal.from_bytes(bytes(content))
         elif kind == _VARINT:
             _, at = _read_varint(view, at)
         elif kind in (_FIXED64, _FIXED32):
@@ -239,20 +237,6 @@ def _opening(content: memoryview) -> frame_pb2.Opening:
         return frame_pb2.Opening.FromString(bytes(content))
     except DecodeError as error:
         raise Malformed(f"not an opening: {error}") from error
-
-
-def _refusal(content: memoryview) -> Refusal:
-    try:
-        parsed = frame_pb2.Refusal.FromString(bytes(content))
-    except DecodeError as error:
-        raise Malformed(f"not a refusal: {error}") from error
-    known = {int(kind): kind for kind in Kind}
-    codes = {int(code): code for code in RefusalCode}
-    return Refusal(
-        known.get(parsed.kind, Kind.FAILED),
-        codes.get(parsed.code, RefusalCode.UNSPECIFIED),
-        parsed.message,
-    )
 
 
 def _prefix(field: int, size: int) -> bytes:

@@ -26,7 +26,7 @@ def connect() -> Session:
         raise UsageError(
             f"only a worker may call elastic_ps.connect(), but this process was started as {what}"
         )
-    from elastic_ps.transport.grpc import GrpcConnection
+    from elastic_ps.transport import ways
 
     global _current
     process = f"worker-{environment.index}"
@@ -34,7 +34,7 @@ def connect() -> Session:
         environment.job,
         environment.spec,
         environment.index,
-        [GrpcConnection(address) for address in environment.addresses],
+        [ways.connect(address) for address in environment.addresses],
         trace=Trace(environment.trace, process),
         history=History(environment.history, process),
         on_hung=end_hung,

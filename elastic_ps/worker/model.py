@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from elastic_ps.codec import as_bytes, dtype_of, name_of
+from elastic_ps.codec import as_bytes, as_tensor, dtype_of, name_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec
 from elastic_ps.core.settings import (
     CONSTRUCTED,
@@ -24,6 +24,7 @@ from elastic_ps.core.settings import (
     plain_group,
 )
 from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.transport.memory import shared_if_possible
 from elastic_ps.worker.seal import Seal
 
 
@@ -241,9 +242,9 @@ class Flat:
                 place += piece.length
             sizes[bucket.dtype, bucket.rule] = place
         self._values = {k: torch.zeros(n, dtype=dtype_of(k[0])) for k, n in sizes.items()}
-        self._contributions = {
-            k: torch.zeros(n, dtype=dtype_of(k[0])) for k, n in sizes.items() if k[1] is not Rule.CONSTANT
-        }
+        pushed = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items() if k[1] is not Rule.CONSTANT}
+        allocate = shared_if_possible(list(pushed.values()))
+        self._contributions = {k: as_tensor(allocate(n), dtype_of(k[0])) for k, n in pushed.items()}
         self._places = [
             ((spec.dtype, spec.rule), starts.get(index, 0), spec.elements)
             for index, spec in enumerate(layout.tensors)

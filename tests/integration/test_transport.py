@@ -132,8 +132,8 @@ def test_sending_starts_with_the_call(world: World) -> None:
     arrived = threading.Event()
 
     def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
-        read(incoming)
         arrived.set()
+        read(incoming)
         yield Frame(b"")
 
     call = world.pair(handler).call("put", Frame(b"", memoryview(bytes(5_000_000))), timeout=LONG)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+from elastic_ps.transport import local
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocConnection, InprocServer
+from elastic_ps.transport.local import LocalServer
+
+_NUMBERS = itertools.count(os.getpid() * 1000)
+"""They need not be ports."""
 
 LONG = timedelta(seconds=60)
 SHORT = timedelta(milliseconds=300)
@@ -40,8 +47,20 @@ class InprocTransport:
         return InprocConnection(server, limits=limits)
 
 
-Transport = GrpcTransport | InprocTransport
-TRANSPORTS: list[Callable[[], Transport]] = [GrpcTransport, InprocTransport]
+class LocalTransport:
+    """Makes servers and connections of the transport within a host."""
+
+    def listen(self, *, again: Server | None = None, limits: Limits | None = None) -> Server:
+        """See `GrpcTransport.listen`."""
+        return LocalServer(again.address if again else f"127.0.0.1:{next(_NUMBERS)}", limits=limits)
+
+    def connect(self, server: Server, *, limits: Limits | None = None) -> Connection:
+        """A connection to `server`."""
+        return local.connect(server.address, limits=limits)
+
+
+Transport = GrpcTransport | InprocTransport | LocalTransport
+TRANSPORTS: list[Callable[[], Transport]] = [GrpcTransport, InprocTransport, LocalTransport]
 
 
 def read(incoming: Incoming) -> bytes:

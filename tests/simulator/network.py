@@ -322,6 +322,9 @@ class _Received:
     def size(self) -> int:
         return self._body.nbytes
 
+    def view(self) -> memoryview | None:
+        return None
+
     def read_into(self, target: memoryview) -> None:
         if self._read:
             raise ValueError("the body has been read already")

@@ -37,6 +37,9 @@ class Body:
         self.started = threading.Event()
         self._gate, self._cut_off = gate, cut_off
 
+    def view(self) -> memoryview | None:
+        return None
+
     def read_into(self, target: memoryview) -> None:
         half = self.size // 2
         target[:half] = self._data[:half]

@@ -1,0 +1,306 @@
+"""What an exact `sync` step costs on one host: elastic-ps beside DistributedDataParallel over gloo.
+
+`python -m benchmarks.datapath` trains each model twice, with as many processes that compute, on batches that
+lie in memory: as a job of elastic-ps with one parameter server, and with DistributedDataParallel under
+`torchrun`. Both compute with one thread in each process. It prints the median step of the slowest worker
+and the processor time of a step, all processes together, and the ratio of the two. They take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.recovery import ROOT, torchrun
+
+LIMIT = 300.0
+WARM = 0.25
+"""Share of the steps that are not measured."""
+
+
+class Case(NamedTuple):
+    """What is trained: names of a model and an optimizer, the batch and how many processes compute."""
+
+    model: str
+    optimizer: str
+    batch: int
+    workers: int
+    steps: int
+
+    @property
+    def name(self) -> str:
+        """For a line of the table."""
+        return f"{self.model}, {self.optimizer}, batch {self.batch}, {self.workers} workers"
+
+
+CASES = {
+    "small": Case("mlp-64-128-10", "SGD", 16, 2, 600),
+    "mlp": Case("mlp-10.5M", "SGD", 64, 2, 40),
+    "mlp4": Case("mlp-10.5M", "SGD", 64, 4, 30),
+    "resnet": Case("resnet18", "SGD", 8, 2, 24),
+    "adam": Case("mlp-10.5M", "Adam", 64, 2, 30),
+}
+
+
+class Block(torch.nn.Module):
+    """Two convolutions and a way around them (He et al. 2015, "Deep Residual Learning")."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        conv, norm = torch.nn.Conv2d, torch.nn.BatchNorm2d
+        self.body = torch.nn.Sequential(
+            conv(inputs, outputs, 3, stride, 1, bias=False),
+            norm(outputs),
+            torch.nn.ReLU(),
+            conv(outputs, outputs, 3, 1, 1, bias=False),
+            norm(outputs),
+        )
+        self.around: torch.nn.Module = torch.nn.Identity()
+        if stride > 1 or inputs != outputs:
+            self.around = torch.nn.Sequential(conv(inputs, outputs, 1, stride, bias=False), norm(outputs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(x) + self.around(x))
+
+
+def make_model(name: str) -> tuple[torch.nn.Module, tuple[int, ...], int]:
+    """The model, the shape of one record, and the number of classes."""
+    torch.manual_seed(0)
+    linear, relu = torch.nn.Linear, torch.nn.ReLU
+    if name == "mlp-64-128-10":
+        return torch.nn.Sequential(linear(64, 128), relu(), linear(128, 10)), (64,), 10
+    if name == "mlp-10.5M":
+        layers = [linear(1024, 2048), relu(), linear(2048, 2048), relu(), linear(2048, 2048), relu()]
+        return torch.nn.Sequential(*layers, linear(2048, 10)), (1024,), 10
+    stem = [torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False), torch.nn.BatchNorm2d(64), relu()]
+    widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+    widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
+    head = [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), linear(512, 10)]
+    return torch.nn.Sequential(*stem, *(Block(*width) for width in widths), *head), (3, 32, 32), 10
+
+
+def make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if name == "Adam":
+        return torch.optim.Adam(model.parameters(), lr=1e-4)
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def make_batch(shape: tuple[int, ...], classes: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, *shape), torch.randint(0, classes, (batch,))
+
+
+class Batches(torch.utils.data.Dataset[Any]):
+    """Records of which each batch is the one that lies in memory."""
+
+    def __init__(self, batch: tuple[torch.Tensor, torch.Tensor], records: int) -> None:
+        self.batch, self.records = batch, records
+
+    def __len__(self) -> int:
+        return self.records
+
+    def __getitems__(self, _: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.batch
+
+
+def as_it_is(batch: Any) -> Any:
+    return batch
+
+
+class Timer:
+    """Notes when steps end, and the processor time that this process took."""
+
+    def __init__(self, steps: int, path: Path) -> None:
+        self._ends: list[float] = []
+        self._warm = int(steps * WARM)
+        self._path = path
+        self._cpu = 0.0
+
+    def step(self) -> None:
+        """A step has ended."""
+        self._ends.append(time.perf_counter())
+        if len(self._ends) == self._warm:
+            self._cpu = cpu_seconds()
+
+    def write(self) -> None:
+        """After the last one."""
+        ends = self._ends[self._warm - 1 :]
+        steps = [after - before for before, after in itertools.pairwise(ends)]
+        cpu = (cpu_seconds() - self._cpu) / len(steps)
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps({"step": statistics.median(steps), "cpu": cpu}))
+        partial.rename(self._path)
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+def train_with_parameter_server(case: str, directory: str) -> None:
+    """What a worker of the job runs."""
+    import elastic_ps
+
+    torch.set_num_threads(1)
+    chosen = CASES[case]
+    session = elastic_ps.connect()
+    model, shape, classes = make_model(chosen.model)
+    optimizer = session.optimizer(make_optimizer(chosen.optimizer, model), model)
+    data = Batches(make_batch(shape, classes, chosen.batch), chosen.steps * chosen.batch * chosen.workers * 2)
+    timer = Timer(chosen.steps, Path(directory) / f"worker-{session.worker}.json")
+    for number, (x, y) in enumerate(session.loader(data, chosen.batch, collate_fn=as_it_is)):
+        train(model, optimizer, x, y)
+        if number < chosen.steps:
+            timer.step()
+        if number == chosen.steps - 1:  # the others go on until they have as many
+            timer.write()
+
+
+def train_with_ddp(case: str, directory: Path) -> None:
+    """What `torchrun` runs in each rank."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    (directory / f"rank-{rank}.pid").write_text(str(os.getpid()))
+    chosen = CASES[case]
+    model, shape, classes = make_model(chosen.model)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = make_optimizer(chosen.optimizer, model)
+    x, y = make_batch(shape, classes, chosen.batch)
+    timer = Timer(chosen.steps, directory / f"worker-{rank}.json")
+    for _ in range(chosen.steps):
+        train(wrapped, optimizer, x, y)
+        timer.step()
+    timer.write()
+    torch.distributed.barrier()
+
+
+@dataclass
+class Measured:
+    """Seconds a step, of the slowest worker; processor seconds a step, of all processes."""
+
+    step: float
+    cpu: float
+
+
+def collect(directory: Path, workers: int, check: Callable[[], None]) -> Measured:
+    """Wait for what the workers write."""
+    deadline = time.monotonic() + LIMIT
+    paths = [directory / f"worker-{index}.json" for index in range(workers)]
+    while not all(path.exists() for path in paths):
+        check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no result within {LIMIT:.0f} s")
+        time.sleep(0.05)
+    found = [json.loads(path.read_text()) for path in paths]
+    return Measured(max(each["step"] for each in found), sum(each["cpu"] for each in found))
+
+
+def server_cpu(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure_parameter_server(case: str) -> Measured:
+    from elastic_ps.job import parse_job
+    from elastic_ps.local import Launcher, Options
+    from elastic_ps.local.poller import fetch_status
+
+    chosen = CASES[case]
+    with tempfile.TemporaryDirectory() as name:
+        spec = {
+            "entrypoint": "benchmarks.datapath:train_with_parameter_server",
+            "arguments": {"case": case, "directory": name},
+            "worker": {"replicas": chosen.workers},
+            "parameterServer": {"checkpoint": {"interval": "3600s"}},
+            "data": {"shuffle": False},
+        }
+        document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
+        job = parse_job({**document, "metadata": {"name": "benchmark"}, "spec": spec}, source="benchmark")
+        seen: list[tuple[int, float]] = []
+        with Launcher(job, Options(root=Path(name) / "run")) as launcher:
+            launcher.start()
+
+            def look() -> None:
+                status = launcher.status()
+                if status.phase in ("Failed", "Succeeded"):
+                    raise RuntimeError(f"the job has ended: {status.reason} {status.message}")
+                server = fetch_status(status.http[0]) if status.http else None
+                pid = next((p.pid for p in status.processes if p.role == "ps"), None)
+                if server is not None and pid is not None and server.progress.version > chosen.steps * WARM:
+                    seen.append((server.progress.version, server_cpu(pid)))
+
+            measured = collect(Path(name), chosen.workers, look)
+            launcher.stop("measured", at_once=True)
+            launcher.wait(timedelta(seconds=30))
+    if len(seen) > 1 and seen[-1][0] > seen[0][0]:
+        measured.cpu += (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+    return measured
+
+
+def measure_ddp(case: str) -> Measured:
+    workers = CASES[case].workers
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        with torchrun(directory, workers, __file__, "--case", case):
+            return collect(directory, workers, lambda: None)
+
+
+def median(measured: list[Measured]) -> Measured:
+    return Measured(statistics.median(m.step for m in measured), statistics.median(m.cpu for m in measured))
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; all of them if none is named")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the results there, too")
+    parser.add_argument("--ours", action="store_true", help="measure elastic-ps alone")
+    parser.add_argument("--ddp", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parsed = parser.parse_args()
+    if parsed.ddp:
+        train_with_ddp(parsed.case, parsed.ddp)
+        return
+    for unknown in set(parsed.cases) - CASES.keys():
+        parser.error(f"there is no case {unknown!r}; expected one of {', '.join(CASES)}")
+    os.chdir(ROOT)
+    results = {}
+    print(f"{'':42} {'ours':>9} {'DDP':>9} {'ratio':>6}   processor time of a step")
+    for name in parsed.cases or CASES:
+        ours, theirs = [], []
+        for _ in range(parsed.rounds):
+            ours.append(measure_parameter_server(name))
+            theirs.append(Measured(float("nan"), float("nan")) if parsed.ours else measure_ddp(name))
+        a, b = median(ours), median(theirs)
+        results[name] = {"ours": asdict(a), "ddp": asdict(b), "ratio": a.step / b.step}
+        print(
+            f"{CASES[name].name:42} {a.step * 1e3:6.1f} ms {b.step * 1e3:6.1f} ms {a.step / b.step:6.2f}   "
+            f"{a.cpu * 1e3:.1f} / {b.cpu * 1e3:.1f} ms = {a.cpu / b.cpu:.2f}",
+            flush=True,
+        )
+    if parsed.json:
+        parsed.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The transport within a host: `transport.stream` over Unix sockets, with bodies in shared memory.
+
+A server that listens on a TCP port of this host also listens here, under a name that its address gives. So
+nothing has to be agreed on: who connects to an address of this host looks here first. The name is in
+Linux's abstract namespace: nothing is left of it in the file system, and it is that of the network
+namespace, as the port is. Processes of other users are not answered.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from datetime import timedelta
+
+from elastic_ps.errors import CannotListen
+from elastic_ps.transport.base import Limits
+from elastic_ps.transport.stream import STALL, StreamConnection, StreamServer
+
+_CREDENTIALS = struct.Struct("iII")  # process, user, group
+
+BACKLOG = 512
+
+CONNECT = timedelta(seconds=5)
+"""How long a client waits for a server whose backlog is full."""
+
+
+def name_of(address: str) -> str | None:
+    """The socket of the server that listens on `address`, `host:port`; None if that may be another host."""
+    host, _, port = address.rpartition(":")
+    if host in ("", "0.0.0.0", "[::]", "localhost"):
+        host = "127.0.0.1"
+    return f"\0elastic-ps {host}:{port}" if host.startswith("127.") or host == "[::1]" else None
+
+
+def _same_user(sock: socket.socket) -> bool:
+    _, user, _ = _CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return user in (os.geteuid(), 0)
+
+
+class LocalServer(StreamServer):
+    """Listens for processes of this host and user. Thread-safe."""
+
+    def __init__(self, address: str, *, limits: Limits | None = None, stall: timedelta = STALL) -> None:
+        """Listen in the place of `address`, `host:port`.
+
+        Raises:
+            CannotListen: another process does, or this system has no such sockets.
+        """
+        name = name_of(address)
+        if name is None:
+            raise CannotListen(f"{address} is not an address of this host alone")
+        try:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                listener.bind(name)
+                listener.listen(BACKLOG)
+            except BaseException:
+                listener.close()
+                raise
+        except OSError as error:
+            raise CannotListen(f"cannot listen on this host for {address}: {error}") from error
+        super().__init__(listener, address, limits=limits, stall=stall, admit=_same_user)
+
+
+def dial(address: str) -> socket.socket:
+    """A socket that is connected to the `LocalServer` of `address`.
+
+    Raises:
+        OSError: there is none, or it is another user's.
+    """
+    name = name_of(address)
+    if name is None:
+        raise ConnectionRefusedError(f"{address} is not an address of this host alone")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(CONNECT.total_seconds())
+        sock.connect(name)
+        if not _same_user(sock):
+            raise PermissionError(f"the server of {address} on this host is another user's")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def connect(address: str, *, limits: Limits | None = None) -> StreamConnection:
+    """Calls to the `LocalServer` of `address`. Nothing is sent before the first one."""
+    return StreamConnection(lambda: dial(address), address, limits=limits)

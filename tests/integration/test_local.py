@@ -1,0 +1,303 @@
+"""The transport within a host: what is in shared memory is not sent, and strangers are not answered."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import itertools
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastic_ps.errors import CannotListen, ConnectionLost, Malformed, TransportError
+from elastic_ps.transport import local, memory, stream, ways
+from elastic_ps.transport.base import Frame, Incoming, unary
+from elastic_ps.transport.local import LocalServer
+from elastic_ps.transport.memory import Mapped, SharedMemory, place_of, shared_if_possible
+from tests.integration.transports import LONG, echo, read
+from tests.polling import eventually
+
+LARGE = stream.SMALL + 1
+NUMBERS = itertools.count(os.getpid() * 1000 + 500)
+
+
+@contextlib.contextmanager
+def served(handler: object = echo) -> Iterator[LocalServer]:
+    server = LocalServer(f"127.0.0.1:{next(NUMBERS)}")
+    server.serve(handler)  # type: ignore[arg-type]
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def connected(handler: object = echo) -> Iterator[stream.StreamConnection]:
+    with served(handler) as server, contextlib.closing(local.connect(server.address)) as connection:
+        yield connection
+
+
+def test_a_body_in_shared_memory_is_seen_where_it_lies() -> None:
+    shared = SharedMemory(LARGE)
+    body = shared.take(LARGE)
+    body[:] = b"x" * LARGE
+    seen = []
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        view = incoming.view()
+        assert view is not None
+        assert view.readonly
+        body[:3] = b"new"  # no copy was sent: what the sender writes meanwhile is seen
+        seen.append(bytes(view[:4]))
+        yield Frame(b"")
+
+    with connected(handler) as connection:
+        unary_with(connection, Frame(b"", body))
+        unary_with(connection, Frame(b"", body))
+    assert seen == [b"newx"] * 2
+
+
+def unary_with(connection: stream.StreamConnection, frame: Frame) -> list[bytes]:
+    return [answer.header for answer in connection.call("ask", frame, timeout=LONG)]
+
+
+@pytest.mark.parametrize("body", [memoryview(bytes(range(200)) * 1000), SharedMemory(5).take(5)])
+def test_a_body_elsewhere_is_sent_and_so_is_a_small_one(body: memoryview) -> None:
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        assert incoming.view() is None
+        yield Frame(b"", memoryview(read(incoming)))
+
+    with connected(handler) as connection:
+        for answer in connection.call("ask", Frame(b"", body), timeout=LONG):
+            assert (answer.view(), read(answer)) == (None, bytes(body))
+
+
+def test_a_handler_goes_on_when_its_client_is_done_with_an_answer_in_shared_memory() -> None:
+    values = SharedMemory(LARGE).take(LARGE)
+    resumed = threading.Event()
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        for text in (b"first", b"again"):
+            values[:5] = text
+            yield Frame(b"", values)
+            resumed.set()
+
+    with connected(handler) as connection:
+        answers = connection.call("pull", Frame(b""), timeout=LONG)
+        first = next(answers)
+        assert not resumed.wait(0.2)
+        assert read(first)[:5] == b"first"
+        assert not resumed.wait(0.1)
+        second = next(answers)
+        assert resumed.is_set()
+        assert read(second)[:5] == b"again"
+        assert list(answers) == []
+
+
+def test_many_calls_with_shared_bodies_do_not_mix() -> None:
+    shared = SharedMemory(1 << 23)
+    bodies = [shared.take(LARGE + index) for index in range(30)]
+    for index, body in enumerate(bodies):
+        body[:] = bytes([index]) * len(body)
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(20):
+            for answer in connection.call("echo", Frame(b"", bodies[index]), timeout=LONG):
+                if read(answer) != bytes(bodies[index]):
+                    wrong.append(index)
+
+    with connected() as connection:
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(30)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_shared_memory_is_found_by_address_as_long_as_it_lives() -> None:
+    shared = SharedMemory(4096)
+    piece = shared.take(10)
+    more = shared.take(20)
+    assert place_of(piece) == (shared.handle, 0)
+    assert place_of(more[5:10]) == (shared.handle, memory.ALIGNMENT + 5)
+    assert place_of(memoryview(bytes(10))) is None
+    with pytest.raises(ValueError, match="left of 4096"):
+        shared.take(4096)
+    handle = shared.handle
+    del shared, piece
+    gc.collect()
+    assert place_of(more) == (handle, memory.ALIGNMENT)
+    fd = handle.fd
+    del more
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+
+
+def test_memory_that_could_shrink_is_not_read() -> None:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 100)
+    with pytest.raises(Malformed, match="change its size"):
+        Mapped(fd)
+    with Path("/dev/null").open() as other, pytest.raises(Malformed, match="no shared memory"):
+        Mapped(os.dup(other.fileno()))
+    shared = SharedMemory(100)
+    with pytest.raises(OSError, match="not permitted"):
+        os.ftruncate(shared.handle.fd, 10)
+    mapped = Mapped(os.dup(shared.handle.fd))
+    assert len(mapped.view(90, 10)) == 10
+    with pytest.raises(Malformed, match="at 91 of a shared memory that has 100"):
+        mapped.view(91, 10)
+    with pytest.raises(TypeError, match="read-only"):
+        mapped.view(0, 10)[0] = 1
+
+
+def test_without_shared_memory_everything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    body = shared_if_possible([10])(10)
+    assert bytes(body) == bytes(10)
+    assert place_of(body) is None
+    with connected() as connection:
+        (answer,) = (read(a) for a in connection.call("echo", Frame(b"", body), timeout=LONG))
+    assert answer == bytes(10)
+
+
+def test_a_stranger_is_hung_up_on_and_others_are_served() -> None:
+    with served() as server, contextlib.closing(local.connect(server.address)) as connection:
+        with contextlib.closing(local.dial(server.address)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(100) == b""
+        assert unary(connection, "echo", b"1", timeout=LONG) == b"1"
+
+
+@pytest.mark.parametrize("text", [b"\xff" * 100, bytes(100), b"\x01" + b"\0" * 99])
+def test_a_frame_that_is_none_ends_its_socket_alone(text: bytes) -> None:
+    with served() as server, contextlib.closing(local.connect(server.address)) as connection:
+        with contextlib.closing(local.dial(server.address)) as broken:
+            broken.sendall(stream.GREETING + text)
+            broken.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while broken.recv(1000):
+                    pass
+        assert unary(connection, "echo", b"1", timeout=LONG) == b"1"
+
+
+def test_a_body_in_memory_that_was_not_handed_over_is_malformed() -> None:
+    head = stream._HEAD.pack(stream.Kind.CALL, 1, 4, 0, 7, 10, 0)
+    with served() as server, contextlib.closing(local.dial(server.address)) as broken:
+        broken.sendall(stream.GREETING + head + b"push")
+        assert b"shared memory 7, which was not handed over" in broken.recv(1000)
+
+
+def test_a_process_of_another_user_is_not_answered() -> None:
+    program = (
+        "import os, socket, sys\n"
+        "os.setuid(65534)\n"
+        "s = socket.socket(socket.AF_UNIX)\n"
+        "s.connect('\\0' + sys.argv[1])\n"
+        "s.sendall(sys.argv[2].encode())\n"
+        "try:\n    print('answer', s.recv(100))\n"
+        "except ConnectionResetError:\n    print('answer', b'')\n"
+    )
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    with served() as server:
+        name = local.name_of(server.address)
+        assert name is not None
+        command = [sys.executable, "-c", program, name[1:], stream.GREETING.decode()]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "answer b''" in result.stdout or "Broken pipe" in result.stderr, result
+
+
+def test_two_servers_of_one_address_are_refused() -> None:
+    with served() as server, pytest.raises(CannotListen, match=server.address):
+        LocalServer(server.address)
+
+
+def test_a_client_that_stops_in_the_middle_of_a_body_is_cut_off() -> None:
+    errors = list[TransportError]()
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        try:
+            read(incoming)
+        except TransportError as error:
+            errors.append(error)
+            raise
+        yield Frame(b"")
+
+    address = f"127.0.0.1:{next(NUMBERS)}"
+    server = LocalServer(address, stall=local.CONNECT / 20)
+    server.serve(handler)
+    head = stream._HEAD.pack(stream.Kind.CALL, 0, 4, 0, 0, 10, 0)
+    with contextlib.closing(local.dial(address)) as slow:
+        slow.sendall(stream.GREETING + head + b"push" + b"123")
+        eventually(lambda: errors, "the handler is told")
+    assert "in the middle of a frame" in str(errors[0])
+    server.close()
+
+
+def test_a_way_within_the_host_is_taken_if_it_is_there() -> None:
+    server = ways.listen("127.0.0.1:0")
+    bodies = []
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        bodies.append(incoming.view() is not None)
+        yield Frame(b"")
+
+    server.serve(handler)
+    shared = SharedMemory(LARGE).take(LARGE)
+    _host, _, port = server.address.rpartition(":")
+    for address in (server.address, f"localhost:{port}"):
+        with contextlib.closing(ways.connect(address)) as connection:
+            assert [a.header for a in connection.call("ask", Frame(b"", shared), timeout=LONG)] == [b""]
+    assert bodies == [True, True]
+    server.close()
+
+
+def test_another_port_of_the_same_host_leads_over_tcp() -> None:
+    """As a relay does, or a port that is forwarded."""
+    from elastic_ps.transport.grpc import GrpcServer
+
+    server = GrpcServer("127.0.0.1:0")
+    server.serve(echo)
+    with contextlib.closing(ways.connect(server.address)) as connection:
+        assert unary(connection, "echo", b"1", timeout=LONG) == b"1"
+    server.close()
+
+
+def test_a_server_that_comes_later_is_found_within_the_host() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with contextlib.closing(ways.connect(address)) as connection:
+        with pytest.raises(ConnectionLost, match="nobody serves there"):
+            unary(connection, "echo", b"1", timeout=LONG)
+        server = LocalServer(address)
+        server.serve(echo)
+        assert unary(connection, "echo", b"2", timeout=LONG) == b"2"
+        server.close()
+
+
+def test_a_mapping_outlives_the_process_that_made_it() -> None:
+    """Whoever reads a server's values when it dies reads what was there, and learns it at the next call."""
+    shared = SharedMemory(mmap.PAGESIZE)
+    piece = shared.take(5)
+    piece[:] = b"still"
+    mapped = Mapped(os.dup(shared.handle.fd))
+    assert fcntl.fcntl(shared.handle.fd, fcntl.F_GET_SEALS)
+    del shared, piece
+    gc.collect()
+    assert bytes(mapped.view(0, 5)) == b"still"
