@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -60,7 +59,8 @@ class Gradients:
         self._hooked = False  # backward() has made gradients
         self._ran: set[int] = set()  # the parameters that the present backward() has reached
         self.reset()
-        self._hooks = [self._hook(index) for index in self._trainable]
+        for index in self._trainable:
+            self._hook(index)
         engine.gradients = self
 
     def reset(self) -> None:
@@ -98,7 +98,7 @@ class Gradients:
         finally:
             self._synchronise = before
 
-    def _hook(self, index: int) -> Any:
+    def _hook(self, index: int) -> None:
         def computed(parameter: torch.Tensor) -> None:
             batches = self._engine.batches
             if batches.lost:  # the script had loaded it before its step, which was not made
@@ -116,8 +116,10 @@ class Gradients:
 
         parameter = self._flat.tensors[index]
         if not parameter.requires_grad:  # if it is unfrozen later, `take_rest` takes its gradient
-            return None
-        return parameter.register_post_accumulate_grad_hook(computed)
+            return
+        hook = parameter.register_post_accumulate_grad_hook(computed)
+        # A parameter and its hook hold each other, where Python's garbage collector does not see it.
+        self._engine.at_close.append(hook.remove)
 
     def _first(self, index: int) -> bool:
         """Whether no other parameter has a gradient: those of the batches before were set to None.
