@@ -1,0 +1,610 @@
+"""A parameter server as workers meet it: each call, what it answers, and what it refuses.
+
+The worker here is played by hand, message by message, over the transport within one process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from google.protobuf.message import Message
+
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.codec import as_bytes
+from elastic_ps.core.partition import Rule, TensorSpec
+from elastic_ps.core.settings import Settings
+from elastic_ps.env import ProcessEnvironment, Resume
+from elastic_ps.errors import (
+    InvalidJob,
+    Malformed,
+    NoCheckpoint,
+    RefusalCode,
+    Refused,
+)
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server import coordinator as coordinator_module
+from elastic_ps.server.patience import Patience
+from elastic_ps.server.process import ParameterServer, waiting_status
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Frame
+from elastic_ps.transport.convert import tensors_to_message
+from elastic_ps.transport.inproc import InprocServer, connect
+from tests.polling import eventually
+
+TENSORS = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
+GROUPS = Settings(({"lr": 1.0},)).to_json()
+M = TypeVar("M", bound=Message)
+
+
+def environment(
+    *, checkpoints: Path | None = None, resume: Resume = "auto", job: str = "job", index: int = 0, **spec: Any
+) -> ProcessEnvironment:
+    return ProcessEnvironment(
+        job=job,
+        spec=TrainingJobSpec.model_validate({"entrypoint": "train:main", **spec}),
+        role="ps",
+        index=index,
+        addresses=("here",),
+        checkpoints=checkpoints,
+        resume=resume,
+    )
+
+
+class Worker:
+    """A worker's side of the calls."""
+
+    def __init__(self, listener: InprocServer, index: int = 0, *, instance: str = "") -> None:
+        self._connection = connect(listener)
+        self.index, self.instance = index, instance or f"instance-{index}"
+        self.term = self.incarnation = self.calls = 0
+
+    def caller(self, **change: Any) -> pb.Caller:
+        fields = {"job": "job", "term": self.term, "worker": self.index, "incarnation": self.incarnation}
+        return pb.Caller(**{**fields, **change})
+
+    def ask(self, request: Message, body: torch.Tensor | None = None) -> list[tuple[bytes, torch.Tensor]]:
+        """All answers to a call: header, and the floats of the body."""
+        method = type(request).__name__.removesuffix("Request")
+        frame = Frame(request.SerializeToString(), *([] if body is None else [as_bytes(body)]))
+        answers = []
+        for incoming in self._connection.call(method, frame, timeout=timedelta(seconds=30)):
+            values = torch.empty(incoming.size // 4)
+            if incoming.size:
+                incoming.read_into(as_bytes(values))
+            answers.append((incoming.header, values))
+        return answers
+
+    def answer(self, kind: type[M], request: Message, body: torch.Tensor | None = None) -> M:
+        ((header, _),) = self.ask(request, body)
+        return kind.FromString(header)
+
+    def join(self, *, tensors: tuple[TensorSpec, ...] = TENSORS, **more: Any) -> pb.JoinReply:
+        self.calls += 1
+        reply = self.answer(
+            pb.JoinReply,
+            pb.JoinRequest(
+                caller=self.caller(call=self.calls, term=0, incarnation=0),
+                pid=100 + self.index,
+                host="here",
+                tensors=tensors_to_message(tensors),
+                optimizer=pb.Optimizer(name=more.pop("optimizer", "SGD"), groups=GROUPS),
+                instance=self.instance,
+                **more,
+            ),
+        )
+        self.term, self.incarnation = reply.term, reply.incarnation
+        return reply
+
+    def start(self, value: float = 0.0) -> None:
+        """Join, and bring the model if there is none."""
+        if self.join().initialise:
+            self.ask(pb.InitRequest(caller=self.caller(), bucket=0), torch.full((4,), value))
+            self.ask(pb.InitDoneRequest(caller=self.caller()))
+
+    def take(self, *, wait: bool = True, **more: Any) -> pb.TakeReply:
+        self.calls += 1
+        fields = {"records": 20, "epochs": 1, "batch": 10, **more}
+        return self.answer(
+            pb.TakeReply, pb.TakeRequest(caller=self.caller(call=self.calls), wait=wait, **fields)
+        )
+
+    def push(self, step: int, version: int, *, value: float = 1.0, **more: Any) -> pb.Done:
+        """A gradient whose elements are all `value`."""
+        fields = {"bucket": 0, "samples": 10, "attempt": 0, "codec": "none", **more}
+        request = pb.PushRequest(caller=self.caller(), step=step, version=version, **fields)
+        return self.answer(pb.Done, request, torch.full((4,), value))
+
+    def finishing(self, step: int, taken: pb.TakeReply, **more: Any) -> pb.FinishRequest:
+        return pb.FinishRequest(
+            **{
+                "caller": self.caller(),
+                "step": step,
+                "version": taken.version,
+                "samples": 10,
+                "ranges": taken.ranges,
+                "settings": GROUPS,
+                **more,
+            }
+        )
+
+    def step(self, step: int, **metrics: float) -> pb.TakeReply:
+        """Take records and push a step made of them; the push ends it."""
+        taken = self.take()
+        if not taken.finished:
+            self.push(step, taken.version, finish=self.finishing(step, taken, metrics=metrics))
+        return taken
+
+    def pull(self, version: int, **more: Any) -> list[tuple[pb.PullReply, torch.Tensor]]:
+        request = pb.PullRequest(caller=self.caller(), version=version, buckets=[0], **more)
+        return [(pb.PullReply.FromString(header), values) for header, values in self.ask(request)]
+
+    def values(self, version: int) -> list[float]:
+        return list(self.pull(version)[0][1])
+
+
+@contextmanager
+def serving(given: ProcessEnvironment) -> Iterator[tuple[InprocServer, ParameterServer]]:
+    listener = InprocServer()
+    server = ParameterServer(given, listener, lambda _: connect(listener))
+    try:
+        yield listener, server
+    finally:
+        server.close(keep=False)
+
+
+@pytest.fixture
+def listener() -> Iterator[InprocServer]:
+    with serving(environment()) as (listener, _):
+        yield listener
+
+
+@pytest.fixture
+def worker(listener: InprocServer) -> Worker:
+    """One that is a member, of a job whose values are all 0."""
+    worker = Worker(listener)
+    worker.start()
+    return worker
+
+
+def code(error: pytest.ExceptionInfo[Refused]) -> RefusalCode:
+    return error.value.code
+
+
+def test_a_whole_training_by_hand(listener: InprocServer, worker: Worker) -> None:
+    assert worker.values(0) == [0.0] * 4
+    for step, version in ((0, 0), (1, 1)):
+        assert worker.step(step, loss=0.5 - step / 4, accuracy=0.25).version == version
+        (bucket, values), (done, _) = worker.pull(version + 1)
+        assert (bucket.bucket, bucket.version, list(values)) == (0, version + 1, [-float(version + 1)] * 4)
+        assert (done.done, done.version, done.stopped) == (True, version + 1, "")
+        assert json.loads(done.settings)["groups"] == [{"lr": 1.0}]
+    end = worker.take()
+    assert (end.finished, end.chief, end.version) == (True, True, 2)
+    assert worker.answer(pb.Done, pb.LeaveRequest(caller=worker.caller(call=worker.calls + 1)))
+    with pytest.raises(Refused) as refused:
+        worker.ask(pb.HeartbeatRequest(caller=worker.caller()))
+    assert code(refused) is RefusalCode.STALE_INCARNATION
+
+
+def test_what_the_status_says_of_a_training(tmp_path: Path) -> None:
+    with serving(environment(checkpoints=tmp_path)) as (listener, server):
+        worker = Worker(listener)
+        assert not server.status().ready
+        worker.start()
+        assert server.status().ready
+        (member,) = server.status().members
+        assert (member.state, member.pid, member.host) == ("idle", 100, "here")
+        worker.step(0, loss=0.5, accuracy=0.25)
+        worker.ask(pb.ReportRequest(caller=worker.caller(), metrics={"test": 2.0}))
+        status = server.status()
+        progress = status.progress
+        assert (progress.version, progress.loss, progress.percent) == (1, 0.5, 50)
+        assert (progress.records_applied, progress.records_expected, progress.epochs) == (10, 20, 1)
+        assert progress.metrics == {"accuracy": 0.25, "test": 2.0}
+        assert (progress.durable_version, status.problem, status.term) == (0, "", 1)
+        assert status.durable_age_seconds is not None
+        assert 0.0 <= status.durable_age_seconds < 60.0
+        assert server.loss() == [(1, 0.5)]
+        (member,) = status.members
+        assert (member.steps, member.records, member.late, member.state) == (1, 10, 0, "training")
+        server.close()
+        with serving(environment(checkpoints=tmp_path)) as (_, again):
+            status = again.status()
+            assert (status.term, status.progress.version) == (2, 1), "the last version was kept"
+            assert status.ready
+            assert again.loss() == [(1, 0.5)]
+            (member,) = status.members
+            assert (member.state, member.steps, member.gone_seconds) == ("lost", 1, None)
+
+
+@pytest.mark.parametrize(
+    "method", ["Heartbeat", "Take", "Push", "Pull", "Finish", "Leave", "Report", "Chief"]
+)
+def test_who_speaks_of_another_job_or_term_is_refused(worker: Worker, method: str) -> None:
+    request = getattr(pb, f"{method}Request")
+    with pytest.raises(Refused, match=r"of job 'job', not of job 'other'") as refused:
+        worker.ask(request(caller=worker.caller(job="other")))
+    assert code(refused) is RefusalCode.WRONG_JOB
+    with pytest.raises(Refused, match="message of term 7; this is term 1") as refused:
+        worker.ask(request(caller=worker.caller(term=7)))
+    assert code(refused) is RefusalCode.STALE_TERM
+
+
+def test_requests_between_servers_are_for_one_job_too(worker: Worker) -> None:
+    for request in (
+        pb.ConfigureRequest(job="other"),
+        pb.AdvanceRequest(job="other"),
+        pb.StateRequest(job="other"),
+        pb.SumRequest(job="other"),
+        pb.HeldRequest(job="other"),
+        pb.GoneRequest(job="other"),
+        pb.OptimizerStateRequest(caller=worker.caller(job="other")),
+        pb.JoinRequest(caller=worker.caller(job="other")),
+    ):
+        with pytest.raises(Refused) as refused:
+            worker.ask(request)
+        assert code(refused) is RefusalCode.WRONG_JOB
+
+
+def test_what_is_no_message_or_no_method_is_refused(worker: Worker) -> None:
+    frame = Frame(b"\xff\xff\xff")
+    with pytest.raises((Malformed, Refused), match="HeartbeatRequest"):
+        list(worker._connection.call("Heartbeat", frame, timeout=timedelta(seconds=5)))
+    with pytest.raises(Refused, match="shard 0 has no method Dance") as refused:
+        list(worker._connection.call("Dance", Frame(b""), timeout=timedelta(seconds=5)))
+    assert code(refused) is RefusalCode.UNKNOWN_METHOD
+
+
+@pytest.mark.parametrize("missing", ["records", "epochs", "batch"])
+def test_a_take_of_nothing_is_refused(worker: Worker, missing: str) -> None:
+    fields: dict[str, Any] = {missing: 0}
+    with pytest.raises(Refused, match="must be at least 1") as refused:
+        worker.take(**fields)
+    assert code(refused) is RefusalCode.MALFORMED
+
+
+def test_a_push_in_another_codec_or_of_settings_that_are_none_is_refused(worker: Worker) -> None:
+    taken = worker.take()
+    with pytest.raises(Refused, match="codec 'zip'") as refused:
+        worker.push(0, 0, codec="zip")
+    assert code(refused) is RefusalCode.MALFORMED
+    with pytest.raises((Refused, Malformed), match="not the settings of an optimizer"):
+        worker.push(0, 0, finish=worker.finishing(0, taken, settings="[1"))
+    assert worker.push(0, 0, finish=worker.finishing(0, taken)).duplicate is False
+    assert worker.values(1) == [-1.0] * 4
+
+
+def test_a_push_that_ends_a_step_is_applied_once_however_often_it_comes(worker: Worker) -> None:
+    taken = worker.take()
+    assert worker.push(0, 0).duplicate is False
+    assert worker.push(0, 0).duplicate is True
+    finish = worker.finishing(0, taken)
+    assert worker.push(0, 0, finish=finish).duplicate is False, "the step is finished by it"
+    assert worker.push(0, 0, finish=finish).duplicate is True, "its answer was lost"
+    assert worker.answer(pb.Done, finish).duplicate is True
+    assert worker.values(1) == [-1.0] * 4
+    with pytest.raises(Refused) as refused:
+        worker.push(5, 0, finish=worker.finishing(5, taken))
+    assert code(refused) in (RefusalCode.STALE_ATTEMPT, RefusalCode.WRONG_VERSION)
+
+
+def test_records_that_a_worker_does_not_hold_are_neither_trained_nor_skipped_by_it(
+    listener: InprocServer, worker: Worker
+) -> None:
+    taken = worker.take()
+    others = pb.Range(epoch=0, start=10, stop=20)
+    worker.push(0, 0)
+    with pytest.raises(Refused) as refused:
+        worker.answer(pb.Done, worker.finishing(0, taken, ranges=[others]))
+    assert code(refused) is RefusalCode.INVALID
+    with pytest.raises(Refused) as refused:
+        worker.answer(pb.Done, worker.finishing(0, taken, skipped=[others]))
+    assert code(refused) is RefusalCode.INVALID
+    with pytest.raises(Refused) as refused:
+        worker.take(skipped=[others])
+    assert code(refused) is RefusalCode.INVALID
+    assert worker.values(0) == [0.0] * 4
+
+
+def test_records_that_are_skipped_are_counted_and_end_the_training(tmp_path: Path) -> None:
+    with serving(environment()) as (listener, server):
+        worker = Worker(listener)
+        worker.start()
+        taken = worker.take()
+        taken = worker.take(skipped=taken.ranges)
+        assert server.status().progress.records_skipped == 10
+        assert not server.status().progress.finished
+        assert server.status().progress.percent == 50
+        worker.push(0, taken.version, finish=worker.finishing(0, taken))
+        progress = server.status().progress
+        assert (progress.records_applied, progress.records_skipped, progress.finished) == (10, 10, True)
+        assert progress.percent == 100
+
+
+def test_another_model_is_refused_in_words(listener: InprocServer, worker: Worker) -> None:
+    other = Worker(listener, 1)
+    wide = (TensorSpec("w", (5,), "float32", Rule.GRADIENT, 0),)
+    with pytest.raises(Refused, match=r"\bw\b") as refused:
+        other.join(tensors=wide)
+    assert code(refused) is RefusalCode.MODEL_MISMATCH
+    with pytest.raises(Refused, match="this worker has Adam, the parameter server has SGD") as refused:
+        other.join(optimizer="Adam")
+    assert code(refused) is RefusalCode.MODEL_MISMATCH
+    with pytest.raises(Refused) as refused:
+        other.join(tensors=wide, optimizer="Adam")
+    assert "this worker has Adam" in str(refused.value)
+    assert "; " in str(refused.value)
+    worker.ask(pb.HeartbeatRequest(caller=worker.caller()))
+
+
+def test_another_data_set_is_refused_in_words(listener: InprocServer, worker: Worker) -> None:
+    worker.take(wait=False)
+    other = Worker(listener, 1)
+    other.start()
+    with pytest.raises(Refused, match="has 21 records for 1 epochs; the job trains 20 records") as refused:
+        other.take(records=21)
+    assert code(refused) is RefusalCode.INVALID
+
+
+def test_while_one_brings_the_model_others_are_asked_to_wait(
+    listener: InprocServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
+    first, second = Worker(listener, 0), Worker(listener, 1)
+    assert first.join().initialise
+    reply = second.join()
+    assert reply.pending
+    first.ask(pb.InitRequest(caller=first.caller(), bucket=0), torch.ones(4))
+    stranger = Worker(listener, 5)
+    stranger.term, stranger.incarnation = first.term, first.incarnation + 100
+    for request in (pb.InitDoneRequest(caller=stranger.caller()), pb.InitRequest(caller=stranger.caller())):
+        with pytest.raises(Refused):
+            stranger.ask(request, torch.zeros(4))
+    first.ask(pb.InitDoneRequest(caller=first.caller()))
+    first.ask(pb.InitDoneRequest(caller=first.caller()))
+    reply = second.join()
+    assert (reply.pending, reply.initialise, reply.version) == (False, False, 0)
+    assert second.values(0) == [1.0] * 4
+    assert reply.lease_ms == 10_000
+
+
+def test_a_worker_that_lost_its_model_with_the_server_is_not_taken_for_the_first(
+    listener: InprocServer,
+) -> None:
+    """It has trained; its values would become the job's first ones."""
+    worker = Worker(listener)
+    with pytest.raises(Refused, match="has lost the model and has no checkpoint") as refused:
+        worker.join(again=True)
+    assert code(refused) is RefusalCode.INVALID
+    assert worker.join().initialise
+
+
+def test_a_take_that_waits_in_vain_is_answered_before_long(
+    listener: InprocServer, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
+    other = Worker(listener, 1)
+    other.start()
+    for holder in (worker, worker):
+        holder.take(wait=False)
+    reply = other.take()
+    assert (reply.pending, list(reply.ranges)) == (True, [])
+    worker.answer(pb.Done, pb.ReleaseRequest(caller=worker.caller(call=worker.calls + 1)))
+    other.calls -= 1
+    reply = other.take()
+    assert sum(each.stop - each.start for each in reply.ranges) == 10, "what the other has given back"
+
+
+def test_one_worker_is_the_chief_of_an_epoch(listener: InprocServer, worker: Worker) -> None:
+    other = Worker(listener, 1)
+    other.start()
+
+    def chief(who: Worker, epoch: int) -> bool:
+        return who.answer(pb.ChiefReply, pb.ChiefRequest(caller=who.caller(), epoch=epoch)).chief
+
+    assert [chief(other, 0), chief(worker, 0), chief(other, 0)] == [True, False, True]
+    assert [chief(worker, 1), chief(other, 1)] == [True, False]
+    worker.incarnation += 1
+    with pytest.raises(Refused) as refused:
+        chief(worker, 2)
+    assert code(refused) is RefusalCode.STALE_INCARNATION
+
+
+def test_a_script_stops_the_training_once_and_with_a_reason(tmp_path: Path) -> None:
+    with serving(environment()) as (listener, server):
+        worker = Worker(listener)
+        worker.start()
+        with pytest.raises(Refused, match="must not be empty") as refused:
+            worker.ask(pb.StopRequest(caller=worker.caller()))
+        assert code(refused) is RefusalCode.MALFORMED
+        taken = worker.take()
+        worker.ask(pb.StopRequest(caller=worker.caller(), reason="no improvement"))
+        worker.ask(pb.StopRequest(caller=worker.caller(), reason="another"))
+        stranger = Worker(listener, 7)
+        stranger.term = worker.term
+        with pytest.raises(Refused):
+            stranger.ask(pb.StopRequest(caller=stranger.caller(), reason="not a member"))
+        assert not server.status().progress.finished, "a step is under way"
+        worker.push(0, 0, finish=worker.finishing(0, taken))
+        assert worker.pull(1)[-1][0].stopped == "no improvement"
+        end = worker.take()
+        assert (end.finished, end.stopped, end.version) == (True, "no improvement", 1)
+        progress = server.status().progress
+        assert (progress.stopped, progress.finished, progress.records_applied) == ("no improvement", True, 10)
+
+
+def test_what_was_finished_is_not_stopped(worker: Worker) -> None:
+    for step in range(2):
+        worker.step(step)
+    worker.ask(pb.StopRequest(caller=worker.caller(), reason="too late"))
+    end = worker.take()
+    assert (end.finished, end.stopped) == (True, "")
+
+
+def test_the_optimizer_s_state_is_sent_to_whoever_asks(tmp_path: Path) -> None:
+    with serving(environment()) as (listener, _):
+        worker = Worker(listener)
+        if worker.join(optimizer="Adam").initialise:
+            worker.ask(pb.InitRequest(caller=worker.caller(), bucket=0), torch.zeros(4))
+            worker.ask(pb.InitDoneRequest(caller=worker.caller()))
+        worker.step(0)
+        answers = worker.ask(pb.OptimizerStateRequest(caller=worker.caller(term=0)))
+        replies = [(pb.OptimizerStateReply.FromString(header), values) for header, values in answers]
+        assert replies[-1][0].done
+        state = {reply.key: (reply.tensor, reply.scalar, values) for reply, values in replies[:-1]}
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        assert state["step"][1]
+        assert list(state["step"][2]) == [1.0]
+        assert torch.allclose(state["exp_avg"][2], torch.full((4,), 0.1))
+        assert not state["exp_avg"][1]
+
+
+def test_a_process_that_has_ended_is_no_member(listener: InprocServer, worker: Worker) -> None:
+    gone = pb.GoneRequest(job="job", worker=0, instance="another")
+    worker.ask(gone)
+    worker.ask(pb.HeartbeatRequest(caller=worker.caller()))
+    worker.ask(pb.GoneRequest(job="job", worker=0, instance=worker.instance))
+    with pytest.raises(Refused):
+        worker.ask(pb.HeartbeatRequest(caller=worker.caller()))
+
+
+def test_with_backup_workers_a_step_that_begins_too_late_is_refused() -> None:
+    given = environment(consistency={"backupWorkers": 1}, worker={"replicas": 2})
+    with serving(given) as (listener, server):
+        workers = [Worker(listener, index) for index in range(2)]
+        for worker in workers:
+            worker.start()
+        taken = [worker.take() for worker in workers]
+        first, late = workers
+
+        def begin(worker: Worker) -> pb.BeginReply:
+            request = pb.BeginRequest(caller=worker.caller(), version=0, step=0)
+            return worker.answer(pb.BeginReply, request)
+
+        begun = begin(first)
+        assert (begun.version, begun.attempt, begun.pending) == (0, 0, False)
+        assert begin(first) == begun
+        with pytest.raises(Refused, match="wants to push a step on version 0, but the round on version 0"):
+            begin(late)
+        first.push(0, 0, finish=first.finishing(0, taken[0]))
+        assert first.values(1) == [-1.0] * 4
+        members = {member.worker: member for member in server.status().members}
+        assert (members[0].late, members[1].late) == (0, 1)
+        assert server.status().progress.records_applied == 10
+
+
+def test_who_pulls_as_a_contributor_must_take_part(worker: Worker) -> None:
+    taken = worker.take()
+    assert worker.pull(0, contributor=True)[-1][0].done
+    worker.incarnation += 1
+    with pytest.raises(Refused) as refused:
+        worker.pull(0, contributor=True)
+    assert code(refused) is RefusalCode.STALE_INCARNATION
+    assert taken.version == 0
+
+
+def test_a_pull_is_told_when_the_round_has_started_again() -> None:
+    with serving(environment()) as (listener, server), ThreadPoolExecutor(1) as threads:
+        worker, other = Worker(listener, 0), Worker(listener, 1)
+        worker.start()
+        other.start()
+        taken = worker.take(records=40)
+        assert worker.take(records=40, wait=False).ranges, "for the step after it"
+        coming = threads.submit(other.take, records=40)
+        eventually(lambda: server.status().members[1].state == "training", "the other waits for a round")
+        worker.push(0, 0, finish=worker.finishing(0, taken))
+        assert coming.result(10).version == 1
+        worker.push(1, 1)
+        other.push(0, 1)
+        other.ask(pb.GoneRequest(job="job", worker=1, instance=other.instance))
+        assert worker.pull(2, contributor=True, attempt=0)[-1][0].attempt == 1
+
+
+# --- the process
+
+
+def test_a_job_begins_anew_only_where_no_checkpoint_is(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpoint), serving(environment(checkpoints=tmp_path, resume="require")):
+        pass
+    with serving(environment(checkpoints=tmp_path, resume="no")) as (listener, server):
+        Worker(listener).start(3.0)
+        eventually(lambda: server.status().progress.durable_version == 0, "the first values are on disk")
+    with (
+        pytest.raises(InvalidJob, match=r"up to version 0. Continue from them with --resume"),
+        serving(environment(checkpoints=tmp_path, resume="no")),
+    ):
+        pass
+    for resume in ("auto", "require"):
+        resumed: Resume = "auto" if resume == "auto" else "require"
+        with serving(environment(checkpoints=tmp_path, resume=resumed)) as (listener, _):
+            worker = Worker(listener)
+            assert not worker.join().initialise
+            assert worker.values(0) == [3.0] * 4
+            with pytest.raises(Refused, match="is not the one that brings the model") as refused:
+                worker.ask(pb.InitDoneRequest(caller=worker.caller()))
+            assert code(refused) is RefusalCode.STALE_INCARNATION
+
+
+def test_a_checkpoint_of_a_later_term_that_was_copied_here_is_gone_on_from(tmp_path: Path) -> None:
+    """Its term is above all that this directory has counted."""
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    for _ in range(2):
+        with serving(environment(checkpoints=first)) as (listener, server):
+            worker = Worker(listener)
+            worker.start(3.0)
+            worker.step(int(worker.term))
+            server.close()
+    copy.mkdir()
+    for path in first.iterdir():
+        if path.is_dir():
+            (copy / path.name).mkdir()
+            for file in path.iterdir():
+                (copy / path.name / file.name).write_bytes(file.read_bytes())
+    with serving(environment(checkpoints=copy, resume="require")) as (listener, server):
+        assert server.term == 3
+        assert server.status().term == server.term
+        assert Worker(listener).join().term == server.term
+
+
+def test_a_server_that_is_replaced_knows_it_and_commits_nothing(tmp_path: Path) -> None:
+    with serving(environment(checkpoints=tmp_path)) as (listener, server):
+        worker = Worker(listener)
+        worker.start()
+        assert not server.fenced
+        taken = worker.take()
+        Store(tmp_path).next_term()
+        worker.push(0, 0, finish=worker.finishing(0, taken))
+        eventually(lambda: server.fenced, "it notices")
+        assert server.status().progress.version == 0
+
+
+def test_a_shard_that_is_not_the_first_knows_no_members(tmp_path: Path) -> None:
+    given = environment(index=1, parameterServer={"replicas": 2})
+    with serving(given) as (listener, server):
+        status = server.status()
+        assert (status.shard, status.shards, status.ready, status.members) == (1, 2, False, [])
+        assert server.loss() == []
+        assert not server.fenced
+        worker = Worker(listener)
+        with pytest.raises(Refused, match="shard 1 has no method Join") as refused:
+            worker.join()
+        assert code(refused) is RefusalCode.UNKNOWN_METHOD
+        with pytest.raises(Refused) as refused:
+            worker.pull(0)
+        assert code(refused) is RefusalCode.NOT_READY
+
+
+def test_a_server_that_waits_for_its_disk_says_what_for() -> None:
+    patience = Patience()
+    given = environment(index=1, parameterServer={"replicas": 2})
+    status = waiting_status(given, patience)
+    assert (status.job, status.shard, status.shards) == ("job", 1, 2)
+    assert (status.term, status.ready, status.problem) == (0, False, patience.problem)
