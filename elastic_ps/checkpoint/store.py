@@ -12,7 +12,9 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import LIMIT as MANIFEST_LIMIT
@@ -140,6 +142,22 @@ class Store:
                 error, f"cannot finish the checkpoint of version {manifest.version}"
             ) from error
         return self.path(manifest.version)
+
+    def amend(self, version: int, *, term: int, state: dict[str, Any]) -> None:
+        """Replace what a whole checkpoint holds besides tensors, as written in `term`. Blocks for the disk.
+
+        Raises:
+            StorageUnavailable, CheckpointCorrupt, Fenced: as `commit`. The checkpoint is as it was.
+        """
+        try:
+            with self._locked():
+                self.require_term(term)
+                if self._claim is not None:
+                    self._claim.hold()
+                manifest = replace(self.describe(version), term=term, state=state)
+                files.write_text(self.path(version) / MANIFEST, manifest.to_text())
+        except OSError as error:
+            raise files.failure(error, f"cannot amend the checkpoint of version {version}") from error
 
     def _finish(self, manifest: Manifest, partial: Path) -> None:
         final = self.path(manifest.version)

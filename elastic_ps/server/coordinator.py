@@ -253,8 +253,11 @@ class Coordinator:
                 if (known := state.calls.answer(incarnation)) is not None:
                     return known
                 held = self._hold(worker, incarnation, batch)
+                if not held and state.finished and state.choose_chief(stay, state.last_epoch):
+                    continue  # it is kept with the last version
                 if not held and self._safekeeping.may_finish():
-                    taken = Taken(finished=True, version=state.version, chief=state.is_chief(stay))
+                    chief = state.is_chief(stay, state.last_epoch)
+                    taken = Taken(finished=True, version=state.version, chief=chief)
                     return state.calls.answered(incarnation, taken)
                 if held and state.rounds.takes_part(worker) and not self._driver.behind:
                     state.rounds.computes_on(worker, state.version)
@@ -328,8 +331,9 @@ class Coordinator:
     def is_chief(self, worker: int, incarnation: int, *, epoch: int) -> bool:
         """Whether the worker is the one to evaluate and save in this epoch; see `JobState.chiefs`."""
         with self.job.settled() as state:
-            self._check(worker, incarnation)
-            return state.chiefs.setdefault(epoch, worker) == worker
+            stay = self._check(worker, incarnation)
+            state.choose_chief(stay, epoch)
+            return state.is_chief(stay, epoch)
 
     def stop(self, worker: int, incarnation: int, reason: str) -> None:
         """A script ends the training; see `JobState.stopped`. The first reason counts."""

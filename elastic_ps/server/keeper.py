@@ -209,7 +209,7 @@ class Keeper:
         Args:
             state: everything of the version that is not a tensor.
         """
-        tensors, optimizer = state.pop("tensors"), state.pop("optimizer")
+        tensors, optimizer, state = _beside_model(state)
         with self._lock:
             self._last, self._last_version, self._files = now, version, {}
             self._pending = Manifest(
@@ -221,6 +221,26 @@ class Keeper:
                 optimizer=optimizer,
                 state=state,
             )
+
+    def amend(self, version: int, state: dict[str, Any]) -> None:
+        """The newest checkpoint, of `version`, gets another state. Blocks.
+
+        Training may end without another version: its last records are skipped, or a script stops it.
+
+        Raises:
+            CheckpointError: it has the state that it had.
+        """
+        problem = ""
+        try:
+            self._store.amend(version, term=self.term, state=_beside_model(state)[2])
+        except CheckpointError as error:
+            problem = str(error)
+            if isinstance(error, Fenced):
+                self.fence(error)
+            raise
+        finally:
+            with self._lock:
+                self._problem = problem
 
     def await_whole(self, ask: Callable[[], None]) -> None:
         """Wait until the checkpoint under way is whole or given up. `ask` collects the shards' parts.
@@ -312,3 +332,9 @@ class Keeper:
         """Finish the checkpoint whose parts are all there, and end the thread. Blocks."""
         self._queue.put(None)
         self._thread.join()
+
+
+def _beside_model(state: dict[str, Any]) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
+    """The model's tensors, its optimizer, and everything else of a state."""
+    beside = {key: value for key, value in state.items() if key not in ("tensors", "optimizer")}
+    return state["tensors"], state["optimizer"], beside

@@ -54,21 +54,30 @@ class Safekeeping:
         self._writing = False  # a thread writes a version that must be kept
         self._not_before = 0.0  # writing it has failed, and is not tried again before this time
         self._finished_at: float | None = None
+        self._durable_end: tuple[int, int, int] | None = None  # see `JobState.end`
 
     def may_finish(self) -> bool:
         """Whether workers may be told that the job is finished. The job's lock is held.
 
-        Not before the last version is on disk: if the parameter server was lost, no worker might be left to
-        train the missing records. A full disk delays the end for `LAST` at most.
+        Not before it is on disk which version is the last, and who is the chief. If the parameter server was
+        lost then, the workers that are left would train on from what is on disk, without those that have been
+        told. A full disk delays the end for `LAST` at most.
         """
-        state, now = self._job.state, self._job.clock()
-        if not state.finished:
-            return False
-        if self._keeper is None or self._keeper.durable_version == state.version:
+        return self._job.state.end is not None and self._is_kept()
+
+    def _is_kept(self) -> bool:
+        """Whether what training has ended with is on disk, or was not for so long. The lock is held."""
+        now = self._job.clock()
+        if self._keeper is None or self._holds(self._keeper):
             return True
         if self._finished_at is None:
             self._finished_at = now
         return now - self._finished_at > LAST.total_seconds()
+
+    def _holds(self, keeper: Keeper) -> bool:
+        """Whether the current version is on disk, and its end if training has ended. The lock is held."""
+        state = self._job.state
+        return keeper.durable_version == state.version and state.end in (None, self._durable_end)
 
     @property
     def problem(self) -> str:
@@ -86,7 +95,7 @@ class Safekeeping:
             if job.clock() < self._not_before:
                 return
             first = state.arrived and not state.initialised
-            last = state.initialised and state.finished and not self.may_finish()
+            last = state.initialised and state.finished and not self._is_kept()
             fenced = keeper is not None and keeper.fenced
             if not (first or last) or self._writing or job.closing or job.spoiled or fenced:
                 return
@@ -103,7 +112,7 @@ class Safekeeping:
                 job.changed.notify_all()
 
     def keep_now(self) -> bool:
-        """Write a checkpoint of the current version. Blocks; returns whether it is on disk, if it is to be.
+        """Write a checkpoint of the current version, and its end. Blocks; returns whether both are on disk.
 
         A failed call is repeated for `PATIENCE`. A checkpoint that is being written is finished first: two at
         a time would delete each other's files.
@@ -123,7 +132,7 @@ class Safekeeping:
             except (Refused, CheckpointError) as error:
                 logger.warning("no checkpoint of the current version was written: %s", error)
             with job.changed:
-                return keeper.durable_version == job.state.version
+                return self._holds(keeper)
 
     def _keep(self, keeper: Keeper) -> None:
         """See `keep_now`. Raises TransportError, Refused, CheckpointError."""
@@ -135,11 +144,17 @@ class Safekeeping:
 
         keeper.await_whole(ask)
         with orders.turn() as current:
-            if keeper.durable_version == current.version:
-                return
-            number = keeper.number()
-            orders.tell_all(replace(current, checkpoint=number))
+            whole = keeper.durable_version == current.version
+            number = 0 if whole else keeper.number()
+            if not whole:
+                orders.tell_all(replace(current, checkpoint=number))
             with job.changed:
-                state = job.state.to_checkpoint()
-            keeper.begin(current.version, job.clock(), state, number=number)
+                state, end = job.state.to_checkpoint(), job.state.end
+            if not whole:
+                keeper.begin(current.version, job.clock(), state, number=number)
+            elif end not in (None, self._durable_end):
+                keeper.amend(current.version, state)
         keeper.await_whole(ask)
+        with job.changed:
+            if keeper.durable_version == current.version:
+                self._durable_end = end

@@ -36,7 +36,7 @@ class _Saved(BaseModel):
     metrics: dict[str, float]
     loss: list[tuple[int, float]]
     round: dict[str, Any] = {}
-    chief: int | None
+    chiefs: list[tuple[int, int]]
     stopped: str = ""
 
 

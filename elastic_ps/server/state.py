@@ -72,9 +72,10 @@ class JobState:
         ledger: None before a worker has named its data set.
         stopped: why a script has ended the training; "" if none has. No more records are handed out then, and
             training is over when nobody takes part in the open round.
-        chief: the worker to evaluate and save, chosen when the last round is made.
-        chiefs: for each epoch but the last, the worker to evaluate and save in it: the first that asks.
-        told_chief: the stay that was told last that it is the chief.
+        chiefs: for each epoch, the worker to evaluate and save at its end: the first that asks. The chief of
+            the last epoch is that of the job's end, also if a script has stopped the job before.
+        told: for each epoch, the stay that was told last that it is the chief; None for one of an earlier
+            term, which may have been told.
         starved: workers that have asked for records when there were none to hand out.
         last_round: what the histories record of the version's commit; {} if it has not been made here.
     """
@@ -93,9 +94,8 @@ class JobState:
     resumed: bool = False
     settings: Settings = field(default_factory=lambda: Settings(groups=()))
     stopped: str = ""
-    chief: int | None = None
     chiefs: dict[int, int] = field(default_factory=dict)
-    told_chief: Stay | None = None
+    told: dict[int, Stay | None] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     loss: Curve = field(default_factory=Curve)
     rate: Rate = field(default_factory=Rate)
@@ -198,7 +198,6 @@ class JobState:
         """
         assert self.ledger is not None
         if self.resumed and records == self.ledger.records and epochs > self.ledger.epochs:
-            self.chief = self.told_chief = None  # the end is another one
             self.stopped = ""
             self.ledger.extend(epochs)
         if (self.ledger.records, self.ledger.epochs) == (records, epochs):
@@ -230,17 +229,35 @@ class JobState:
         self.rounds.admit(worker, at_once=isinstance(self.ledger, Lanes))
         self.pace.idled(self.members.live[worker].incarnation)
 
-    def is_chief(self, stay: Stay) -> bool:
-        """Whether this member is the one to evaluate and save, all records being in the model.
+    @property
+    def last_epoch(self) -> int:
+        """The number of the last epoch, from 0."""
+        assert self.ledger is not None
+        return self.ledger.epochs - 1
 
-        The worker is chosen with the last round, and kept with its version. A process that takes its place is
-        the chief, too, unless the one before has come to its end.
+    @property
+    def end(self) -> tuple[int, int, int] | None:
+        """Term and version that training has ended with, and the chief; None before there is a chief."""
+        if not self.finished or self.last_epoch not in self.chiefs:
+            return None
+        return self.term, self.version, self.chiefs[self.last_epoch]
+
+    def choose_chief(self, stay: Stay, epoch: int) -> bool:
+        """The member is the chief of the epoch, if nobody is. Returns whether it was chosen now."""
+        chosen = epoch not in self.chiefs
+        self.chiefs.setdefault(epoch, stay.worker)
+        return chosen
+
+    def is_chief(self, stay: Stay, epoch: int) -> bool:
+        """Tell the member whether it is the one to evaluate and save at the end of the epoch.
+
+        A process that takes the chief's place is the chief, too, unless the one before has said goodbye.
         """
-        if self.chief is None:
-            self.chief = stay.worker
-        if self.chief != stay.worker or (self.told_chief and self.told_chief.outcome == "left"):
+        before = self.told.get(epoch)
+        said_goodbye = before is not None and before is not stay and before.outcome == "left"
+        if self.chiefs.get(epoch) != stay.worker or said_goodbye:
             return False
-        self.told_chief = stay
+        self.told[epoch] = stay
         return True
 
     def hung(self, now: float, limit: timedelta) -> dict[int, float]:
@@ -279,6 +296,8 @@ class JobState:
             return None
         self.starved.discard(worker)
         self.calls.forget(stay.incarnation)
+        if outcome == "left":  # before it was told that it is the chief: another one will be
+            self.chiefs = {e: w for e, w in self.chiefs.items() if w != worker or e in self.told}
         for void in self.rounds.lose(worker):
             self.give_back(void.incarnation)
         self.give_back(stay.incarnation)
@@ -341,8 +360,6 @@ class JobState:
             stay.records += sum(r.records for r in c.records)
             self.metrics.update({k: v for k, v in c.metrics.items() if k != "loss"})
         self.rounds.end_commit()
-        if self.finished and self.chief is None:
-            self.chief = min(self.members.live, default=None)
         here = {stay.incarnation for stay in self.members.live.values()}
         bounded = self.consistency.mode == "bounded"
         self.pace.opened(here, now, beginning=here & sent if bounded else here)
@@ -391,7 +408,6 @@ class JobState:
             "metrics": dict(self.metrics),
             "loss": list(self.loss.points),
             "round": self.last_round,
-            "chief": self.chief,
             "stopped": self.stopped,
             "chiefs": [list(each) for each in self.chiefs.items()],
         }
@@ -434,9 +450,9 @@ class JobState:
             state.ledger = kind.from_state(saved["ledger"], shard_records=data.shard_records)
         state.metrics = dict(saved["metrics"])
         state.last_round = saved.get("round", {})
-        state.chief = saved["chief"]
         state.stopped = saved.get("stopped", "")
-        state.chiefs = dict(saved.get("chiefs", []))
+        state.chiefs = dict(saved["chiefs"])
+        state.told = dict.fromkeys(state.chiefs)
         state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
         return state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.ledger import Ledger
@@ -80,6 +82,7 @@ class Rig:
         state.ledger = Ledger(RECORDS, 1, RECORDS)
         state.ledger.apply(1, state.ledger.take(1, batch=RECORDS, workers=1, fresh=False))
         assert state.finished
+        state.chiefs[state.last_epoch] = 0
 
     def may_finish(self) -> bool:
         with self.job.changed:
@@ -100,6 +103,10 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     made = Rig(tmp_path)
     yield made
     made.close()
+
+
+def fail(path: Path, text: str) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
 def full() -> None:
@@ -125,6 +132,59 @@ def test_the_last_version_is_on_disk_before_the_job_ends(rig: Rig) -> None:
     rig.safekeeping.keep_what_must_be()
     assert rig.may_finish()
     assert rig.disk.newest()[0].state["ledger"] == rig.job.state.to_checkpoint()["ledger"]
+
+
+def test_a_checkpoint_of_the_last_version_is_told_of_the_end(rig: Rig) -> None:
+    """It may be on disk from before: with fewer records, and without the chief."""
+    assert rig.safekeeping.keep_now()
+    rig.finish()
+    assert not rig.may_finish()
+    rig.safekeeping.keep_what_must_be()
+    assert rig.may_finish()
+    assert rig.written == 1, "the tensors are those of before"
+    state = rig.disk.newest()[0].state
+    assert state["ledger"] == rig.job.state.to_checkpoint()["ledger"]
+    assert state["chiefs"] == [[0, 0]]
+    rig.job.state.chiefs[0] = 1
+    assert not rig.may_finish()
+    rig.safekeeping.keep_what_must_be()
+    assert rig.may_finish()
+    assert rig.disk.newest()[0].state["chiefs"] == [[0, 1]]
+
+
+def test_the_last_version_is_kept_before_anybody_asks_for_the_end(rig: Rig) -> None:
+    rig.finish()
+    rig.job.state.chiefs.clear()
+    rig.safekeeping.keep_what_must_be()
+    assert rig.written == 1
+    assert not rig.may_finish()
+    rig.safekeeping.keep_what_must_be()
+    assert rig.written == 1, "once"
+
+
+def test_an_end_that_cannot_be_written_is_no_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rig.safekeeping.keep_now()
+    rig.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_text", fail)
+        rig.safekeeping.keep_what_must_be()
+    assert not rig.may_finish()
+    assert "No space left" in rig.safekeeping.problem
+    rig.now += module.PAUSE.total_seconds()
+    rig.safekeeping.keep_what_must_be()
+    assert rig.may_finish()
+    assert rig.safekeeping.problem == ""
+
+
+def test_a_fenced_server_writes_no_end(rig: Rig) -> None:
+    assert rig.safekeeping.keep_now()
+    before = rig.disk.newest()[0].state
+    rig.disk.next_term()
+    rig.finish()
+    rig.safekeeping.keep_what_must_be()
+    assert rig.keeper.fenced
+    assert not rig.may_finish()
+    assert rig.disk.newest()[0].state == before
 
 
 def test_a_full_disk_is_tried_again_after_a_pause_and_holds_the_end_up_for_a_while(rig: Rig) -> None:

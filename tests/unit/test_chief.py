@@ -1,0 +1,172 @@
+"""Who evaluates and saves: one worker, also when shard 0 is lost before all are told of the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.core.membership import Stay
+from elastic_ps.core.sequence import PushKey
+from elastic_ps.errors import NoCheckpoint, StorageUnavailable
+from elastic_ps.job import Consistency, TrainingJobSpec
+from elastic_ps.server import coordinator as coordinator_module
+from elastic_ps.server import safekeeping
+from elastic_ps.server.coordinator import Coordinator
+from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.lead import Lead
+from elastic_ps.server.node import Node
+from elastic_ps.server.state import Taken
+from elastic_ps.telemetry import History, Trace
+from tests.polling import eventually
+from tests.unit.shard_rig import Body
+from tests.unit.test_coordinator import finish, start, take
+
+
+class Server:
+    """Shard 0 of a job, with a real shard, and a real checkpoint of every version."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.start()
+
+    def start(self) -> None:
+        self.store = Store(self._directory)
+        self.term = self.store.next_term()
+        self.keeper = Keeper(
+            self.store,
+            job="job",
+            term=self.term,
+            shards=1,
+            interval=timedelta(hours=1),
+            every=1,
+            keep=2,
+            now=0.0,
+        )
+        self.node = Node(0, 1, store=self.store, consistency=Consistency(), trace=Trace(None, ""))
+        spec = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
+        history = History(None, "")
+        self._lead = Lead("job", spec, self.term, [self.node], keeper=self.keeper, history=history)
+        try:
+            found = self.keeper.newest()
+        except NoCheckpoint:
+            found = None
+        self._lead.start(found)
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self._lead.coordinator
+
+    def lose(self) -> None:
+        self._lead.close(keep=False)
+        self.node.close()
+        self.store.close()
+
+    def train(self, stay: Stay, taken: Taken) -> None:
+        """A worker's step, and the checkpoint of the version that it makes."""
+        version = taken.version
+        key = PushKey(
+            term=self.term,
+            worker=stay.worker,
+            incarnation=stay.incarnation,
+            step=0,
+            bucket=0,
+            version=version,
+            attempt=self.coordinator.job.state.rounds.attempt,
+        )
+        self.node.shard.push(key, 10, (), Body(torch.ones(4)))
+        finish(self.coordinator, stay, taken)
+        eventually(lambda: self.keeper.durable_version == version + 1, "the version is on disk")
+
+    def skip_all(self, stay: Stay, *, call: int) -> Taken:
+        """A worker leaves all records out that there are, until it is told of the end."""
+        taken = take(self.coordinator, stay, call=call)
+        while taken.ranges:
+            call += 1
+            taken = take(self.coordinator, stay, call=call, skipped=taken.ranges)
+        return taken
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made.lose()
+
+
+def end_of(taken: Taken) -> tuple[bool, bool]:
+    return taken.finished, taken.chief
+
+
+def test_records_that_are_skipped_after_the_last_version_are_not_trained_after_a_loss(server: Server) -> None:
+    """The worker that was told of the end had another model than those that trained them. Both were chief."""
+    stay = start(server.coordinator, 0)
+    server.train(stay, take(server.coordinator, stay, call=1))
+    assert end_of(server.skip_all(stay, call=2)) == (True, True)
+    server.lose()
+    server.start()
+    other, again = start(server.coordinator, 1), start(server.coordinator, 0)
+    assert end_of(take(server.coordinator, other, call=1)) == (True, False)
+    assert end_of(take(server.coordinator, again, call=1)) == (True, True), "it may not have heard of it"
+    assert server.coordinator.job.state.version == 1
+
+
+def test_a_job_that_was_stopped_stays_so_after_a_loss(server: Server) -> None:
+    stay = start(server.coordinator, 0)
+    server.train(stay, take(server.coordinator, stay, call=1))
+    server.coordinator.stop(0, stay.incarnation, "it is good enough")
+    assert end_of(take(server.coordinator, stay, call=2)) == (True, True)
+    server.coordinator.leave(0, stay.incarnation, call=3)
+    server.lose()
+    server.start()
+    other = start(server.coordinator, 1)
+    assert end_of(take(server.coordinator, other, call=1)) == (True, False)
+    assert server.coordinator.job.stopped == "it is good enough"
+
+
+def test_a_worker_that_leaves_before_it_is_told_leaves_it_to_another_one(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stays = [start(server.coordinator, worker) for worker in (0, 1)]
+    server.train(stays[0], take(server.coordinator, stays[0], call=1))
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(seconds=1))
+    monkeypatch.setattr(safekeeping, "PAUSE", timedelta(0))
+
+    def fail(*_: object, **__: object) -> None:
+        raise StorageUnavailable("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "amend", fail)
+        assert server.skip_all(stays[0], call=2).pending
+        server.coordinator.leave(0, stays[0].incarnation, call=100)
+    ended: list[Taken] = []
+
+    def asked() -> bool:
+        ended.append(take(server.coordinator, stays[1], call=len(ended) + 1))
+        return not ended[-1].pending
+
+    eventually(asked, "it is told of the end")
+    assert end_of(ended[-1]) == (True, True)
+
+
+def test_a_process_in_the_place_of_one_that_has_left_is_not_the_chief_of_its_epoch(server: Server) -> None:
+    first, other = start(server.coordinator, 0, instance="a", call=1), start(server.coordinator, 1)
+
+    def is_chief(stay: Stay) -> bool:
+        return server.coordinator.is_chief(stay.worker, stay.incarnation, epoch=0)
+
+    assert [is_chief(first), is_chief(other), is_chief(first)] == [True, False, True]
+    server.coordinator.leave(0, first.incarnation, call=1)
+    assert not is_chief(start(server.coordinator, 0, instance="b", call=1))
+
+
+def test_a_process_in_the_place_of_one_that_was_lost_is_the_chief_of_its_epoch(server: Server) -> None:
+    first = start(server.coordinator, 0, instance="a", call=1)
+    assert server.coordinator.is_chief(0, first.incarnation, epoch=0)
+    server.coordinator.gone(0, "a")
+    second = start(server.coordinator, 0, instance="b", call=1)
+    assert server.coordinator.is_chief(0, second.incarnation, epoch=0)
