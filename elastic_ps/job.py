@@ -1,8 +1,8 @@
-"""The TrainingJob: what a person writes, and what is reported back.
+"""The spec of a TrainingJob. `elastic_ps.status` has its status.
 
-These models are the single source of the resource's shape. The local launcher reads job files with
-them, the operator reads custom resources with them and generates the CRD from them. The module loads
-neither torch nor anything of Kubernetes.
+These models are the single definition of the resource. The local launcher reads job files with them, the
+operator reads custom resources with them, and the CRD is generated from them. The module imports neither
+torch nor a Kubernetes client.
 
 Field names are snake_case in Python and camelCase in YAML. Unknown fields are errors.
 """
@@ -92,8 +92,8 @@ class VolumeClaim(CamelModel):
     )
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] | None = Field(
         default=None,
-        description="ReadWriteOnce if unset. With ReadWriteMany, a standby may run on another node than its "
-        "parameter server.",
+        description="ReadWriteOnce if unset. With ReadWriteMany, a standby and its parameter server may run "
+        "on different nodes.",
     )
 
 
@@ -104,7 +104,7 @@ class Checkpoint(CamelModel):
     every_versions: int | None = Field(
         default=None,
         ge=1,
-        description="Also write a checkpoint when this many versions have been made since the last one.",
+        description="Also write a checkpoint whenever this many versions have been made since the last one.",
     )
     keep: int = Field(default=3, ge=1, description="How many checkpoints to keep. Older ones are deleted.")
     path: str | None = Field(
@@ -115,8 +115,8 @@ class Checkpoint(CamelModel):
         default=None,
         description=(
             "The PersistentVolumeClaim to create on a cluster. All parameter servers mount it. A job with "
-            "one parameter server may leave it out; its checkpoints then lie in an emptyDir and are lost "
-            "with the pod."
+            "one parameter server and no standby may leave it out. Its checkpoints are then in an emptyDir, "
+            "and are lost with the pod."
         ),
     )
 
@@ -147,7 +147,7 @@ class ParameterServer(CamelModel):
     )
     template: PodTemplate = Field(
         default_factory=dict,
-        description="A PodTemplateSpec. It is merged over the operator's own template.",
+        description="A PodTemplateSpec. It is merged over the operator's default template.",
     )
 
 
@@ -160,26 +160,26 @@ class Worker(CamelModel):
     min_replicas: int = Field(
         default=1,
         ge=1,
-        description="The least number of workers that replicas may ask for. The job counts as Running as "
-        "soon as this many are ready.",
+        description="The smallest number of workers that replicas may be set to. The job is Running as soon "
+        "as this many workers are ready.",
     )
     max_replicas: int | None = Field(
-        default=None, ge=1, description="The greatest number of workers that replicas may ask for."
+        default=None, ge=1, description="The largest number of workers that replicas may be set to."
     )
     lease_duration: Duration = Field(
         default=timedelta(seconds=10),
-        description="A worker that sends nothing for this long is declared lost, and its records go to "
-        "others.",
+        description="If a worker sends nothing for this long, it is declared lost, and its records go to "
+        "other workers.",
     )
     progress_timeout: Duration = Field(
         default=timedelta(minutes=30),
-        description="When the others have waited this long for one worker's step, that worker is declared "
-        "hung and replaced. This counts against backoffLimit. Choose more than the longest step takes; the "
-        "first step may also compile or download something. With 0s no worker is ever declared hung.",
+        description="If the other workers wait this long for one worker's step, that worker is declared hung "
+        "and replaced. This counts against backoffLimit. Choose a longer time than the longest step takes; "
+        "the first step may also compile or download something. With 0s no worker is ever declared hung.",
     )
     template: PodTemplate = Field(
         default_factory=dict,
-        description="A PodTemplateSpec. It is merged over the operator's own template.",
+        description="A PodTemplateSpec. It is merged over the operator's default template.",
     )
 
     @model_validator(mode="after")
@@ -190,7 +190,7 @@ class Worker(CamelModel):
         return self
 
     def check_replicas(self, replicas: int) -> None:
-        """Raise ValueError, with the bounds, where `replicas` is not a possible number of workers."""
+        """Raise ValueError, which names the bound, if `replicas` is outside of the bounds."""
         if replicas < self.min_replicas:
             raise ValueError(f"replicas {replicas} is below minReplicas {self.min_replicas}")
         if self.max_replicas is not None and replicas > self.max_replicas:
@@ -202,22 +202,23 @@ class Consistency(CamelModel):
 
     mode: Literal["sync", "bounded"] = Field(
         default="sync",
-        description="With sync, each version is made of one step of every worker, so the fast wait for the "
-        "slow. With bounded, a version is made as soon as one worker has finished a step. A slow worker's "
-        "step goes into a later version, and maxStaleness bounds how much later.",
+        description="With sync, each version is made of one step of every worker, so fast workers wait for "
+        "slow ones. With bounded, a version is made as soon as one worker has finished a step. A slow "
+        "worker's step goes into a later version, and maxStaleness limits how much later.",
     )
     max_staleness: int | None = Field(
         default=None,
         ge=1,
-        description="Needed with mode bounded: how many versions the others may make while one worker "
-        "computes a step. Then they wait for it. Example: three workers make 5 steps each while a fourth "
-        "makes one. They make up to 15 versions meanwhile, so with 16 they do not wait.",
+        description="Only with mode bounded, and needed there: how many versions the other workers may make "
+        "while one worker computes a step. After that they wait for it. Example: three workers make 5 steps "
+        "each while a fourth makes one. They make up to 15 versions meanwhile, so with 16 they do not wait.",
     )
     deterministic: bool = Field(
         default=False,
-        description="Two runs of the job give the same model, bit for bit. Each worker has a fixed share of "
-        "the records, and gradients are added in the order of the workers' indexes. When a worker is lost, "
-        "the others wait for its replacement. Changing worker.replicas has no effect.",
+        description="With true, two runs of the job give the same model, bit for bit. Each worker has a "
+        "fixed share of the records, and gradients are added in the order of the workers' indexes. When a "
+        "worker is lost, the others wait for its replacement. worker.replicas cannot change while the job "
+        "runs.",
     )
     backup_workers: int = Field(
         default=0,
@@ -235,8 +236,8 @@ class Consistency(CamelModel):
     def _check_staleness(self) -> Consistency:
         if self.mode == "bounded" and self.max_staleness is None:
             raise ValueError(
-                "mode bounded needs maxStaleness: the number of steps that all other workers together may "
-                "make while the slowest one makes a single step"
+                "mode bounded needs maxStaleness: the number of versions that the other workers may make "
+                "while one worker computes a step"
             )
         if self.mode != "bounded" and self.max_staleness is not None:
             raise ValueError(
@@ -252,8 +253,8 @@ class Consistency(CamelModel):
     def _check_backup_workers(self) -> Consistency:
         if self.deterministic and self.backup_workers:
             raise ValueError(
-                f"backupWorkers {self.backup_workers} with deterministic: true. Which worker is late "
-                "differs from run to run, so leave one of the two out"
+                f"backupWorkers {self.backup_workers} cannot be combined with deterministic: true, because "
+                "which worker is late differs from run to run; leave one of the two out"
             )
         return self
 
@@ -270,7 +271,7 @@ class Data(CamelModel):
     """How records are handed out to the workers."""
 
     shard_records: int = Field(
-        default=256, ge=1, description="The most records that a worker is given at once."
+        default=256, ge=1, description="The largest number of records that a worker is given at once."
     )
     shuffle: bool = Field(default=True, description="Whether each epoch has the records in a new order.")
     seed: int = Field(default=0, ge=0, description="The seed of the records' order.")
@@ -281,15 +282,15 @@ class RunPolicy(CamelModel):
 
     suspend: bool = Field(
         default=False,
-        description="With true, the job writes a checkpoint and all of its pods are deleted. With false "
-        "again, it continues from that checkpoint.",
+        description="Set it to true to suspend the job: the job writes a checkpoint, and all of its pods are "
+        "deleted. Set it to false again, and the job continues from that checkpoint.",
     )
     backoff_limit: int = Field(
         default=3,
         ge=0,
-        description="How many times a worker's script may fail before the job fails. A crash, such as a "
-        "segmentation fault, counts if the worker's last one was the same and it has trained nothing since. "
-        "A worker that is killed from outside does not count.",
+        description="The job fails when its workers' scripts have failed more often than this. A crash, such "
+        "as a segmentation fault, counts if the same worker's last crash had the same cause and the worker "
+        "has trained nothing since. A worker that is killed from outside does not count.",
     )
     active_deadline_seconds: int | None = Field(
         default=None, ge=1, description="The job fails when it has run for this many seconds."
@@ -314,7 +315,7 @@ class TrainingJobSpec(CamelModel):
         default_factory=dict, description="Keyword arguments for the entrypoint: plain YAML values."
     )
     image: str | None = Field(
-        default=None, description="The container image. A template may name another one."
+        default=None, description="The container image of all pods. A template may name a different one."
     )
     parameter_server: ParameterServer = Field(default_factory=ParameterServer)
     worker: Worker = Field(default_factory=Worker)
@@ -325,7 +326,7 @@ class TrainingJobSpec(CamelModel):
 
 
 class ObjectMeta(BaseModel):
-    """The part of Kubernetes' metadata that a job needs; the rest is kept but not looked at."""
+    """The part of Kubernetes' metadata that a job needs; other fields are kept and ignored."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?$")
@@ -349,7 +350,7 @@ def parse_job(document: object, *, source: str) -> TrainingJob:
     """Validate a job given as plain data; `source` (a file's name) starts the error message.
 
     Raises:
-        InvalidJob: with one line for each wrong field: where, what was given, what was expected.
+        InvalidJob: a field is wrong. The message has a line for each: where, what was given and expected.
     """
     if not isinstance(document, Mapping):
         raise InvalidJob(f"{source}: expected a TrainingJob (a mapping), got {type(document).__name__}")
@@ -362,11 +363,11 @@ def parse_spec(document: Mapping[str, Any], *, source: str) -> TrainingJobSpec:
 
 
 class _DuplicateKey(yaml.YAMLError):
-    """A key stands twice in one mapping; of the two values, YAML's own loader would drop the first."""
+    """A mapping has the same key twice. YAML's own loader would drop the first value."""
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses duplicate keys, as `kubectl` does. What `<<` brings into a mapping may be overridden there."""
+    """Refuses duplicate keys, as `kubectl` does. A mapping may override keys that `<<` merges into it."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)

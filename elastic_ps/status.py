@@ -19,14 +19,16 @@ class Progress(CamelModel):
         default=None,
         description="The number of epochs to train. Unset until a worker has opened its data set.",
     )
-    percent: int = Field(default=0, ge=0, le=100, description="The share of all records that is trained.")
+    percent: int = Field(
+        default=0, ge=0, le=100, description="The share of all records that is trained, in percent."
+    )
     samples_per_second: float | None = Field(
         default=None, description="How many records the whole job trains in a second."
     )
     loss: float | None = Field(
         default=None,
-        description="The training loss that the scripts reported last: the mean over the workers of one "
-        "version, weighted by their samples.",
+        description="The training loss that the scripts reported last: the mean over the workers whose steps "
+        "are in one version, weighted by their samples.",
     )
     eta_seconds: int | None = Field(
         default=None, description="The expected time until the end of training, in seconds."
@@ -77,13 +79,13 @@ class Progress(CamelModel):
 
 
 LEFT_EARLY = (
-    "A script that leaves the loop over its loader before the end, for example to stop early, "
-    "calls session.stop(reason) first; the job then ends as succeeded"
+    "To stop early, a script must call session.stop(reason) before it leaves the loop over its loader; "
+    "the job then succeeds"
 )
-"""What to do if the scripts have ended well, but records are left."""
+"""What to do if all scripts have ended without an error, but records are left."""
 
 HUNG_GRACE = timedelta(seconds=15)
-"""For how long a worker that was declared hung may end by itself."""
+"""How long a worker that was declared hung has time to end by itself."""
 
 
 class Member(CamelModel):
@@ -113,8 +115,8 @@ class Member(CamelModel):
     )
     step_seconds: float | None = Field(
         default=None,
-        description="How long this member takes for a step, from the new version to its complete gradients: "
-        "a moving average.",
+        description="How many seconds this member takes for a step, from the new version to its complete "
+        "gradients: a moving average.",
     )
     slowness: float | None = Field(
         default=None, description="This member's stepSeconds divided by the median of all workers."
@@ -133,9 +135,9 @@ class Member(CamelModel):
         """
         gone = self.gone_seconds or 0.0
         if self.state == "hung" and gone > HUNG_GRACE.total_seconds():
-            return f"declared hung ({self.reason}), it has not ended by itself for {gone:.0f} s"
+            return f"it was declared hung ({self.reason}) and has not ended by itself for {gone:.0f} s"
         if self.state == "lost" and progress_timeout and gone > progress_timeout.total_seconds():
-            return f"lost ({self.reason}), it has not come back for {gone:.0f} s"
+            return f"it was declared lost ({self.reason}) and has not come back for {gone:.0f} s"
         return ""
 
 
@@ -155,12 +157,12 @@ class ServerStatus(CamelModel):
     )
     problem: str = Field(
         default="",
-        description="What a person should look at, for example a full disk. The job goes on meanwhile, or as "
-        "soon as it can.",
+        description="A problem that somebody should solve, for example a full disk. The job keeps running, "
+        "or continues as soon as it can.",
     )
     checkpoint_pause_seconds: float = Field(
         default=0.0,
-        description="How long training has stood still for checkpoints since the parameter server started.",
+        description="How many seconds training has paused for checkpoints since the server's start.",
     )
     standbys: list[bool] = Field(
         default_factory=list,
@@ -168,7 +170,7 @@ class ServerStatus(CamelModel):
     )
     members: list[Member] = Field(
         default_factory=list,
-        description="All workers that have joined, also those that are gone, in the order of joining.",
+        description="All workers that have joined, in the order of joining, also those that are gone.",
     )
 
     @property
@@ -194,9 +196,7 @@ class WorkerStatus(CamelModel):
     completed: int = Field(default=0, description="How many workers have come to the end of their script.")
     failures: int = Field(default=0, description="How many failures count against backoffLimit.")
     restarts: int = Field(default=0, description="How many workers have been replaced, for any reason.")
-    last_failure: str | None = Field(
-        default=None, description="Which worker was replaced last, and for what reason."
-    )
+    last_failure: str | None = Field(default=None, description="Which worker was replaced last, and why.")
     crashes: dict[int, str] = Field(
         default_factory=dict,
         description="By worker index: what the worker died of when it crashed last. If its replacement dies "
@@ -208,7 +208,7 @@ class WorkerStatus(CamelModel):
         "keeps them so that it counts no pod twice.",
     )
     selector: str = Field(
-        default="", description="The label selector of the workers' pods, which the autoscaler reads."
+        default="", description="The label selector of the workers' pods. An autoscaler reads it."
     )
 
 
@@ -230,7 +230,7 @@ Phase: TypeAlias = Literal["Pending", "Running", "Suspended", "Succeeded", "Fail
 class Summary(CamelModel):
     """The columns of `kubectl get`, as text."""
 
-    workers: str = Field(default="", description="Ready and wanted workers, as in 2/4.")
+    workers: str = Field(default="", description="The number of ready and of wanted workers, as in 2/4.")
     progress: str = Field(default="", description="The share of all records that is trained, as in 15%.")
     loss: str = Field(default="", description="The last reported training loss.")
 

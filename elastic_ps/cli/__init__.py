@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Programs | None = 
     parsed = parser.parse_args(own)
     parsed.script_arguments = given[len(own) + 1 :]
     if "--" in given and parsed.command != "run":
-        parser.error(f"-- and what follows belong to `elastic-ps run`, not to `{parsed.command}`")
+        parser.error(f"only `elastic-ps run` takes arguments after --, and `{parsed.command}` does not")
     try:
         if parsed.command == "run":
             from elastic_ps.cli.run import run

@@ -68,7 +68,7 @@ def stop(parsed: argparse.Namespace) -> int:
     while directory.launcher() == launcher:
         if time.monotonic() > deadline:
             limit = f"{STOP_LIMIT.total_seconds():g} s"
-            raise ElasticPSError(f"{directory.job} (launcher pid {launcher}) still runs after {limit}")
+            raise ElasticPSError(f"{directory.job} (launcher pid {launcher}) is still running after {limit}")
         time.sleep(0.1)
     found = _status_of(directory)
     print(f"{directory.job} is stopped")
@@ -136,7 +136,7 @@ def _status_of(directory: JobDirectory) -> LocalStatus:
     found = directory.read_status()
     if found is None:
         names = ", ".join(known.job for known in known_jobs()) or "none has run yet"
-        raise UserError(f"no job {directory.job!r} on this machine; known are: {names}")
+        raise UserError(f"there is no job {directory.job!r} on this machine; there are: {names}")
     return found
 
 

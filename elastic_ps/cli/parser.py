@@ -10,23 +10,23 @@ from elastic_ps.drill.faults import DESCRIPTIONS, KINDS, Kind
 DESCRIPTION = """\
 Train a PyTorch model with a parameter server and workers that come and go.
 
-A job is described in a YAML file (kind: TrainingJob). `run` starts its parameter servers and workers
-as processes on this machine and watches over them. The other commands show or change a running job,
+A YAML file (kind: TrainingJob) describes a job. `run` starts the job's parameter servers and workers
+as processes on this machine and supervises them. The other commands show or change a running job,
 from any terminal."""
 
 EXAMPLES = """\
 examples:
-  elastic-ps run job.yaml                    train, with live progress; Ctrl-C stops it cleanly
+  elastic-ps run job.yaml                    train, with live progress; Ctrl-C stops the job cleanly
   elastic-ps run train.py --workers 2 -- --lr 0.1
-                                             a script with its own command line, without a job file
-  elastic-ps run job.yaml --workers 4        with 4 workers, whatever the file says
+                                             train with a script and its arguments, without a job file
+  elastic-ps run job.yaml --workers 4        train with 4 workers, whatever the file says
   elastic-ps run job.yaml --scale 150:4 --scale 400:2 --report out
                                              grow to 4 workers at version 150, shrink to 2 at 400;
                                              write numbers and a picture into out/
-  elastic-ps run job.yaml --detach           in the background. Then:
-  elastic-ps status digits                   show how far it is
-  elastic-ps scale digits --workers 4        change the number of workers; the others train on
-  elastic-ps logs digits -f --worker 0       what worker 0 prints
+  elastic-ps run job.yaml --detach           train in the background. Then:
+  elastic-ps status digits                   show the progress of the job named digits
+  elastic-ps scale digits --workers 4        change the number of workers while it trains
+  elastic-ps logs digits -f --worker 0       show what worker 0 prints
   elastic-ps stop digits                     write a checkpoint and stop
   elastic-ps drill job.yaml --seed 7         inject faults, and check that nothing is lost
 
@@ -39,35 +39,36 @@ exit codes:
   130  stopped by Ctrl-C (129 SIGHUP, 143 SIGTERM)"""
 
 RUN = """\
-Run a job as processes on this machine until it has succeeded, failed or been stopped.
+Run a job as processes on this machine until it succeeds, fails or is stopped.
 
-First the file is checked, and the entrypoint is imported once and compared with the arguments, so that
-mistakes show at once. Then the parameter servers start, and after them the workers. A worker that is killed
-is replaced. A worker whose script fails, or that keeps crashing before its first step, is replaced, too,
-until there are more such failures than runPolicy.backoffLimit. At the first Ctrl-C the workers leave and the
-parameter servers write a checkpoint; a second Ctrl-C kills them.
+First the command checks the file, imports the entrypoint once, and compares its signature with the
+arguments, so that mistakes show at once. Then it starts the parameter servers and the workers. A
+worker that is killed is replaced. A worker whose script fails, or that keeps crashing before its
+first step, is replaced, too, until there are more such failures than runPolicy.backoffLimit. At the
+first Ctrl-C the workers leave and the parameter servers write a checkpoint. A second Ctrl-C kills
+all processes.
 
-JOB may also be a Python script. The job is then named after the script, and every worker runs the script as
-`python` would; what follows -- are its arguments. To train alone in one process, run `python train.py`
-without elastic-ps."""
+JOB may also be a Python script. The job is then named after the script, and every worker runs the
+script as `python` would, with the arguments that follow --. To train in a single process, run
+`python train.py`."""
 
 RUN_EXAMPLES = """\
 examples:
   elastic-ps run job.yaml --report out       out/run.json and out/run.png show how it went
-  elastic-ps run job.yaml --trace trace.json then open it in https://ui.perfetto.dev
+  elastic-ps run job.yaml --trace trace.json open trace.json in https://ui.perfetto.dev
   elastic-ps run job.yaml --resume DIR       continue from the newest checkpoint in DIR
   elastic-ps run train.py --workers 2 -- --lr 0.1
                                              a script that calls elastic_ps.connect()"""
 
 
 DRILL = """\
-Run a job on this machine and inject faults: kill and freeze processes, damage checkpoints. Parameter
-servers and workers each write a history of what they did. At the end the histories are compared: every
-record of every epoch of the data must be in the model exactly once.
+Run a job on this machine and inject faults: kill and freeze processes, damage checkpoints. Each
+parameter server and each worker writes a history of what it did. At the end the histories are
+compared: every record of every epoch must be in the model exactly once.
 
-The seed decides which faults come, in which order, and at what share of the records, so the same seed
-repeats the same schedule. Each fault waits until the job has recovered from the one before, so the job
-has to be long enough for all of them."""
+The seed decides in which order the faults are injected, at what share of the records, and into which
+worker or parameter server. So the same seed repeats the same schedule. Each fault waits until the
+job has recovered from the one before, so the job has to be long enough for all of them."""
 
 DRILL_EXAMPLES = """\
 examples:
@@ -75,8 +76,8 @@ examples:
   elastic-ps drill job.yaml --seed 7 --faults kill-ps,kill-ps,freeze-worker --report out
 
 exit codes:
-  0    the job succeeded, every fault that is possible here happened, nothing was lost
-  1    anything else; the table says what"""
+  0    the job succeeded, every fault that is possible here happened, and nothing was lost
+  1    anything else; the table shows what"""
 
 
 EXPORT_EXAMPLES = """\
@@ -111,7 +112,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     run.add_argument("job", metavar="JOB", type=Path, help="the job's YAML file, or a Python script")
     run.add_argument(
-        "--workers", type=_positive, metavar="N", help="start with N workers instead of the file's"
+        "--workers", type=_positive, metavar="N", help="start with N workers, whatever the file says"
     )
     run.add_argument(
         "--scale",
@@ -119,7 +120,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         action="append",
         default=[],
         metavar="VERSION:N",
-        help="change to N workers at this version; may be given several times",
+        help="change to N workers at this version; may be repeated",
     )
     run.add_argument(
         "--report", type=Path, metavar="DIR", help="write run.json and run.png into DIR at the end"
@@ -130,15 +131,17 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run.add_argument(
         "--resume", type=Path, metavar="DIR", help="continue from the newest complete checkpoint in DIR"
     )
-    run.add_argument("--detach", action="store_true", help="return as soon as the job runs")
+    run.add_argument(
+        "--detach", action="store_true", help="run the job in the background, and return as soon as it runs"
+    )
 
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     status = commands.add_parser(
         "status",
-        help="show how far jobs are",
-        description="Show one job, or all jobs of this machine: the running ones, and the last run of each "
-        "other one.",
+        help="show the progress of jobs",
+        description="Show one job, or all jobs on this machine. If a job is not running, its last run is\n"
+        "shown.",
         formatter_class=_Help,
     )
     status.add_argument("job", metavar="JOB", nargs="?", help="a job's name or its YAML file")
@@ -150,19 +153,21 @@ def _add_scale(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "scale",
         help="change the number of workers of a running job",
         description="Change the number of workers while the job runs. New workers join at the current\n"
-        "version. If there are to be fewer, the workers with the highest numbers finish their step and\n"
-        "leave. The others neither restart nor wait.",
+        "version. When the number is reduced, the workers with the highest indexes finish their step and\n"
+        "leave. The other workers neither restart nor wait.",
         formatter_class=_Help,
     )
     scale.add_argument("job", metavar="JOB", help="the job's name or its YAML file")
-    scale.add_argument("--workers", type=_positive, metavar="N", required=True, help="how many workers")
+    scale.add_argument(
+        "--workers", type=_positive, metavar="N", required=True, help="the new number of workers"
+    )
 
 
 def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     logs = commands.add_parser(
         "logs",
         help="show what a job's processes print",
-        description="Show what the processes of a job's last run have printed: all of them, or one.",
+        description="Show what all processes of a job's last run have printed, or one of them.",
         formatter_class=_Help,
     )
     logs.add_argument("job", metavar="JOB", help="the job's name or its YAML file")
@@ -177,8 +182,8 @@ def _add_stop(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     stop = commands.add_parser(
         "stop",
         help="stop a running job",
-        description="Stop a job. Its workers leave, and its parameter servers write a checkpoint.\nThe "
-        "command returns when all of its processes have ended.",
+        description="Stop a job. Its workers leave, and its parameter servers write a checkpoint. The\n"
+        "command returns when all of the job's processes have ended.",
         formatter_class=_Help,
     )
     stop.add_argument("job", metavar="JOB", help="the job's name or its YAML file")
@@ -188,15 +193,20 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     export = commands.add_parser(
         "export",
         help="write a checkpoint's model as one file for plain PyTorch",
-        description="Write the model of a checkpoint into one file, under the names of the model's "
-        "state_dict. The optimizer's state is not in it: elastic_ps.load_checkpoint(DIR, model, optimizer) "
-        "loads both. The job may be running.",
+        description="Write the model of a checkpoint into one file, as a plain state_dict. The job may be\n"
+        "running. To load the optimizer's state as well, use\n"
+        "elastic_ps.load_checkpoint(DIR, model, optimizer) in Python.",
         epilog=EXPORT_EXAMPLES,
         formatter_class=_Help,
     )
     export.add_argument("directory", metavar="DIR", type=Path, help="a job's checkpoint directory")
-    export.add_argument("out", metavar="OUT", type=Path, help="a file *.safetensors or *.pt; it is replaced")
-    export.add_argument("--version", type=int, metavar="N", help="of the model; the newest if not given")
+    export.add_argument(
+        "out",
+        metavar="OUT",
+        type=Path,
+        help="the file to write, *.safetensors or *.pt; an existing file is replaced",
+    )
+    export.add_argument("--version", type=int, metavar="N", help="the version to write (default: the newest)")
 
 
 def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -211,7 +221,10 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     drill.add_argument("job", metavar="JOB", type=Path, help="the job's YAML file")
     drill.add_argument("--seed", type=int, metavar="N", help="the schedule's seed (default: a random one)")
     drill.add_argument(
-        "--faults", type=_faults, metavar="F,F,...", help="the faults; one that is named twice happens twice"
+        "--faults",
+        type=_faults,
+        metavar="F,F,...",
+        help="the faults to inject; one that is named twice is injected twice",
     )
     drill.add_argument(
         "--workers", type=_positive, metavar="N", help="start N workers, whatever the file says"
@@ -223,7 +236,8 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     cluster.add_argument(
         "--histories",
         metavar="CLAIM",
-        help="run the job on the cluster; CLAIM is an existing volume claim that all of its pods can mount",
+        help="run the job on the cluster; CLAIM is an existing PersistentVolumeClaim that all of its pods "
+        "can mount",
     )
     cluster.add_argument(
         "-n", "--namespace", metavar="NS", help="default: the namespace of kubectl's context"

@@ -58,8 +58,8 @@ def _job(path: Path, arguments: Sequence[str]) -> TrainingJob:
         return script.job_of(path, arguments)
     if arguments:
         raise UserError(
-            f"{shlex.join(arguments)} after -- is for a script, as in `elastic-ps run train.py -- ...`; "
-            f"the arguments of this job stand in {path}, as spec.arguments"
+            f"only a script takes arguments after --, as in `elastic-ps run train.py -- ...`, and {path} is "
+            f"not one; put {shlex.join(arguments)} into its spec.arguments"
         )
     return load_job(path)
 
@@ -114,7 +114,9 @@ def _show(launcher: Launcher, display: Display, console: Console) -> None:
             display.update(launcher.status(), launcher.record)
             if launcher.stopping and not told_to_wait:
                 told_to_wait = True
-                console.print("Stopping: workers leave, a checkpoint is written. Ctrl-C again kills them.")
+                console.print(
+                    "Stopping: workers leave, and a checkpoint is written. Ctrl-C again kills all processes."
+                )
         display.update(launcher.status(), launcher.record)
     finally:
         display.close()

@@ -111,7 +111,7 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield name, stay(member)
         name = ""
     for at in outcome.unreached:
-        yield "warning", f"--scale {at.version}:{at.workers} had no effect: that version never came"
+        yield "warning", f"--scale {at.version}:{at.workers} had no effect: the job ended before that version"
 
 
 def stay(member: Member) -> str:

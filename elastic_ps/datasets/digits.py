@@ -22,7 +22,9 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        text = "the digits come with scikit-learn, which is not installed: pip install 'elastic-ps[examples]'"
+        text = (
+            "the digits are part of scikit-learn, which is not installed: pip install 'elastic-ps[examples]'"
+        )
         raise UsageError(text) from error
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16

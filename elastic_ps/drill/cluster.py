@@ -48,7 +48,7 @@ class Kubectl:
     def __init__(self, namespace: str | None) -> None:
         program = shutil.which("kubectl")
         if program is None:
-            raise UserError("kubectl is not on the PATH; a drill on a cluster needs it")
+            raise UserError("a drill on a cluster needs kubectl, which is not on the PATH")
         self._command = [program, *(["--namespace", namespace] if namespace else [])]
 
     def __call__(self, *arguments: str, given: str | None = None) -> str:
@@ -205,7 +205,7 @@ def run_on_cluster(
     kubectl = Kubectl(namespace)
     if kubectl("get", f"trainingjobs/{job.name}", "--ignore-not-found", "-o", "name").strip():
         raise UserError(
-            f"there is a TrainingJob {job.name!r} already; delete it, or drill under another name"
+            f"there is a TrainingJob {job.name!r} already; delete it, or choose another metadata.name"
         )
     kubectl("get", f"persistentvolumeclaims/{claim}", "-o", "name")
     run = f"{job.name}-{secrets.token_hex(4)}"
@@ -226,7 +226,7 @@ def _fetch(kubectl: Kubectl, image: str, *, claim: str, run: str, into: Path) ->
         while (phase := kubectl.json(f"pods/{name}")["status"].get("phase")) != "Succeeded":
             if phase == "Failed" or time.monotonic() > deadline:
                 why = kubectl("logs", name) if phase == "Failed" else f"it is {phase}"
-                raise UserError(f"pod {name} did not bring the histories: {why}")
+                raise UserError(f"pod {name} could not read the histories: {why}")
             time.sleep(LOOK.total_seconds())
         unpack(kubectl("logs", name), into)
     finally:

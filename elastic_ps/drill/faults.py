@@ -26,15 +26,15 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 DESCRIPTIONS: dict[Kind, str] = {
     "kill-worker": "SIGKILL a worker",
     "stop-worker": "scale down by one worker (SIGTERM), then up again",
-    "freeze-worker": "freeze a worker (SIGSTOP) for longer than its lease, then let it go on",
+    "freeze-worker": "freeze a worker (SIGSTOP) for longer than its lease, then wake it",
     "kill-ps": "SIGKILL a parameter server",
     "kill-standby": "SIGKILL a parameter server's standby (durability: standby only)",
-    "freeze-ps": "freeze the parameter server for longer than the workers' lease, then let it go on",
-    "rival-ps": "freeze the parameter server, let a second one take over, wake the first",
+    "freeze-ps": "freeze the parameter server for longer than the workers' lease, then wake it",
+    "rival-ps": "freeze the parameter server, let a second one take over, then wake the first",
     "corrupt-checkpoint": "change one byte of the newest checkpoint, then SIGKILL the parameter server",
     "fill-disk": "fill the checkpoints' disk until writing one fails, then make room (root only)",
     "cut": "cut a worker off from the network for longer than its lease, then reconnect it",
-    "reset": "end all of a worker's connections with a TCP reset",
+    "reset": "close all of a worker's connections with a TCP reset",
 }
 
 FIRST, LAST = 5.0, 65.0

@@ -320,9 +320,9 @@ def _acknowledgements(histories: Histories) -> Iterator[Violation]:
                 continue
             text = f"{seen.step} was seen in version {seen.version}, which term {seen.term} never committed"
         elif seen.step not in committed.steps:
-            text = f"{seen.step} was seen in version {seen.version}, which is made of others"
+            text = f"{seen.step} was seen in version {seen.version}, which is made of other steps"
         elif committed.steps[seen.step] != seen.records:
-            text = f"{seen.step} was computed on {seen.records}, counted as {committed.steps[seen.step]}"
+            text = f"{seen.step} was computed on {seen.records}, but counted as {committed.steps[seen.step]}"
         else:
             continue
         yield Violation("acknowledged step lost", text, seen.time)
@@ -335,8 +335,8 @@ def _values(histories: Histories) -> Iterator[Violation]:
         first = known[found.term, found.version].setdefault(found.bucket, found)
         if first.checksum != found.checksum:
             text = (
-                f"bucket {found.bucket} of version {found.version} in term {found.term} is one thing to "
-                f"{first.process} and another to {found.process}"
+                f"bucket {found.bucket} of version {found.version} in term {found.term} differs between "
+                f"{first.process} and {found.process}"
             )
             yield Violation("values differ", text, found.time)
     restored = {each.term for each in histories.restored}

@@ -40,7 +40,7 @@ def _kill_worker(target: Target, fault: Fault) -> str:
     process = target.process("worker", index)
     target.strike(lambda: target.kill("worker", index))
     target.until(target.replaced(before), f"another process trains as worker {index}")
-    target.until(target.moved_on(), "the version moves on")
+    target.until(target.moved_on(), "a new version is made")
     if target.process("worker", index) == process:
         raise NotRecovered(f"worker {index} is still the process that was killed: {process}")
     return f"worker {index}, {process}"
@@ -50,7 +50,7 @@ def _stop_worker(target: Target, _fault: Fault) -> str:
     workers = target.workers
     index = workers - 1
     if workers < 2:
-        raise Unavailable("the job has one worker, so none can be spared")
+        raise Unavailable("the job has only one worker, so none can leave")
     target.settled()
     before = target.until(lambda: target.member(index), f"worker {index} is a member")
     target.strike(lambda: target.scale(workers - 1))
@@ -86,9 +86,11 @@ def _reset(anywhere: Target, fault: Fault) -> str:
         ended = wires.reset(index)
 
     target.strike(strike)
-    target.until(target.moved_on(), "the version moves on")
+    target.until(target.moved_on(), "a new version is made")
     if not ended or target.process("worker", index) != pid:
-        raise NotRecovered(f"{ended} connections of worker {index}, pid {pid}, were reset; it did not go on")
+        raise NotRecovered(
+            f"{ended} connections of worker {index}, pid {pid}, were reset; it did not continue"
+        )
     return f"{ended} connections of worker {index}, pid {pid}"
 
 
@@ -104,7 +106,7 @@ def _silence(target: LocalTarget, index: int, how: Callable[[int, int], Abstract
             target.lease + timedelta(seconds=20),
         )
         if target.training():
-            target.until(target.moved_on(), "the others go on")
+            target.until(target.moved_on(), "the others make a version")
     target.until(
         lambda: any(m.pid == pid and m.incarnation > before.incarnation for m in target.training()),
         f"worker {index} has joined again, without a restart",
@@ -132,7 +134,7 @@ def _kill_standby(target: Target, fault: Fault) -> str:
     process = target.process("standby", shard)
     target.strike(lambda: target.kill("standby", shard))
     target.until(lambda: not _settled_standbys(target)[shard], "the standby is left behind")
-    target.until(target.moved_on(), "training goes on without it")
+    target.until(target.moved_on(), "training continues without it")
     target.until(lambda: _settled_standbys(target)[shard], "another standby has every round")
     return f"standby of shard {shard}, {process}"
 
@@ -161,7 +163,9 @@ def _rival_ps(anywhere: Target, _fault: Fault) -> str:
         rival = target.until(lambda: fetch_status(address), "the second parameter server answers")
         if rival.term <= term:
             raise NotRecovered(f"the second parameter server began term {rival.term}, not above {term}")
-    target.until(target.moved_on(term=rival.term), f"a parameter server goes on in a term above {rival.term}")
+    target.until(
+        target.moved_on(term=rival.term), f"a parameter server continues in a term above {rival.term}"
+    )
     return f"term {rival.term} took over from term {term}"
 
 
@@ -197,7 +201,7 @@ def _fill_disk(anywhere: Target, _fault: Fault) -> str:
         target.strike(lambda: disk.fill(directory))
         problem = target.until(lambda: s.problem if (s := target.server()) else None, "a checkpoint fails")
         target.struck_version = target.settled().progress.version
-        target.until(target.moved_on(), "training goes on with a full disk")
+        target.until(target.moved_on(), "training continues with a full disk")
     finally:
         filler.unlink(missing_ok=True)
     durable = target.settled().progress.durable_version or 0
@@ -215,7 +219,7 @@ def _fill_disk(anywhere: Target, _fault: Fault) -> str:
 def _here(target: Target) -> LocalTarget:
     """The job, for a fault that needs its processes and files at hand."""
     if not isinstance(target, LocalTarget):
-        raise Unavailable("only with a job of this machine")
+        raise Unavailable("only possible with a job on this machine")
     return target
 
 
@@ -260,7 +264,7 @@ def _disconnected(target: LocalTarget, worker: int) -> Iterator[None]:
 
 def _wires(target: LocalTarget) -> Wires:
     if target.wires is None:
-        raise Unavailable("the job was started without wires that can be cut")
+        raise Unavailable("the job was started without relays between workers and parameter servers")
     return target.wires
 
 

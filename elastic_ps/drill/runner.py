@@ -133,7 +133,7 @@ def train(target: Target, faults: Sequence[Fault], tell: Callable[[str], None]) 
     for fault in faults:
         injections.append(_one(target, fault, began, tell))
         if injections[-1].state == "not recovered":
-            target.stop(f"not recovered from {fault}: {injections[-1].detail}")
+            target.stop(f"the job has not recovered from {fault}: {injections[-1].detail}")
     while not target.over(timedelta(seconds=1)):
         pass
     return injections

@@ -133,9 +133,9 @@ class Target(abc.ABC):
             if value:
                 return value
             if self.over(LOOK):
-                raise JobOver(f"the job ended before this came about: {what}")
+                raise JobOver(f"the job ended before this happened: {what}")
             if time.monotonic() > deadline:
-                raise NotRecovered(f"not within {seconds:.0f} s: {what}")
+                raise NotRecovered(f"this did not happen within {seconds:.0f} s: {what}")
 
     def replaced(self, before: Member) -> Callable[[], bool]:
         """Whether the worker trains in a later stay than this one."""

@@ -23,6 +23,6 @@ def tell_parameter_server(job: str, addresses: tuple[str, ...], worker: int, ins
         request = pb.GoneRequest(job=job, worker=worker, instance=instance)
         unary(connection, "Gone", request.SerializeToString(), timeout=TIMEOUT)
     except ElasticPSError as error:
-        logger.debug("the end of worker %d was not told: %s", worker, error)
+        logger.debug("the parameter server could not be told that worker %d has ended: %s", worker, error)
     finally:
         connection.close()

@@ -177,8 +177,8 @@ class Observed:
 
 
 WAS_FINISHED = (
-    "the job was finished already: every record of every epoch is in its checkpoint, and the script trains "
-    "no more epochs than before"
+    "the job had finished before: every record of every epoch is in its checkpoint, and the script asks for "
+    "no more epochs"
 )
 
 
@@ -287,14 +287,16 @@ def _deadline_exceeded(desired: Desired, observed: Observed, now: float) -> Verd
     if desired.deadline is None or now - observed.started <= desired.deadline.total_seconds():
         return None
     seconds = desired.deadline.total_seconds()
-    return Verdict("Failed", "DeadlineExceeded", f"not finished after activeDeadlineSeconds: {seconds:g}")
+    return Verdict(
+        "Failed", "DeadlineExceeded", f"the job did not finish within activeDeadlineSeconds: {seconds:g}"
+    )
 
 
 def _parameter_server_silent(desired: Desired, observed: Observed, now: float) -> Verdict | None:
     for process in observed.latest("ps").values():
         if not process.ready and now - process.started > desired.start_limit.total_seconds():
             seconds = desired.start_limit.total_seconds()
-            message = f"{process.name} (pid {process.pid}) does not answer {seconds:g} s after its start"
+            message = f"{process.name} (pid {process.pid}) has not answered within {seconds:g} s of its start"
             return Verdict("Failed", "ParameterServerSilent", message)
     return None
 
@@ -307,7 +309,7 @@ def _failed_too_often(desired: Desired, observed: Observed) -> Verdict | None:
     last = failed[-1]
     times = "once" if count == 1 else f"{count} times"
     message = (
-        f"processes failed {times}, backoffLimit is {desired.backoff_limit}; "
+        f"processes failed {times}, more than backoffLimit {desired.backoff_limit} allows; "
         f"the last was {last.name}, which {describe_exit(last.exit or 0)}"
     )
     return Verdict("Failed", "BackoffLimitExceeded", _with_output(message, last))
@@ -327,7 +329,11 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
     if observed.asked_at is None or observed.asked_at <= last_end:
         if now - last_end <= desired.answer_limit.total_seconds():
             return None
-        return Verdict("Failed", "NoAnswer", "the parameter server does not tell how far training is")
+        return Verdict(
+            "Failed",
+            "NoAnswer",
+            "every worker has ended, but the parameter server does not say how far training is",
+        )
     if progress.finished and progress.stopped:
         return Verdict("Succeeded", "StoppedEarly", progress.why_stopped)
     if progress.finished:
@@ -343,7 +349,7 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
 
 
 def _with_output(message: str, process: Process) -> str:
-    return f"{message}. It wrote last:\n{process.output}" if process.output else message
+    return f"{message}. Its last output:\n{process.output}" if process.output else message
 
 
 def _start_servers(role: Role, desired: Desired, observed: Observed, now: float) -> Iterator[Start]:
@@ -353,7 +359,7 @@ def _start_servers(role: Role, desired: Desired, observed: Observed, now: float)
         if before is None:
             yield Start(role, shard, "the job starts")
         elif before.exit is not None and _may_replace(observed, before, now):
-            yield Start(role, shard, f"the last one {describe_exit(before.exit)}", before.pid)
+            yield Start(role, shard, f"the previous process {describe_exit(before.exit)}", before.pid)
 
 
 def _may_replace(observed: Observed, before: Process, now: float) -> bool:
@@ -377,7 +383,7 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
         before = latest.get(index)
         if before is None or before.ending == "left":
             if not finished:
-                reason = f"{desired.workers} workers are wanted"
+                reason = f"the job asks for {desired.workers} workers"
                 elsewhere = before is not None and before.asked is None  # by whom, nobody here knows
                 yield Start("worker", index, reason, before.pid if before and elsewhere else None)
         elif before.ending in ("killed", "failed") and _may_replace(observed, before, now):
@@ -387,7 +393,7 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
         if process.alive and process.stuck and not process.killed:
             yield Kill(process.pid, process.stuck)
         elif process.alive and (process.index >= desired.workers or process.asked is not None):
-            yield from _end(process, desired.leave_grace, f"{desired.workers} workers are wanted", now)
+            yield from _end(process, desired.leave_grace, f"the job asks for {desired.workers} workers", now)
 
 
 def _close(desired: Desired, observed: Observed, verdict: Verdict, now: float) -> Iterator[Action]:
@@ -407,4 +413,4 @@ def _end(process: Process, grace: timedelta, reason: str, now: float) -> Iterato
     if process.asked is None:
         yield Terminate(process.pid, reason)
     elif not process.killed and now - process.asked > grace.total_seconds():
-        yield Kill(process.pid, f"it did not end within {grace.total_seconds():g} s of being asked to")
+        yield Kill(process.pid, f"it did not end within {grace.total_seconds():g} s after SIGTERM")

@@ -33,7 +33,9 @@ def check_workers(job: TrainingJob, schedule: Sequence[ScaleAt]) -> None:
     versions = [at.version for at in schedule]
     for version in versions:
         if versions.count(version) > 1:
-            raise UserError(f"--scale names version {version} twice; which number of workers is meant?")
+            raise UserError(
+                f"--scale names version {version} twice; give one number of workers for each version"
+            )
 
 
 def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:
@@ -54,8 +56,8 @@ def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:
         _refuse_running(Path(path), option="spec.parameterServer.checkpoint.path")
     if path is not None and any(Path(path).glob("version-*")):
         raise UserError(
-            f"the directory {path} (spec.parameterServer.checkpoint.path) holds checkpoints already: go on "
-            f"from them with --resume {path}, or name an empty directory, or remove them"
+            f"the directory {path} (spec.parameterServer.checkpoint.path) holds checkpoints already: "
+            f"continue from them with --resume {path}, or name an empty directory, or remove them"
         )
 
 
@@ -74,7 +76,7 @@ def _refuse_running(path: Path, *, option: str) -> None:
 def check_report(report: Path | None) -> None:
     """Raise UserError where the report's picture cannot be drawn."""
     if report is not None and importlib.util.find_spec("matplotlib") is None:
-        raise UserError("--report draws with matplotlib: pip install 'elastic-ps[report]'")
+        raise UserError("--report needs matplotlib, which is not installed: pip install 'elastic-ps[report]'")
 
 
 def prepare_directory(path: Path, *, option: str) -> None:

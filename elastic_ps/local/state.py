@@ -196,7 +196,7 @@ class JobDirectory:
     def _runs_already(self) -> UserError:
         return UserError(
             f"job {self.job!r} already runs on this machine (pid {self.launcher()}): "
-            f"stop it with `elastic-ps stop {self.job}`, or give this one another metadata.name"
+            f"stop it with `elastic-ps stop {self.job}`, or choose another metadata.name for this one"
         )
 
     @contextlib.contextmanager

@@ -123,7 +123,7 @@ class Launcher:
         if self._error is not None:
             raise ElasticPSError(f"the launcher of job {self.job.name!r} failed") from self._error
         if self._observed.verdict is None:
-            raise ElasticPSError(f"job {self.job.name!r} is not over")
+            raise ElasticPSError(f"job {self.job.name!r} is still running")
         status = self.status()
         elapsed = timedelta(seconds=status.elapsed)
         return Outcome(self._observed.verdict, self.record, elapsed, status, self._schedule)
@@ -283,7 +283,9 @@ class Launcher:
         was = status.progress.finished and (begins or self._observed.was_finished)
         if was and not self._observed.was_finished:
             epochs = status.progress.epochs
-            self._event("checkpoint", f"the job is finished: the model has seen all records {epochs} times")
+            self._event(
+                "checkpoint", f"the checkpoint is of a finished job: all {epochs} epochs are in the model"
+            )
         self._observed = replace(self._observed, was_finished=was)
 
     def _execute(self, action: planning.Action, now: float) -> None:
@@ -295,7 +297,7 @@ class Launcher:
                 self._update(action.pid, asked=now)
                 self._children[action.pid].terminate()
             case planning.Kill():
-                self._event("warning", f"{self._process(action.pid).name} is killed: {action.reason}")
+                self._event("warning", f"killing {self._process(action.pid).name}: {action.reason}")
                 self._update(action.pid, asked=self._process(action.pid).asked or now, killed=True)
                 self._children[action.pid].kill()
             case planning.Scale():

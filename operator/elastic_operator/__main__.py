@@ -74,11 +74,11 @@ def _unhealthy(controller: Controller, queue: Queue, given: Settings) -> str | N
     limit = given.watch_limit.total_seconds()
     for resource, age in controller.watch_ages().items():
         if age > limit:
-            return f"the watch of {resource} has not delivered a change that is {age:.0f} s old"
+            return f"the watch of {resource} has missed a change for {age:.0f} s"
     if controller.definition_gone:
         return "the API server no longer knows TrainingJobs"
     if controller.served and time.monotonic() - queue.last_turn > _TURN_LIMIT:
-        return "the event loop does not turn"
+        return "the event loop is blocked"
     return None
 
 

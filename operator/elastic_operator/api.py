@@ -65,7 +65,7 @@ class Api:
             else:
                 _load_service_account(client_configuration=configuration)
         except ConfigException as error:
-            raise UsageError(f"no way to reach a cluster: {error}; give --kubeconfig") from error
+            raise UsageError(f"no cluster is configured: {error}; give --kubeconfig") from error
         configuration.retries = False
         configuration.connection_pool_maxsize = settings.concurrency + 2
         self._client = client.ApiClient(configuration)

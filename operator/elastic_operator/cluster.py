@@ -138,7 +138,7 @@ class Cluster:
             return None
         if there["metadata"].get("deletionTimestamp"):
             return Problem(
-                "NameTaken", f"{name} of {resource} is still being deleted, with what had the name"
+                "NameTaken", f"{name} of {resource} belongs to an earlier job and is still being deleted"
             )
         return Problem("NameTaken", f"{name} of {resource} exists already and does not belong to this job")
 
@@ -180,7 +180,9 @@ class Cluster:
             self._api.request("create", "events", path, body=event)
         except (ApiError, ConnectionLost) as error:
             if not (isinstance(error, ApiError) and error.reason == "AlreadyExists"):
-                logger.warning("%s/%s: no Event: %s", metadata["namespace"], metadata["name"], error)
+                logger.warning(
+                    "%s/%s: an Event could not be written: %s", metadata["namespace"], metadata["name"], error
+                )
 
     def write_status(self, job: Mapping[str, Any], status: TrainingJobStatus) -> bool:
         """Write the status if it differs; whether it did. A job that changed meanwhile is an ApiError 409."""
@@ -206,7 +208,7 @@ class Cluster:
             with opener.open(url, timeout=self._status_timeout) as answer:
                 status = read_server_status(dict(json.loads(answer.read(_STATUS_LIMIT))))
         except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
-            logger.debug("%s does not tell its status: %s", first.name, error)
+            logger.debug("%s does not answer GET /status: %s", first.name, error)
             return None
         return status if status.job == job else None
 

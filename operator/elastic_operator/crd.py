@@ -44,7 +44,7 @@ _HEADER = (
 
 COLUMNS = (
     ("Phase", "string", ".status.phase", None),
-    ("Workers", "string", ".status.summary.workers", "Ready and wanted workers."),
+    ("Workers", "string", ".status.summary.workers", "The number of ready and of wanted workers."),
     (
         "Version",
         "integer",
@@ -58,7 +58,7 @@ COLUMNS = (
 
 
 def crd(*, rules: bool) -> Schema:
-    """The whole definition; `rules` says whether with those in CEL."""
+    """The whole definition. `rules`: whether it has the CEL rules."""
     version: Schema = {
         "name": VERSION,
         "served": True,
@@ -104,7 +104,7 @@ def _schema(*, rules: bool) -> Schema:
     if rules:
         _add_rules(spec)
     root: Schema = {
-        "description": "One training run: parameter servers, workers, and what to train.",
+        "description": "A training run: what to train, its parameter servers and its workers.",
         "type": "object",
         "required": ["spec"],
         "properties": {
@@ -119,8 +119,8 @@ def _schema(*, rules: bool) -> Schema:
         root["x-kubernetes-validations"] = [
             {
                 "rule": "self.metadata.name.size() <= 52",
-                "message": "metadata.name may have at most 52 characters, because the names of its pods are "
-                "longer",
+                "message": "metadata.name may have at most 52 characters, because the names of the job's "
+                "pods are longer",
             }
         ]
     return root
@@ -224,7 +224,7 @@ def _add_rules(spec: Schema) -> None:
     fields["consistency"]["x-kubernetes-validations"] += [
         {
             "rule": "(self.mode == 'bounded') == has(self.maxStaleness)",
-            "message": "consistency.maxStaleness must be set with mode bounded, and only with it",
+            "message": "consistency.maxStaleness must be set with mode bounded, and only then",
         },
         {
             "rule": "self.mode == 'sync' || (!self.deterministic && self.backupWorkers == 0)",
@@ -238,8 +238,8 @@ def _add_rules(spec: Schema) -> None:
             "rule": (
                 "(self.durability != 'standby' && self.replicas == 1) || has(self.checkpoint.volumeClaim)"
             ),
-            "message": "checkpoint.volumeClaim is needed with several shards or standbys: they share its "
-            "volume",
+            "message": "a job with several shards or with standbys needs checkpoint.volumeClaim, because "
+            "they share its volume",
         }
     ]
     for name in ("replicas", "bucketBytes", "durability"):

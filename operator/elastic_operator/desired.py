@@ -42,8 +42,8 @@ def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
         ObjectMeta.model_validate({"name": name})
     except ValidationError:
         raise InvalidJob(
-            f"metadata.name {name!r}: expected at most 52 characters of a-z, 0-9 and '-', "
-            "so that the names of its pods are valid"
+            f"metadata.name is {name!r}; expected at most 52 characters of a-z, 0-9 and '-', so that the "
+            "names of the job's pods are valid"
         ) from None
     document = dict(job.get("spec") or {})
     ignored: list[str] = []
@@ -74,7 +74,7 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     fields = sorted(before.keys() | after.keys())
     changed += [f"parameterServer.{field}" for field in fields if after.get(field) != before.get(field)]
     if changed:
-        ignored.append(f"{', '.join(changed)} cannot change during a run; create a new job for that")
+        ignored.append(f"{', '.join(changed)} cannot change while the job runs; create a new job for that")
     return kept
 
 
@@ -86,7 +86,7 @@ def _keep_workers(document: dict[str, Any], replicas: int, ignored: list[str]) -
         return document
     ignored.append(
         f"worker.replicas {asked} has no effect: with consistency.deterministic each worker has a fixed "
-        f"share of the records, so the job keeps the {replicas} that it was started with"
+        f"share of the records, so the job keeps its {replicas}"
     )
     return {**document, "worker": {**worker, "replicas": replicas}}
 
@@ -102,7 +102,7 @@ def _clamp(document: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
     if bounded == replicas or (high is not None and low > high):
         return document
     bound = f"minReplicas {low}" if bounded > replicas else f"maxReplicas {high}"
-    ignored.append(f"worker.replicas {replicas} is beyond {bound}; {bounded} workers are run")
+    ignored.append(f"worker.replicas {replicas} is outside of {bound}; the job runs with {bounded} workers")
     return {**document, "worker": {**worker, "replicas": bounded}}
 
 

@@ -119,7 +119,7 @@ async def _resync(controller: Controller, queue: Queue, settings: Settings) -> N
         try:
             keys = await asyncio.to_thread(controller.list_all)
         except (ApiError, ConnectionLost) as error:
-            logger.warning("cannot list everything: %s", error)
+            logger.warning("cannot list all objects: %s", error)
             continue
         for key in keys:
             queue.add(key)

@@ -25,9 +25,9 @@ class Metrics:
             "status",
             "reason",
         )
-        self.reconciles = self._counter("reconciles", "Passes over a job.", "result")
+        self.reconciles = self._counter("reconciles", "Reconcile passes.", "result")
         self.duration = Histogram(
-            f"{_PREFIX}_reconcile_seconds", "Duration of a pass over a job.", registry=self.registry
+            f"{_PREFIX}_reconcile_seconds", "Duration of a reconcile pass.", registry=self.registry
         )
         self.jobs = self._counter("jobs", "Jobs that were started, succeeded or failed.", "event")
         self.restarts = self._counter("worker_restarts", "Workers that ended and were replaced.")
@@ -37,7 +37,7 @@ class Metrics:
             ["resource"],
             registry=self.registry,
         )
-        self.queue = Gauge(f"{_PREFIX}_queue", "Jobs that wait for a pass.", registry=self.registry)
+        self.queue = Gauge(f"{_PREFIX}_queue", "Jobs that wait for a reconcile pass.", registry=self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"{_PREFIX}_{name}", text, labels, registry=self.registry)

@@ -182,9 +182,9 @@ def _exit(name: str, manifest: Mapping[str, Any], end: Mapping[str, Any]) -> tup
     if end.get("reason") == "OOMKilled":
         return "crashed", Problem("OutOfMemory", f"{name} was killed: out of memory{_limit(manifest)}")
     if end.get("reason") in _LOST_SIGHT:
-        return "killed", Problem("Lost", f"{name} ended while its node was not looking")
+        return "killed", Problem("Lost", f"{name} ended, and its node does not know how")
     if end.get("reason") in _CANNOT_START:
-        return "failed", Problem("CannotStart", _said(f"{name}: its command cannot be started", end))
+        return "failed", Problem("CannotStart", _said(f"the command of {name} cannot be started", end))
     if code == EXIT_LEFT:
         return "killed", Problem("WorkerLeft", f"{name} got SIGTERM, finished its step and left")
     if code == EXIT_HUNG:
@@ -204,7 +204,7 @@ def _limit(manifest: Mapping[str, Any]) -> str:
 def _said(what: str, end: Mapping[str, Any]) -> str:
     """`what`, with the end of the container's last words."""
     words = str(end.get("message") or "").strip()
-    return f"{what}. It wrote last: {words[-600:]}" if words else what
+    return f"{what}. Its last output: {words[-600:]}" if words else what
 
 
 def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> Problem | None:
@@ -218,7 +218,7 @@ def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> 
         image = container.get("image") or "its image"
         # The kubelet's own message changes to and fro while it backs off; this one stays as it is.
         hint = f"`kubectl describe pod {name}` says why"
-        return Problem("ImagePullFailed", f"{name}: the image {image!r} cannot be pulled; {hint}")
+        return Problem("ImagePullFailed", f"the image {image!r} of {name} cannot be pulled; {hint}")
     if reason in _CONFIG_REASONS:
         return Problem("CannotStart", f"{name} cannot be started: {message or reason}")
     if reason == "CrashLoopBackOff":

@@ -35,7 +35,7 @@ _ZERO = timedelta(0)
 _ADDRESS: dict[Role, str] = {"ps": "the address of the shard", "standby": "the address of the standby"}
 _NEED: dict[Role, str] = {
     "ps": "every shard needs its parameter server",
-    "standby": "every shard has its standby",
+    "standby": "every shard needs its standby",
 }
 
 
@@ -100,7 +100,7 @@ def _invalid(
     """An invalid spec ends a job that has not started. One that runs goes on as it was."""
     why = Problem("InvalidSpec", message)
     if started:
-        kept = f"the job runs on with its last valid spec until this is corrected: {message}"
+        kept = f"the job keeps running with its last valid spec until you correct this: {message}"
         status = with_condition(status, "Degraded", True, Problem("InvalidSpec", kept), now=now)
         return Plan(status=status, notes=tuple(turned(old, status)))
     return _conclude(old, status, Verdict("Failed", why), [], now)
@@ -133,7 +133,7 @@ def _finished(job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus
     if ttl is not None and completed is not None:
         requeue = max(_ZERO, completed + timedelta(seconds=ttl) - now)
         if requeue == _ZERO:
-            why = f"ttlSecondsAfterFinished ({ttl} s) is over"
+            why = f"ttlSecondsAfterFinished ({ttl} s) has passed"
             return Plan(actions=(DeleteJob(job["metadata"]["uid"], why),))
     workers, servers = observed.of("worker"), observed.of("ps")
     counts = {
@@ -175,11 +175,11 @@ def _suspended(
     else:
         kept = desired.spec.parameter_server.checkpoint.volume_claim is not None
         words = (
-            "when it is resumed, training continues from the last checkpoint"
+            "when the job is resumed, it continues from the last checkpoint"
             if kept
             else (
-                "parameterServer.checkpoint.volumeClaim is not set, so the checkpoints are gone: when it is "
-                "resumed, training starts from the beginning"
+                "parameterServer.checkpoint.volumeClaim is not set, so the checkpoints are gone; when the "
+                "job is resumed, it starts from scratch"
             )
         )
         status = with_condition(status, "Suspended", True, Problem("Suspended", words), now=now)
@@ -221,7 +221,7 @@ def _servers(job: Mapping[str, Any], desired: Desired, observed: Observed) -> It
         if pod is None:
             yield _create(job, desired, role, shard, _NEED[role])
         elif pod.ending is not None and pod.deleting is None:
-            yield DeletePod(pod.name, pod.uid, "it has ended and is brought back")
+            yield DeletePod(pod.name, pod.uid, "it has ended and is created again")
 
 
 def _workers(
@@ -236,7 +236,7 @@ def _workers(
     there = {pod.index: pod for pod in observed.of("worker")}
     some_done = any(pod.ending == "done" for pod in there.values())
     if not (status.progress.finished and some_done):
-        wanted = f"{desired.replicas} workers are wanted"
+        wanted = f"the job asks for {desired.replicas} workers"
         for index in range(desired.replicas):
             if index not in there:
                 yield _create(job, desired, "worker", index, wanted)

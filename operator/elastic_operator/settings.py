@@ -44,15 +44,35 @@ class Settings:
 def parse(arguments: Sequence[str] | None = None) -> Settings:
     """Read the command line (the process's own if None); a wrong one exits with 2 and says why."""
     defaults = Settings()
-    parser = argparse.ArgumentParser(prog="elastic-operator", description="Runs TrainingJobs on Kubernetes.")
+    parser = argparse.ArgumentParser(prog="elastic-operator", description="Run TrainingJobs on Kubernetes.")
     add = parser.add_argument
     add("--namespace", action="append", default=[], help="serve only this namespace; may be repeated")
     add("--kubeconfig", type=Path, help="run outside of the cluster, with this kubeconfig")
     add("--health", type=_address, default=defaults.health, help="host:port of the probes and metrics")
-    add("--concurrency", type=_positive, default=defaults.concurrency, help="jobs looked at at a time")
-    add("--resync", type=_duration, default=defaults.resync, help="time between two full listings")
-    add("--watch-limit", type=_duration, default=defaults.watch_limit, help="unhealthy after this")
-    add("--poll", type=_duration, default=defaults.options.poll, help="time between two reads of progress")
+    add(
+        "--concurrency",
+        type=_positive,
+        default=defaults.concurrency,
+        help="how many jobs are reconciled at the same time",
+    )
+    add(
+        "--resync",
+        type=_duration,
+        default=defaults.resync,
+        help="time between two full listings of all objects",
+    )
+    add(
+        "--watch-limit",
+        type=_duration,
+        default=defaults.watch_limit,
+        help="report unhealthy when a watch has missed a change for this long",
+    )
+    add(
+        "--poll",
+        type=_duration,
+        default=defaults.options.poll,
+        help="time between two reads of a job's progress",
+    )
     add("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
     add("--fail-after-writes", type=int, default=None, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)

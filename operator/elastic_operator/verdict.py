@@ -35,13 +35,13 @@ def verdict(
     policy = desired.spec.run_policy
     if status.worker.failures > policy.backoff_limit:
         message = (
-            f"workers failed {status.worker.failures} times, backoffLimit is {policy.backoff_limit}; "
-            f"the last: {status.worker.last_failure}"
+            f"workers failed {status.worker.failures} times, more than backoffLimit {policy.backoff_limit} "
+            f"allows; the last failure: {status.worker.last_failure}"
         )
         return Verdict("Failed", Problem("BackoffLimitExceeded", message))
     deadline, start = policy.active_deadline_seconds, parse_time(status.start_time)
     if deadline is not None and start is not None and now - start >= timedelta(seconds=deadline):
-        message = f"not finished after activeDeadlineSeconds: {deadline}"
+        message = f"the job did not finish within activeDeadlineSeconds: {deadline}"
         return Verdict("Failed", Problem("DeadlineExceeded", message))
     return _workers_done(status, desired, observed, now, options)
 
@@ -118,7 +118,7 @@ def _degraded(
     running: bool,
     now: datetime,
 ) -> TrainingJobStatus:
-    """Degraded: less than what was asked for, because of a problem; workers that just start are none."""
+    """Degraded: the job has less than its spec asks for, and not only because workers are starting."""
     old = condition(status, "Degraded")
     if problems:
         why = problems[0]
@@ -165,5 +165,5 @@ def _unprotected(observed: Observed, *, settled: bool) -> Iterator[Problem]:
             yield Problem(
                 "StandbyNotFollowing",
                 f"the standby of shard {shard} does not have every round yet; if the parameter server is "
-                "lost now, training goes back to the last checkpoint",
+                "lost now, the job goes back to the last checkpoint",
             )

@@ -80,7 +80,7 @@ def test_dead_watch_fails_the_liveness_probe(
     limited.start("--resync=1s", "--watch-limit=5s")
     jobs.apply("digits", worker={"replicas": 1})
     wait_for(
-        lambda: liveness(limited).startswith("503: the watch of pods has not delivered a change"),
+        lambda: liveness(limited).startswith("503: the watch of pods has missed a change"),
         what="the liveness probe fails",
         timeout=LIMIT,
         explain=lambda: f"it says {liveness(limited)!r}",

@@ -122,5 +122,5 @@ def test_its_process_is_replaced(tmp_path: Path, how: str) -> None:
         assert f"exit status {EXIT_HUNG}" in texts
         assert "steady.py" in log, "where its threads were"
     else:
-        assert "worker 1 is killed: lost (silent for 2 s), it has not come back for" in texts
+        assert "killing worker 1: it was declared lost (silent for 2 s) and has not come back for" in texts
     assert check(read(tmp_path / "history"), Data(1200, 1)) == []

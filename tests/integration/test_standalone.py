@@ -137,7 +137,7 @@ def test_the_same_script_runs_alone(folder: Path) -> None:
         (["plain.txt"], "cannot read the job file"),
         (["missing.py"], "cannot read the script missing.py: No such file"),
         (["broken.py"], "the script broken.py is not Python: '(' was never closed"),
-        (["job.yaml", "--", "--lr", "1"], "the arguments of this job stand in job.yaml, as spec.arguments"),
+        (["job.yaml", "--", "--lr", "1"], "job.yaml is not one; put --lr 1 into its spec.arguments"),
         (
             ["job.yaml"],
             "spec.arguments do not fit the entrypoint main(epochs, out): missing a required argument",
@@ -158,4 +158,4 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
 def test_arguments_after_dashes_belong_to_run(folder: Path) -> None:
     done = run(folder, "-m", "elastic_ps.cli", "stop", "plain.py", "--", "1")
     assert done.returncode == 2
-    assert "belong to `elastic-ps run`" in done.stderr
+    assert "only `elastic-ps run` takes arguments after --" in done.stderr

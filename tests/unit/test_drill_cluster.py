@@ -62,5 +62,5 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_without_kubectl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match="kubectl is not on the PATH"):
+    with pytest.raises(UserError, match="needs kubectl, which is not on the PATH"):
         Kubectl(None)

@@ -338,4 +338,4 @@ def test_a_job_that_was_finished_ends_when_its_workers_find_nothing_to_train() -
     assert plan(DESIRED, observed(worker(0), left, **known), NOW) == []
     done = verdict(ended(0, 0), ended(1, 0), **known)
     assert (done.phase, done.reason) == ("Succeeded", "Finished")
-    assert "finished already" in done.message
+    assert "had finished before" in done.message

@@ -106,7 +106,7 @@ def test_a_job_gets_what_it_needs_and_a_status_and_events(server: ApiServer, ope
     assert server.names("pods") == ["digits-ps-0", "digits-worker-0", "digits-worker-1"]
     assert server.names("services") == server.names("persistentvolumeclaims") == ["digits-ps-0"]
     assert operator.status.phase == "Pending"
-    workers = "Created pod digits-worker-0, pod digits-worker-1: 2 workers are wanted"
+    workers = "Created pod digits-worker-0, pod digits-worker-1: the job asks for 2 workers"
     assert workers in operator.messages()
     operator.turns()
     before = len(server.objects), server.get(JOBS, "digits")["metadata"]["resourceVersion"]
@@ -130,7 +130,7 @@ def test_objects_of_a_job_of_the_same_name_are_neither_counted_nor_taken(
     degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
     assert (degraded.status, degraded.reason) == ("True", "NameTaken")
     assert "digits-ps-0 of services exists already and does not belong to this job" in degraded.message
-    assert "digits-ps-0 of pods is still being deleted, with what had the name" in degraded.message
+    assert "digits-ps-0 of pods belongs to an earlier job and is still being deleted" in degraded.message
 
 
 def test_what_exists_already_and_is_the_jobs_is_as_good_as_created(
@@ -246,7 +246,7 @@ def test_many_of_a_kind_are_one_event(server: ApiServer, operator: Operator) -> 
     operator.turns()
     (workers,) = [message for message in operator.messages() if "worker" in message]
     assert workers.count("pod digits-worker-") == 20
-    assert workers.endswith(" and 10 more: 30 workers are wanted")
+    assert workers.endswith(" and 10 more: the job asks for 30 workers")
 
 
 def test_an_event_is_made_once_and_one_that_cannot_be_made_ends_no_pass(

@@ -135,7 +135,7 @@ def without_definition(request: Request) -> None:
 def test_its_probes_say_that_a_watch_is_dead(server: ApiServer, operator: Process) -> None:
     server.refuse = deaf
     server.add_job()
-    operator.wait_for_page("/healthz", 503, "the watch of trainingjobs has not delivered a change")
+    operator.wait_for_page("/healthz", 503, "the watch of trainingjobs has missed a change")
     assert operator.page("/readyz") == (200, "ok")
 
 
@@ -175,7 +175,7 @@ def test_what_no_watch_delivers_is_found_by_a_listing(server: ApiServer, tmp_pat
 def test_an_operator_that_cannot_reach_a_cluster_ends_with_2_and_a_sentence(tmp_path: Path) -> None:
     process = Process(tmp_path / "log", "--kubeconfig", str(tmp_path / "none"), "--health", "127.0.0.1:0")
     assert process.child.wait(60) == 2
-    assert process.said.startswith("elastic-operator: no way to reach a cluster")
+    assert process.said.startswith("elastic-operator: no cluster is configured")
     assert "give --kubeconfig" in process.said
 
 
