@@ -114,12 +114,14 @@ class Cluster:
         self.spec = self._spec()
         self.checkpoints = directory / "checkpoints"
         self.history = directory / "history"
+        disk.root = self.checkpoints
         self.processes: dict[tuple[Role, int], Process] = {}
         self.wanted = plan.workers
         self.finished: set[int] = set()
         self.chiefs: list[tuple[int, int]] = []
         self.sights: list[Sight] = []
         self.problems: list[str] = []
+        self.committed = False  # there is a whole checkpoint
         self.stopping = False
         self.stopped_early = False
         self.stopped_well = False
@@ -349,7 +351,7 @@ class Cluster:
                 break
         self.network.weather = Weather()
         self.network.cut.clear()
-        self.disk.full_until = 0.0
+        self.disk.full_until = self.disk.unreadable_until = 0.0
         self.stopping = True
         for (role, _), process in self.processes.items():
             if role != "worker" and process.name not in self.servers:

@@ -17,6 +17,7 @@ import torch
 
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core import partition
+from elastic_ps.errors import NoCheckpoint
 from elastic_ps.server import follower
 from tests.simulator.cluster import Cluster, Plan, pid_of, scratch
 from tests.simulator.faults import FAULTS
@@ -111,8 +112,15 @@ def _found(cluster: Cluster) -> Any:
     real = Store.newest
 
     def newest(self: Store, *arguments: Any) -> Any:
-        manifest, problems = real(self, *arguments)
-        cluster.sights.append(checkpoint_sight(self, manifest.version, manifest.term))
+        committed = cluster.committed
+        try:
+            manifest, problems = real(self, *arguments)
+        except NoCheckpoint:
+            if committed:
+                cluster.problems.append("begun anew: there is a checkpoint, and none was found")
+            raise
+        with cluster.disk.judged():
+            cluster.sights.append(checkpoint_sight(self, manifest.version, manifest.term))
         return manifest, problems
 
     return newest
@@ -125,7 +133,9 @@ def _watched(cluster: Cluster) -> Any:
     def commit(self: Store, manifest: Any, *, keep: int) -> Path:
         path = real(self, manifest, keep=keep)
         cluster.here.note(f"checkpoint of version {manifest.version} in term {manifest.term}")
-        cluster.sights.append(checkpoint_sight(self, manifest.version, manifest.term))
+        cluster.committed = True
+        with cluster.disk.judged():
+            cluster.sights.append(checkpoint_sight(self, manifest.version, manifest.term))
         return path
 
     return commit

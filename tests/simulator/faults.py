@@ -44,27 +44,24 @@ def freeze(cluster: Any) -> None:
 
 def replace_ps(cluster: Any) -> None:
     """A parameter server is taken for dead and replaced, while it lives: frozen, or as ever."""
-    random = cluster.here.random
-    index = _shard(cluster)
-    old = cluster.processes.get(("ps", index))
-    if old is None or old.dead:
-        return
-    if random.random() < 0.7:
-        cluster.here.freeze(old, random.choice([0.5, 3, 20]) * random.random())
-    cluster.here.note(f"replace {old.name}")
-    cluster.start("ps", index)
+    _replace(cluster, "ps", _shard(cluster), frozen=0.7)
 
 
 def replace_worker(cluster: Any) -> None:
     """A worker is taken for dead and replaced, while it lives."""
+    _replace(cluster, "worker", _worker(cluster), frozen=1.0)
+
+
+def _replace(cluster: Any, role: str, index: int, *, frozen: float) -> None:
+    """`frozen`: how probable it is that the process does not run for a while."""
     random = cluster.here.random
-    index = _worker(cluster)
-    old = cluster.processes.get(("worker", index))
+    old = cluster.processes.get((role, index))
     if old is None or old.dead:
         return
-    cluster.here.freeze(old, random.choice([0.1, 3, 20]) * random.random())
+    if random.random() < frozen:
+        cluster.here.freeze(old, random.choice([0.1, 0.5, 3, 20]) * random.random())
     cluster.here.note(f"replace {old.name}")
-    cluster.start("worker", index)
+    cluster.start(role, index)
 
 
 def cut(cluster: Any) -> None:
@@ -93,6 +90,16 @@ def fill_disk(cluster: Any) -> None:
     cluster.disk.full_until = cluster.here.now + seconds
 
 
+def fail_reads(cluster: Any) -> None:
+    """The checkpoint volume cannot be read for a while, maybe while a parameter server starts."""
+    random = cluster.here.random
+    seconds = random.choice([0.01, 1, 10]) * random.random()
+    cluster.here.note(f"the disk cannot be read for {seconds:.3f} s")
+    cluster.disk.unreadable_until = cluster.here.now + seconds
+    if random.random() < 0.5:
+        cluster.kill("ps", _shard(cluster))
+
+
 def grow(cluster: Any) -> None:
     """One more worker."""
     cluster.wanted += 1
@@ -111,6 +118,7 @@ FAULTS: dict[str, Fault] = {
         cut,
         storm,
         fill_disk,
+        fail_reads,
         grow,
     )
 }

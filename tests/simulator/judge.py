@@ -49,6 +49,8 @@ def judge(cluster: Cluster) -> list[str]:
         # A process that was killed before it had ended may have been told already that it is the chief.
         if len({worker for worker, _ in cluster.chiefs}) != 1:
             found.append(f"chiefs: {cluster.chiefs}")
+    # No schedule damages a file.
+    found += [f"set aside: {path.name}" for path in cluster.checkpoints.glob("corrupt-*")]
     if completed or (cluster.stopped_well and not found):
         found += _last_checkpoint(cluster, histories)
     return found

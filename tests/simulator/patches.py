@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,8 @@ def simulated(disk: Disk) -> Iterator[None]:
         files = importlib.import_module("elastic_ps.checkpoint.files")
         patch(files, "fcntl", SimpleNamespace(LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB, flock=disk.flock))
         patch(files, "flush", disk.flush)
+        for call in ("stat", "lstat", "listdir", "open", "preadv"):
+            patch(os, call, disk.watched(getattr(os, call)))
         yield
 
 
@@ -80,11 +83,15 @@ class Disk:
     """What all processes write to.
 
     Attributes:
+        root: the directory that the disk is mounted at; None before there is one.
         full_until: virtual time until which nothing more fits.
+        unreadable_until: virtual time until which no file or directory can be looked at.
     """
 
     def __init__(self, here: World) -> None:
-        self.full_until = 0.0
+        self.root: Path | None = None
+        self.full_until = self.unreadable_until = 0.0
+        self._judged = False
         self._here = here
         self._held: dict[str, tuple[Any, Process]] = {}
         self._changed: Condition | None = None
@@ -102,6 +109,33 @@ class Disk:
             if operation & fcntl.LOCK_NB:
                 raise BlockingIOError(errno.EAGAIN, "locked")
             here.sleep(0.001)
+
+    def watched(self, call: Any) -> Any:
+        """A call of the system that reads, which fails while the disk is unreadable."""
+
+        def read(path: Any, *arguments: Any, **named: Any) -> Any:
+            if self._fails(path, *arguments):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return call(path, *arguments, **named)
+
+        return read
+
+    def _fails(self, path: Any, *arguments: Any) -> bool:
+        if World.current is None or self._judged or world().now >= self.unreadable_until:
+            return False
+        if isinstance(path, int):  # a file that is open for reading
+            return True
+        writes = bool(arguments) and isinstance(arguments[0], int) and arguments[0] & os.O_ACCMODE
+        return not writes and self.root is not None and Path(path).is_relative_to(self.root)
+
+    @contextmanager
+    def judged(self) -> Iterator[None]:
+        """The judge looks at the disk, and that never fails. No other task has its turn meanwhile."""
+        self._judged = True
+        try:
+            yield
+        finally:
+            self._judged = False
 
     def flush(self, path: Path) -> None:
         """A write takes a moment, and may find no room."""
