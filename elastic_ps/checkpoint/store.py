@@ -305,9 +305,10 @@ class Store:
             CheckpointError: it is broken. It is not taken for 0: an earlier parameter server could then pass
                 for the present one.
         """
-        if not os.path.lexists(self._term_file):
-            return 0
         try:
+            with files.reading(self._term_file):
+                if not files.exists(self._term_file):
+                    return 0
             term = json.loads(files.read_text(self._term_file, limit=4096))["term"]
             if not is_count(term, below=MOST_TERMS - 1):
                 raise TypeError(f"the term is {term!r}")

@@ -214,7 +214,10 @@ class Driver:
     def _tell(self, advance: Advance, contributions: Sequence[Contribution], decided: float) -> bool:
         """Send an order to the shards and book the result. Returns False if it has to be sent again."""
         job = self._job
-        if contributions and self._keeper is not None and self._keeper.check_fence():
+        if contributions and self._keeper is not None and not self._keeper.leads():
+            if not self.fenced:  # it cannot be told at the moment, and the ticker tries again
+                with job.changed:
+                    job.state.rounds.committing, job.stale = False, True
             return False
         try:
             self._prepare(advance)

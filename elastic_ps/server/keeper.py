@@ -69,6 +69,7 @@ class Keeper:
         self.fenced = False
         self.paused = timedelta(0)
         self._problem = ""
+        self._unsure = ""  # why it is not known whether another parameter server has taken over
         self._store, self._check = store, check
         self._job, self._term, self._shards = job, term, shards
         self._interval, self._every, self._keep = interval, every, keep
@@ -112,8 +113,9 @@ class Keeper:
     def problem(self, version: int, now: float) -> str:
         """What is wrong with the checkpoints while the model is at `version`; "" if nothing is."""
         with self._lock:
-            if self._problem or self._durable is None or self._durable[0] >= version:
-                return self._problem
+            problem = self._unsure or self._problem
+            if problem or self._durable is None or self._durable[0] >= version:
+                return problem
             age = now - self._durable_at
             if age <= (3 * self._interval + OVERDUE).total_seconds():
                 return ""
@@ -137,17 +139,27 @@ class Keeper:
             timely = now - self._last >= self._interval.total_seconds()
             return timely or passed
 
-    def check_fence(self) -> bool:
-        """Whether another parameter server has taken over. Reads a small file."""
-        term = self.term
+    def leads(self) -> bool:
+        """Whether no other parameter server has taken over. Reads a small file.
+
+        False also if the file cannot be read at the moment, so that nobody can tell; `problem` says so.
+        """
+        term, unsure, leads = self.term, "", False
         try:
             self._store.require_term(term)
+            leads = not self.fenced
         except Fenced as error:
             if term == self.term:  # else this process has begun a new one itself
                 self.fence(error)
         except CheckpointError as error:
-            logger.warning("%s", error)
-        return self.fenced
+            unsure = (
+                f"training waits until it is known whether another parameter server has taken over: {error}"
+            )
+        with self._lock:
+            if unsure and not self._unsure:
+                logger.warning("%s", unsure)
+            self._unsure = unsure
+        return leads
 
     def fence(self, reason: Exception) -> None:
         """Another parameter server has taken over."""

@@ -98,7 +98,7 @@ class Lead:
         job = self._job
         while True:
             if self._keeper is not None:
-                self._keeper.check_fence()
+                self._keeper.leads()
                 self._keeper.give_up_late(job.clock())
             with job.changed:
                 if job.changed.wait_for(lambda: job.closing, timeout=TICK.total_seconds()):

@@ -58,6 +58,11 @@ class Server:
         self._lead.start(found)
 
     @property
+    def problem(self) -> str:
+        """What the status says is wrong."""
+        return self._lead.status().problem
+
+    @property
     def coordinator(self) -> Coordinator:
         return self._lead.coordinator
 
@@ -68,19 +73,21 @@ class Server:
 
     def train(self, stay: Stay, taken: Taken) -> None:
         """A worker's step, and the checkpoint of the version that it makes."""
-        version = taken.version
+        self.push(stay, taken)
+        finish(self.coordinator, stay, taken)
+        eventually(lambda: self.keeper.durable_version == taken.version + 1, "the version is on disk")
+
+    def push(self, stay: Stay, taken: Taken, *, step: int = 0) -> None:
         key = PushKey(
             term=self.term,
             worker=stay.worker,
             incarnation=stay.incarnation,
-            step=0,
+            step=step,
             bucket=0,
-            version=version,
+            version=taken.version,
             attempt=self.coordinator.job.state.rounds.attempt,
         )
         self.node.shard.push(key, 10, (), Body(torch.ones(4)))
-        finish(self.coordinator, stay, taken)
-        eventually(lambda: self.keeper.durable_version == version + 1, "the version is on disk")
 
     def skip_all(self, stay: Stay, *, call: int) -> Taken:
         """A worker leaves all records out that there are, until it is told of the end."""

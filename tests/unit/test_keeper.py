@@ -75,7 +75,7 @@ def test_a_roll_back_is_not_taken_for_a_rival(store: Store, keeper: Keeper) -> N
         rolled.start()
     rolled.join()
     assert keeper.term == 2
-    assert not keeper.check_fence()
+    assert keeper.leads()
 
 
 def test_whoever_was_replaced_cannot_begin_a_term_and_stops(store: Store, keeper: Keeper) -> None:
