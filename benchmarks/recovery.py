@@ -1,11 +1,11 @@
-"""How long training stands still after a SIGKILL: of a parameter server, beside one of a rank of DDP.
+"""How long training stops after a SIGKILL: of a parameter server, compared with a rank of DDP.
 
-`python benchmarks/recovery.py` trains one model twice, with as many processes that compute and the same time
-between checkpoints: as a job of elastic-ps whose parameter server is killed, with and without a standby, and
-with DistributedDataParallel (gloo) under `torchrun` with elastic restarts, of which one rank is killed. It
-prints the seconds from the kill until the model is further than it was before, so the steps that are made
-again count, the share of time that elastic-ps stands still to copy checkpoints, and the rounds per second
-with and without a standby. They take turns.
+`python benchmarks/recovery.py` trains one model with elastic-ps and kills the parameter server, with and
+without a standby. It trains the same model with DistributedDataParallel (gloo) under `torchrun` with elastic
+restarts, and kills a rank. Both have the same number of processes that compute and the same time between
+checkpoints, and they take turns. It prints the seconds from the kill until the model is further than before
+(so steps that are made again count), the share of time that elastic-ps pauses to copy checkpoints, and the
+rounds per second with and without a standby.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def main() -> None:
     print(f"torchrun elastic DDP (gloo), rank killed {c:6.1f} s until the step passes the one before")
     print(f"ratio elastic-ps / torchrun              {a / c:6.2f}")
     print(f"ratio elastic-ps with standby / torchrun {b / c:6.2f}")
-    print(f"elastic-ps in checkpoint pauses          {100 * median(plain, 'share'):6.2f} % of the time")
+    print(f"elastic-ps pauses for checkpoints        {100 * median(plain, 'share'):6.2f} % of the time")
     print(f"rounds/s with standby / without          {median(standby, 'rate') / median(plain, 'rate'):6.2f}")
 
 

@@ -1,4 +1,4 @@
-"""Hours of faults on real processes, with an accounting that does not rely on the library's own histories.
+"""Hours of faults on real processes, with counts of records that do not rely on the library's own histories.
 
 `python -m benchmarks.soak` (`make soak`) trains one job after the other, in every mode, with one and two
 shards, with and without standbys. Meanwhile it kills and freezes processes, resets connections and changes
@@ -298,10 +298,12 @@ def account(verdict: Verdict, saved: Sequence[Path]) -> None:
         clock = state.pop("clock").round()
         if not bool((clock == verdict.versions).all()):
             found = sorted({int(version) for version in clock.tolist()})
-            verdict.problems.append(f"the model is of versions {found}, the job of {verdict.versions}")
+            verdict.problems.append(
+                f"the model has versions {found}, but the job is at version {verdict.versions}"
+            )
         cells = torch.stack([state[f"trained.{worker}"] for worker in range(MOST_WORKERS)])
         if float((cells - cells.round()).abs().max()) > 1e-9:
-            verdict.problems.append("a number has not moved by a whole")
+            verdict.problems.append("a number has not moved by an integer")
         times = cells.round().sum(0)
         verdict.missing += int((times < 1).sum())
         verdict.twice += int((times > 1).sum())

@@ -1,4 +1,4 @@
-"""One worker is several times as slow as the others: how much of their speed is left.
+"""One worker is several times as slow as the others: how much of their speed remains.
 
 `python -m benchmarks.straggler` counts steps per second of the other workers while one sleeps longer in its
 forward pass: with a parameter server in `sync` mode, the same with `backupWorkers: 1`, in `bounded` mode, and
@@ -144,8 +144,8 @@ def main() -> None:
         for kind, measure in kinds.items():
             found[kind].append((measure(1.0), measure(parsed.slowness)))
     print(
-        f"{parsed.workers} workers, one with {parsed.slowness:g} times the forward pass; "
-        "steps per second of each of the others"
+        f"{parsed.workers} workers, one of them with a forward pass that takes {parsed.slowness:g} times as "
+        "long; steps per second of each other worker"
     )
     for kind, pairs in found.items():
         equal, slow = (statistics.median(column) for column in zip(*pairs, strict=True))

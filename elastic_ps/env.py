@@ -9,15 +9,15 @@ How a process ends is part of the contract:
 exit status        meaning
 ================== ============================================================================
 0                  a worker finished its script, or a parameter server was asked to end (SIGTERM)
-EXIT_INVALID (78)  the job cannot work as it stands (`UserError`); starting it again is no use
+EXIT_INVALID (78)  the job cannot work as it is specified (`UserError`); the process is not replaced
 1 to 127           the script failed; counts against `runPolicy.backoffLimit`
-EXIT_HUNG (124)    a worker that kept the others waiting for too long ended itself; counts likewise
+EXIT_HUNG (124)    a worker that kept the others waiting for too long ended itself; counts, too
 128 to 255, signal killed from outside (out of memory, preemption) or crashed; replaced. Being
-                   killed counts against nothing. A crash does, if the one before was alike and the
+                   killed never counts. A crash counts if the one before had the same cause and the
                    process had done nothing yet (`elastic_ps.deaths`)
-EXIT_FENCED (250)  a parameter server that another one has taken over from; replaced likewise
-EXIT_LEFT (251)    a worker left in the middle because it was asked to (SIGTERM); replaced likewise,
-                   unless whoever started it had asked
+EXIT_FENCED (250)  a parameter server ended because another one has taken over; replaced
+EXIT_LEFT (251)    a worker was asked to leave (SIGTERM) and left before the end; replaced, unless
+                   the process that had started it asked
 ================== ============================================================================
 """
 

@@ -62,7 +62,9 @@ def test_a_torn_model_is_found(tmp_path: Path) -> None:
     accounts, _ = trained()
     with torch.no_grad():
         accounts.clock[512:] += 1
-    assert judged(tmp_path, accounts).problems == ["the model is of versions [12, 13], the job of 12"]
+    assert judged(tmp_path, accounts).problems == [
+        "the model has versions [12, 13], but the job is at version 12"
+    ]
 
 
 def test_two_chiefs_and_none_are_found(tmp_path: Path) -> None:
