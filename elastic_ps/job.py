@@ -232,6 +232,11 @@ class Consistency(CamelModel):
         """Whether each version is made of the steps of all workers that compute."""
         return self.mode == "sync" and not self.backup_workers
 
+    @property
+    def may_assign(self) -> bool:
+        """Whether a script may assign the model's values (`session.assign`)."""
+        return self.waits_for_all and not self.deterministic
+
     @model_validator(mode="after")
     def _check_staleness(self) -> Consistency:
         if self.mode == "bounded" and self.max_staleness is None:

@@ -30,7 +30,8 @@ examples:
   elastic-ps stop digits                     write a checkpoint and stop
   elastic-ps drill job.yaml --seed 7         inject faults, and check that nothing is lost
 
-A version is the number of optimizer steps that the model has taken.
+A version is the number of optimizer steps that the model has taken. Values that a script assigns count
+as one step.
 
 exit codes:
   0    done; for run: the job succeeded

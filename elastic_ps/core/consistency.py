@@ -33,6 +33,7 @@ class Contribution:
         samples: weight in the mean; the number of records unless the script says otherwise.
         records: what it was computed on.
         skipped: records that the script has skipped before it.
+        assigns: it was no step on records: its values become the version.
         settings: the optimizer's hyperparameters and scheduler states as JSON; "" if unchanged.
         metrics: what the script reported with this step.
     """
@@ -45,6 +46,7 @@ class Contribution:
     settings: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     skipped: tuple[Range, ...] = ()
+    assigns: bool = False
 
 
 class Entry(enum.Enum):
@@ -73,6 +75,8 @@ class SyncRounds:
         decided: the round has been decided. A commit that failed on the way is made again with the same
             steps: some shards may have applied them. Nobody is admitted to the round, and nothing starts it
             again, but `undecide`.
+        assigner: the worker whose values are to become the next version. Nobody else takes part in the round.
+        visiting: that worker takes part for this alone, and not in the next round.
     """
 
     version: int = 0
@@ -83,6 +87,8 @@ class SyncRounds:
     gone: set[int] = field(default_factory=set)
     committing: bool = False
     decided: bool = False
+    assigner: int | None = None
+    visiting: bool = False
 
     def copy(self) -> Self:
         """The same rounds; what is done to the one is not done to the other."""
@@ -120,6 +126,8 @@ class SyncRounds:
         self.waiting.discard(worker)
         if worker not in self.done:
             self.expected.discard(worker)
+            if worker == self.assigner:  # some of its values may be in the sums
+                self.restart()
             self._open_again()
 
     def lose(self, worker: int) -> list[Contribution]:
@@ -155,6 +163,8 @@ class SyncRounds:
         """
         if self.decided:
             raise ValueError(f"the round on version {self.version} is decided")
+        if self.assigner not in self.expected - self.gone:
+            self.assigner = None
         void = [self.done[worker] for worker in sorted(self.gone) if worker in self.done]
         returned = self.gone & self.waiting
         self.expected = (self.expected - self.gone) | returned
@@ -169,6 +179,22 @@ class SyncRounds:
         """If nobody is left whose step is to come, who waits for the next round takes part in this one."""
         if not (self.expected or self.decided):
             self.expected, self.waiting = self.waiting, set()
+
+    def assign(self, worker: int) -> list[Contribution]:
+        """The next version is to be made of values of `worker`. The steps of all others are void.
+
+        They take no part until they are admitted again. Returns the void steps of workers that are gone.
+
+        Raises:
+            ValueError: the round is decided, or another worker assigns.
+        """
+        if self.assigner is not None:
+            raise ValueError(f"worker {self.assigner} assigns already")
+        void = self.restart()
+        self.assigner, self.visiting = worker, worker not in self.expected | self.waiting
+        self.waiting.discard(worker)
+        self.expected = {worker}
+        return void
 
     # --- steps
 
@@ -219,6 +245,9 @@ class SyncRounds:
             raise Refused(RefusalCode.INVALID, reason)
         if not self._begun(worker):
             raise Refused(RefusalCode.INVALID, f"worker {worker} pushed its step without asking first")
+        if contribution.assigns != (worker == self.assigner):
+            reason = f"worker {worker} {'assigns no' if contribution.assigns else 'is to assign'} values"
+            raise Refused(RefusalCode.LATE, reason)
         self.done[worker] = contribution
         return True
 
@@ -255,11 +284,18 @@ class SyncRounds:
         self.committing = self.decided = True
         return [self.done[worker] for worker in sorted(self.done)]
 
+    @property
+    def following(self) -> set[int]:
+        """Who takes part in the next round, as far as is known."""
+        leaving = {self.assigner} if self.visiting else set()
+        return (self.expected - self.gone - leaving) | self.waiting
+
     def end_commit(self) -> None:
         """The shards have applied the round: open the next one."""
+        self.expected = self.following
         self.version += 1
         self.attempt = 0
-        self.expected = (self.expected - self.gone) | self.waiting
+        self.assigner, self.visiting = None, False
         self.done.clear()
         self.waiting = set()
         self.gone.clear()

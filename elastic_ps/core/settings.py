@@ -50,7 +50,7 @@ class Position(NamedTuple):
     """How far the job is at a version: what learning-rate schedules are stepped by."""
 
     version: int = 0
-    """Optimizer steps."""
+    """Optimizer steps: the model's version, less those that were made of values that a script assigned."""
     samples: int = 0
     """Records that are in the model or were skipped, of all epochs together."""
     epochs: int = 0

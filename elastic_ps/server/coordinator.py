@@ -52,6 +52,22 @@ class Begun:
     attempt: int
 
 
+@dataclass(frozen=True)
+class Assigning:
+    """What a worker that assigns values is to do: push them for the round, or nothing more, as it is `done`.
+
+    Attributes:
+        version, attempt: of the open round.
+        done: values were assigned since the worker's version.
+        takes_part: with `done`, the worker takes part in the open round.
+    """
+
+    version: int
+    attempt: int
+    done: bool
+    takes_part: bool = False
+
+
 class Coordinator:
     """What workers may ask of a job. All methods may be called from any thread and may block.
 
@@ -385,6 +401,44 @@ class Coordinator:
             "has enough other workers",
         )
 
+    def assign(self, worker: int, incarnation: int, *, version: int) -> Assigning | None:
+        """A worker's values are to become the next version. Blocks.
+
+        The worker asks again until the answer is `done`, and pushes its values whenever it is told to. Of the
+        workers that assign values without knowing of each other's, the first one's count.
+
+        Args:
+            version: that the worker had when its script changed the values.
+
+        Returns None if nothing has happened: ask again.
+
+        Raises:
+            Refused: INVALID; consistency is one in which no values can be assigned.
+        """
+        if not self.job.spec.consistency.may_assign:
+            raise Refused(RefusalCode.INVALID, "values can be assigned with consistency.mode sync alone")
+        deadline = self.job.clock() + WAIT.total_seconds()
+        while True:
+            self._driver.drive()
+            self._safekeeping.keep_what_must_be()
+            with self.job.settled() as state:
+                stay = self._check(worker, incarnation)
+                rounds = state.rounds
+                settled = not self._driver.behind
+                kept = not state.finished or self._safekeeping.is_kept()
+                if state.assigned > version and settled and kept:
+                    return Assigning(state.version, rounds.attempt, True, rounds.takes_part(worker))
+                if rounds.assigner is None and not rounds.decided and state.assigned <= version:
+                    state.assign(stay)
+                    self.job.told()
+                    continue
+                if rounds.assigner == worker and worker not in rounds.done and settled:
+                    return Assigning(rounds.version, rounds.attempt, False)
+                left = deadline - self.job.clock()
+                if left <= 0:
+                    return None
+                self.job.changed.wait(min(left, TICK.total_seconds()))
+
     def finish(self, contribution: Contribution, *, version: int, attempt: int) -> bool:
         """A worker's step is complete on all shards. Returns False if that was known.
 
@@ -398,6 +452,9 @@ class Coordinator:
             stay = self._check(contribution.worker, contribution.incarnation)
             if contribution.step <= stay.last_step:
                 return False
+            if not state.rounds.takes_part(contribution.worker):
+                text = f"step {contribution.step} of worker {contribution.worker} is void: it takes no part"
+                raise Refused(RefusalCode.LATE, text)
             try:
                 if state.ledger is not None:
                     done = (*contribution.records, *contribution.skipped)
@@ -407,7 +464,7 @@ class Coordinator:
             except (LedgerError, InvalidModel) as error:
                 raise Refused(RefusalCode.INVALID, str(error)) from error
             new = state.rounds.finish(contribution, version=version, attempt=attempt)
-            if new:
+            if new and not contribution.assigns:
                 state.pace.finished(contribution.incarnation, attempt, self.job.clock())
         self._driver.drive()
         return new

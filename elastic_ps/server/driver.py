@@ -254,6 +254,7 @@ class Driver:
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],
             samples=sum(c.samples for c in contributions),
             settings=state.settings,
+            assigns=any(c.assigns for c in contributions),
         )
         version = rounds.version + 1
         due = self._keeper is not None and self._keeper.due(version, job.clock())

@@ -21,12 +21,16 @@ from elastic_ps.transport.convert import layout_from_message, layout_to_message
 
 @dataclass(frozen=True)
 class Application:
-    """Which contributions become the next version, and with which settings."""
+    """Which contributions become the next version, and with which settings.
+
+    `assigns`: the sums are the version's values, and the optimizer makes no step.
+    """
 
     attempt: int
     contributors: Collection[tuple[int, int, int]]
     samples: int
     settings: Settings
+    assigns: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,7 @@ def advance_to_message(job: str, advance: Advance, order: OrderId | None = None)
                 contributors=contributors,
                 samples=apply.samples,
                 settings=apply.settings.to_json(),
+                assigns=apply.assigns,
             )
         )
     if advance.next is not None:
@@ -215,6 +220,7 @@ def advance_from_message(message: pb.AdvanceRequest) -> Advance:
             contributors=[(c.worker, c.incarnation, c.step) for c in message.apply.contributors],
             samples=message.apply.samples,
             settings=settings_from_message(message.apply.settings),
+            assigns=message.apply.assigns,
         )
     return Advance(
         version=message.version,

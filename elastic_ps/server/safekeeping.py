@@ -63,9 +63,9 @@ class Safekeeping:
         lost then, the workers that are left would train on from what is on disk, without those that have been
         told. A full disk delays the end for `LAST` at most.
         """
-        return self._job.state.end is not None and self._is_kept()
+        return self._job.state.end is not None and self.is_kept()
 
-    def _is_kept(self) -> bool:
+    def is_kept(self) -> bool:
         """Whether what training has ended with is on disk, or was not for so long. The lock is held."""
         now = self._job.clock()
         if self._keeper is None or self._holds(self._keeper):
@@ -95,7 +95,7 @@ class Safekeeping:
             if job.clock() < self._not_before:
                 return
             first = state.arrived and not state.initialised
-            last = state.initialised and state.finished and not self._is_kept()
+            last = state.initialised and state.finished and not self.is_kept()
             fenced = keeper is not None and keeper.fenced
             if not (first or last) or self._writing or job.closing or job.spoiled or fenced:
                 return

@@ -18,7 +18,7 @@ from elastic_ps.checkpoint.tensors import MASTER, Reader
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, partition
-from elastic_ps.core.settings import NOT_SENT, Settings, check_optimizer
+from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints, check_optimizer
 from elastic_ps.errors import CheckpointCorrupt, UserError
 from elastic_ps.job import Data, TrainingJobSpec
 from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
@@ -38,6 +38,7 @@ class _Saved(BaseModel):
     round: dict[str, Any] = {}
     chiefs: list[tuple[int, int]]
     stopped: str = ""
+    assigned: int = 0
 
 
 def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
@@ -73,6 +74,8 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
         counts = (stay.worker, stay.incarnation, stay.steps, stay.records, stay.late, stay.call)
         if min(counts) < 0 or stay.incarnation >= (manifest.term + 1) * INCARNATIONS_PER_TERM:
             raise ValueError(f"the numbers of a member are impossible: {stay}")
+    if not 0 <= saved.assigned <= manifest.version:
+        raise ValueError(f"values cannot have been assigned in version {saved.assigned}")
     layout = partition(manifest.specs, bucket_bytes=spec.parameter_server.bucket_bytes, shards=1)
     JobState.from_checkpoint(
         manifest.state,
@@ -89,7 +92,8 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
 def _try_optimizer(reader: Reader, settings: Settings) -> None:
     """The settings make an optimizer, and the state is such that it can step with it."""
     manifest = reader.manifest
-    for group in settings.groups:
+    for index, group in enumerate(settings.groups):
+        check_constraints(group, index)
         if NOT_SENT & group.keys():
             raise ValueError(f"not hyperparameters: {sorted(NOT_SENT & group.keys())}")
 

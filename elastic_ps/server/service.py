@@ -73,6 +73,7 @@ class Service:
                 "Stop": self._stop,
                 "Chief": self._chief,
                 "Begin": self._begin,
+                "Assign": self._assign,
                 "Finish": self._finish,
                 "Heartbeat": self._heartbeat,
                 "Leave": self._leave,
@@ -329,6 +330,22 @@ class Service:
         else:
             yield _frame(pb.BeginReply(version=begun.version, attempt=begun.attempt))
 
+    def _assign(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.AssignRequest, incoming.header)
+        caller = self._check(request.caller)
+        answer = self._members.assign(caller.worker, caller.incarnation, version=request.version)
+        if answer is None:
+            yield _frame(pb.AssignReply(pending=True))
+            return
+        yield _frame(
+            pb.AssignReply(
+                version=answer.version,
+                attempt=answer.attempt,
+                done=answer.done,
+                takes_part=answer.takes_part,
+            )
+        )
+
     def _finish(self, incoming: Incoming) -> Iterator[Frame]:
         yield _done(duplicate=not self._finished(parse(pb.FinishRequest, incoming.header)))
 
@@ -345,6 +362,7 @@ class Service:
             settings=request.settings,
             metrics=dict(request.metrics),
             skipped=ranges_from_message(request.skipped),
+            assigns=request.assigns,
         )
         return self._members.finish(contribution, version=request.version, attempt=request.attempt)
 

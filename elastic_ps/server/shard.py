@@ -368,7 +368,10 @@ class Shard:
         for bucket in stepped:
             values = self._buckets[bucket.index]
             with self._changed:
-                values.apply(apply.samples, apply.settings.groups, version)
+                if apply.assigns:
+                    values.assign(version)
+                else:
+                    values.apply(apply.samples, apply.settings.groups, version)
                 if bucket is stepped[-1]:
                     # Whoever has pulled the last bucket may push for the next round at once.
                     self._log.open(version=version, attempt=attempt, expected=expected)

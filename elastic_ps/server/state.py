@@ -72,6 +72,7 @@ class JobState:
         ledger: None before a worker has named its data set.
         stopped: why a script has ended the training; "" if none has. No more records are handed out then, and
             training is over when nobody takes part in the open round.
+        assigned: the last version that was made of values that a script assigned; 0 for none.
         chiefs: for each epoch, the worker to evaluate and save at its end: the first that asks. The chief of
             the last epoch is that of the job's end, also if a script has stopped the job before.
         told: for each epoch, the stay that was told last that it is the chief; None for one of an earlier
@@ -94,6 +95,7 @@ class JobState:
     resumed: bool = False
     settings: Settings = field(default_factory=lambda: Settings(groups=()))
     stopped: str = ""
+    assigned: int = 0
     chiefs: dict[int, int] = field(default_factory=dict)
     told: dict[int, Stay | None] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -149,8 +151,7 @@ class JobState:
     @property
     def following(self) -> dict[int, int]:
         """What `expected` is once the open round is committed."""
-        rounds = self.rounds
-        return self._incarnations((rounds.expected - rounds.gone) | rounds.waiting | self.required)
+        return self._incarnations(self.rounds.following | self.required)
 
     def _incarnations(self, workers: Iterable[int]) -> dict[int, int]:
         live = self.members.live
@@ -228,6 +229,15 @@ class JobState:
         """A worker has records to compute on. With a fixed schedule the open round waits for it."""
         self.rounds.admit(worker, at_once=isinstance(self.ledger, Lanes))
         self.pace.idled(self.members.live[worker].incarnation)
+
+    def assign(self, stay: Stay) -> None:
+        """A worker's values are to become the next version: the steps of others go to whoever takes them."""
+        others = [who for worker, who in self.members.live.items() if worker in self.rounds.expected]
+        for void in self.rounds.assign(stay.worker):
+            self.give_back(void.incarnation)
+        for other in others:
+            if other is not stay:
+                self.give_back(other.incarnation)
 
     @property
     def last_epoch(self) -> int:
@@ -320,18 +330,21 @@ class JobState:
 
     def settings_after(self, contributions: Sequence[Contribution]) -> Settings:
         """The settings to step with. They are in force until the next version is made."""
+        if any(c.assigns for c in contributions):
+            return self.settings  # no step is made, so that schedules make none
         sent = self.settings_of(contributions)
         settings = Settings.from_json(sent) if sent else self.settings
         return replace(settings, position=self._position_after(contributions), first=self.settings.first)
 
     def _position_after(self, contributions: Sequence[Contribution]) -> Position:
+        steps = self.settings.position.version + 1
         if self.ledger is None:
-            return Position(self.version + 1)
+            return Position(steps)
         after = self.ledger.copy()
         for c in contributions:
             after.apply(c.incarnation, c.records)
             after.skip(c.incarnation, c.skipped)
-        return Position(self.version + 1, after.applied + after.skipped, after.complete_epochs)
+        return Position(steps, after.applied + after.skipped, after.complete_epochs)
 
     def settings_of(self, contributions: Sequence[Contribution]) -> str:
         """The settings that the contributors want, as JSON; "" for those that are in force.
@@ -355,11 +368,13 @@ class JobState:
                 self.ledger.apply(c.incarnation, c.records)
                 self.ledger.skip(c.incarnation, c.skipped)
             stay = self.members.stay(c.incarnation)
-            stay.steps, stay.last_step = stay.steps + 1, c.step
+            stay.steps, stay.last_step = stay.steps + (not c.assigns), c.step
             stay.staleness = staleness[c.worker]
             stay.records += sum(r.records for r in c.records)
             self.metrics.update({k: v for k, v in c.metrics.items() if k != "loss"})
         self.rounds.end_commit()
+        if any(c.assigns for c in contributions):
+            self.assigned = self.version
         here = {stay.incarnation for stay in self.members.live.values()}
         bounded = self.consistency.mode == "bounded"
         self.pace.opened(here, now, beginning=here & sent if bounded else here)
@@ -409,6 +424,7 @@ class JobState:
             "loss": list(self.loss.points),
             "round": self.last_round,
             "stopped": self.stopped,
+            "assigned": self.assigned,
             "chiefs": [list(each) for each in self.chiefs.items()],
         }
 
@@ -451,6 +467,7 @@ class JobState:
         state.metrics = dict(saved["metrics"])
         state.last_round = saved.get("round", {})
         state.stopped = saved.get("stopped", "")
+        state.assigned = saved.get("assigned", 0)
         state.chiefs = dict(saved["chiefs"])
         state.told = dict.fromkeys(state.chiefs)
         state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])

@@ -180,6 +180,13 @@ class BucketValues:
             self._step(groups)
         self.version = version
 
+    def assign(self, version: int) -> None:
+        """Make the round's sum, which is of one worker's values, `version`; the optimizer's state stays."""
+        assert self._sum is not None, "a round is applied only when contributions are complete"
+        self.master.copy_(self._sum)
+        self.values.copy_(self._sum)
+        self.version = version
+
     def _step(self, groups: Sequence[Mapping[str, Any]]) -> None:
         assert self._optimizer is not None
         assert self._sum is not None

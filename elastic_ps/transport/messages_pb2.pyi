@@ -227,6 +227,28 @@ class BeginReply(_message.Message):
     pending: bool
     def __init__(self, version: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ...) -> None: ...
 
+class AssignRequest(_message.Message):
+    __slots__ = ("caller", "version")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    version: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ...) -> None: ...
+
+class AssignReply(_message.Message):
+    __slots__ = ("version", "attempt", "done", "takes_part", "pending")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PART_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    attempt: int
+    done: bool
+    takes_part: bool
+    pending: bool
+    def __init__(self, version: _Optional[int] = ..., attempt: _Optional[int] = ..., done: bool = ..., takes_part: bool = ..., pending: bool = ...) -> None: ...
+
 class PushRequest(_message.Message):
     __slots__ = ("caller", "step", "bucket", "version", "attempt", "samples", "present", "codec", "finish")
     CALLER_FIELD_NUMBER: _ClassVar[int]
@@ -250,7 +272,7 @@ class PushRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ..., codec: _Optional[str] = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ...) -> None: ...
 
 class FinishRequest(_message.Message):
-    __slots__ = ("caller", "step", "version", "attempt", "samples", "ranges", "settings", "metrics", "skipped")
+    __slots__ = ("caller", "step", "version", "attempt", "samples", "ranges", "settings", "metrics", "skipped", "assigns")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +289,7 @@ class FinishRequest(_message.Message):
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNS_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     step: int
     version: int
@@ -276,7 +299,8 @@ class FinishRequest(_message.Message):
     settings: str
     metrics: _containers.ScalarMap[str, float]
     skipped: _containers.RepeatedCompositeFieldContainer[Range]
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
+    assigns: bool
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., assigns: bool = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("caller", "version", "buckets", "attempt", "contributor")
@@ -486,16 +510,18 @@ class Participant(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Apply(_message.Message):
-    __slots__ = ("attempt", "contributors", "samples", "settings")
+    __slots__ = ("attempt", "contributors", "samples", "settings", "assigns")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNS_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
     samples: int
     settings: str
-    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., samples: _Optional[int] = ..., settings: _Optional[str] = ...) -> None: ...
+    assigns: bool
+    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., samples: _Optional[int] = ..., settings: _Optional[str] = ..., assigns: bool = ...) -> None: ...
 
 class Contributor(_message.Message):
     __slots__ = ("worker", "incarnation", "step")

@@ -130,12 +130,13 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What is said of a step when all of it has been pushed."""
+    """What is said of a step when all of it has been pushed. `assigns`: that was values, not gradients."""
 
     ranges: tuple[Range, ...]
     settings: str
     metrics: Mapping[str, float]
     skipped: tuple[Range, ...] = ()
+    assigns: bool = False
 
 
 def expelled(error: BaseException) -> bool:
@@ -404,7 +405,18 @@ class Client:
             settings=ending.settings,
             metrics=ending.metrics,
             skipped=ranges_to_message(ending.skipped),
+            assigns=ending.assigns,
         )
+
+    def assign(self, version: int) -> pb.AssignReply:
+        """Values that the script changed at `version` are to become the next one. Blocks.
+
+        Returns what to do: push them for the open round and ask again, or nothing more (`done`).
+        """
+        request = pb.AssignRequest(caller=self.stay.caller(), version=version)
+        while (reply := self._ask(0, "Assign", request, pb.AssignReply)).pending:
+            pass
+        return reply
 
     def pull(
         self,

@@ -291,9 +291,12 @@ class Engine:
             with self._phases.waiting(step.number):
                 exchange.finish(ending)
         except Refused as refusal:
-            if refusal.code is RefusalCode.LATE:
+            late = refusal.code is RefusalCode.LATE
+            if late and not self.spec.consistency.waits_for_all:
                 self._drop_step()
                 exchange.reset()
+            elif late or self._is_left_out(refusal):
+                self._give_up_step()
             elif expelled(refusal):
                 self._join_again(refusal)
             else:
@@ -305,6 +308,90 @@ class Engine:
             self.schedule.step_made(settings, self._in_force())
         if self._stopping:
             self.stop_computing()
+
+    def _is_left_out(self, refusal: Refused) -> bool:
+        """Whether this worker takes no part in the round any more, though it is a member: see `assign`."""
+        if refusal.code is not RefusalCode.STALE_INCARNATION:
+            return False
+        try:
+            self.client.heartbeat()
+        except Refused as gone:
+            if not expelled(gone):
+                raise
+            return False
+        return True
+
+    def _give_up_step(self) -> None:
+        """The round is made without this worker: pull what there is, since some of it may have arrived."""
+        exchange = self._exchange()
+        logger.info("the step is dropped: the round is made without this worker")
+        self._drop_step()
+        self._abandoned = True
+        exchange.reset()
+        try:
+            exchange.fetch(exchange.version, contributor=False)
+        except Refused as refusal:
+            if not expelled(refusal):
+                raise
+            self._join_again(refusal)
+        else:
+            self.schedule.take_over(self._in_force())
+
+    def assign(self, flat: Flat) -> None:
+        """Make the values that the script has changed the job's next version. Blocks.
+
+        If another worker's were assigned meanwhile, this worker gets those.
+
+        Raises:
+            UsageError: the values cannot be assigned, or not here.
+            Refused, ConnectionLost: the parameter server did not take them.
+        """
+        exchange = self._exchange()
+        if exchange.under_way is not None or self.batches.computed:
+            raise UsageError(
+                "session.assign was called in the middle of a step. Call it between optimizer.step() and the "
+                "next backward()"
+            )
+        if not self.spec.consistency.may_assign:
+            raise UsageError(
+                "session.assign needs consistency.mode sync, without backupWorkers and deterministic: "
+                "elsewhere a version is made of the steps of some workers, at a time that they do not choose"
+            )
+        flat.take_values()
+        base = exchange.version
+        while True:
+            try:
+                takes_part = self._assign_since(base)
+                break
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                self._come_back(refusal)
+                base = min(base, exchange.version)
+        if exchange.version != base + 1:
+            self.schedule.take_over(self._in_force())
+        if self._computing and not takes_part:
+            self._drop_step()
+
+    def _assign_since(self, base: int) -> bool:
+        """Assign what the contributions hold, until some values were assigned since `base`, and pull them.
+
+        Returns whether this worker takes part in the open round.
+        """
+        exchange = self._exchange()
+        while not (reply := self.client.assign(base)).done:
+            self._abandoned = True  # until it is done
+            number, version = self._steps, reply.version
+            step = Step(stay=self.client.stay, number=number, base=version, version=version, samples=1)
+            try:
+                exchange.assign(step, reply.attempt)
+            except Refused as refusal:
+                if refusal.code not in (RefusalCode.STALE_ATTEMPT, RefusalCode.LATE):
+                    raise
+        self._steps += 1
+        self._abandoned = False
+        exchange.fetch(reply.version, contributor=reply.takes_part)
+        return reply.takes_part
 
     def skip(self) -> None:
         """No step is made with the batches in hand; their records are not trained by anybody."""
@@ -440,6 +527,8 @@ class Engine:
     def begin_batch(self, ranges: Sequence[Range]) -> None:
         """A batch of these records is handed to the script."""
         self._settle_by_hand()
+        if self.batches.lost:
+            self.gradients.void()
         self.in_batch = True
         self.batches.add(ranges)
         self._phases.forward()

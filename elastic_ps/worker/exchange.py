@@ -205,6 +205,18 @@ class Exchange:
         )
         self._say_what_is_newer(step.version + 1)
 
+    def assign(self, step: Step, attempt: int) -> None:
+        """Push the values that the contributions hold, for the round of `step`. Blocks.
+
+        Raises:
+            Refused: STALE_ATTEMPT, LATE: the round has started again; ask what to do.
+        """
+        for bucket in self._pushed:
+            self._record_push(step, bucket, attempt)
+            data = self._flat.contribution_bytes(bucket)
+            self._client.push(bucket.index, bucket.shard, step, attempt, (), data, None)
+        self._client.finish(step, attempt, Ending(ranges=(), settings="", metrics={}, assigns=True))
+
     def fetch(self, version: int, *, contributor: bool) -> None:
         """Get all values of (at least) `version`. Blocks.
 
@@ -296,16 +308,7 @@ class Exchange:
             queued, present = self._ready_at[bucket.index], self._present[bucket.index]
         started = time.monotonic_ns()
         self._trace.complete("queue", queued, started, lane=f"queue-{bucket.shard}", bucket=bucket.index)
-        self._history.record(
-            "push",
-            step=step.number,
-            bucket=bucket.index,
-            attempt=push.attempt,
-            version=step.version,
-            base=step.base,
-            worker=step.stay.worker,
-            incarnation=step.stay.incarnation,
-        )
+        self._record_push(step, bucket, push.attempt)
         data = self._flat.contribution_bytes(bucket)
         self._client.push(bucket.index, bucket.shard, step, push.attempt, present, data, along)
         now = time.monotonic_ns()
@@ -321,6 +324,18 @@ class Exchange:
             if along is None:
                 self._client.finish(step, push.attempt, ending)
             self._arrived(_FINISH, push.generation)
+
+    def _record_push(self, step: Step, bucket: Bucket, attempt: int) -> None:
+        self._history.record(
+            "push",
+            step=step.number,
+            bucket=bucket.index,
+            attempt=attempt,
+            version=step.version,
+            base=step.base,
+            worker=step.stay.worker,
+            incarnation=step.stay.incarnation,
+        )
 
     def _ask(self, push: _Push) -> None:
         """Before the first push of a step: whether the round is made with it."""

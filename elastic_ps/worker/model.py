@@ -331,13 +331,37 @@ class Flat:
             )
         raise UsageError(
             f"the script has changed {which} since the last optimizer.step(). Only the parameter server "
-            "changes parameters, so the change would be lost. Load values before session.optimizer(...). To "
-            "keep values within limits, use the options clamp, max_norm and keep_zeros of a parameter group. "
-            "If the optimizer does not train a tensor, name it in session.optimizer(..., averaged=[...])"
+            "changes parameters, so the change would be lost. To make it the next version of the model, call "
+            "session.assign(model). Load values before session.optimizer(...). To keep values within "
+            "limits, use the options clamp, max_norm and keep_zeros of a parameter group. If the optimizer "
+            "does not train a tensor, name it in session.optimizer(..., averaged=[...])"
         )
 
     def _is_trained(self, index: int) -> bool:
         return self.layout.tensors[index].rule is Rule.GRADIENT and self.tensors[index].requires_grad
+
+    def take_values(self) -> None:
+        """Put the model's values, which the script has changed, where contributions are sent from.
+
+        Raises:
+            UsageError: what the script has changed is not to be changed, or its values are not finite.
+        """
+        self._check_memory()
+        for index, tensor in enumerate(self.tensors):
+            spec = self.layout.tensors[index]
+            if spec.rule is Rule.GRADIENT and not bool(torch.isfinite(tensor).all()):
+                raise UsageError(f"session.assign: {spec.name} has values that are NaN or infinite")
+        if (changed := self._seal.changed_constants()) is not None:
+            names = ", ".join(self.layout.tensors[index].name for index in changed[:3]) or "a parameter"
+            raise UsageError(
+                f"session.assign: {names}: changed, though no optimizer trains it, so that it keeps its "
+                "first value. Give it to the optimizer, or name it in session.optimizer(..., averaged=[...])"
+            )
+        with torch.no_grad():
+            for index, tensor in enumerate(self.tensors):
+                if self.layout.tensors[index].rule is not Rule.CONSTANT:
+                    self.contribution(index).copy_(tensor)
+        self._seal.open()
 
     def expect(self) -> None:
         """Values are about to be pulled."""

@@ -92,6 +92,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._engine.finish_step()
         return loss
 
+    def assign(self) -> None:
+        """See `Session.assign`."""
+        self._engine.assign(self._flat)
+
     def skip(self) -> None:
         """Make no step with the batches in hand, for example because the loss is not finite.
 

@@ -44,6 +44,7 @@ class Seal:
         self._trained, self._constant = trained, constant
         self._tensors, self._pulled = tensors, pulled
         rules = [spec.rule for spec in layout.tensors]
+        self._fixed = [i for i, rule in enumerate(rules) if rule is Rule.CONSTANT]
         self._watched = [i for i, rule in enumerate(rules) if rule in (Rule.GRADIENT, Rule.CONSTANT)]
         self._apart = [i for i in apart if i in set(self._watched)]
         self._closed = False
@@ -81,11 +82,23 @@ class Seal:
         broken = self._sums != [_sum(flat) for flat in self._trained]
         if thorough or touched or self._checks <= ALWAYS or self._checks % EVERY == 0:
             broken |= self._constant_sums != [_sum(flat) for flat in self._constant]
-            different = [i for i in self._apart if not torch.equal(self._tensors[i].cpu(), self._pulled(i))]
+            different = self._different()
             touched = [i for i in touched if i not in self._apart or i in different]
             broken |= bool(different)
             touched = sorted({*touched, *different})
         return touched if broken else None
+
+    def changed_constants(self) -> list[int] | None:
+        """As `changed`, of the tensors without optimizer alone."""
+        different = [i for i in self._different() if i in self._fixed]
+        if not different and self._constant_sums == [_sum(flat) for flat in self._constant]:
+            return None
+        now = dict(zip(self._watched, self._versions(), strict=True))
+        before = dict(zip(self._watched, self._counters, strict=True))
+        return sorted({*different, *(i for i in self._fixed if before[i] != now[i])})
+
+    def _different(self) -> list[int]:
+        return [i for i in self._apart if not torch.equal(self._tensors[i].cpu(), self._pulled(i))]
 
     def _versions(self) -> list[int]:
         return [self._tensors[index]._version for index in self._watched]

@@ -60,11 +60,15 @@ class Session:
         self._engine = Engine(spec, client, self._member, trace=trace or Trace(None, ""), history=history)
         self._owner = os.getpid()
         self._optimizer: ElasticOptimizer | None = None
+        self._model: torch.nn.Module | None = None
         self._loaders: list[ElasticLoader] = []
 
     @property
     def version(self) -> int:
-        """The version of the model that this worker has: the number of optimizer steps that it has taken."""
+        """The version of the model that this worker has.
+
+        It is the number of optimizer steps that were taken, and of times that values were assigned.
+        """
         return self._engine.version
 
     @property
@@ -142,6 +146,7 @@ class Session:
                 group.setdefault(CLAMP, clamp)
         described = Described(model, optimizer, averaged=averaged, broadcast=broadcast, own=own)
         flat = self._engine.enter(described, model, optimizer)
+        self._model = model
         self._optimizer = ElasticOptimizer(
             optimizer,
             flat,
@@ -151,6 +156,28 @@ class Session:
             own=described.own,
         )
         return self._optimizer
+
+    def assign(self, model: torch.nn.Module) -> None:
+        """Make the values that the script has given the model the job's next version. Blocks.
+
+        For changes that the script makes itself: going back to the best model, resetting a layer, pruning.
+        Change the model in place, then call this, between `optimizer.step()` and the next `backward()`. All
+        parameters and buffers become the version's; the optimizer's state stays, and schedules make no step.
+        Steps that other workers compute meanwhile are void; their records are trained on the new values.
+
+        Any worker may call it, or all at the same version: of values that workers assign without knowing of
+        each other's, the first count, and the other workers get those.
+
+        Args:
+            model: the one that was given to `session.optimizer`.
+
+        Raises:
+            UsageError: not between two steps; another model; a frozen parameter was changed; values that are
+                not finite; consistency is not `sync`, or with backupWorkers or deterministic.
+        """
+        if self._optimizer is None or model is not self._model:
+            raise UsageError("session.assign needs the model that was given to session.optimizer before")
+        self._optimizer.assign()
 
     def loader(
         self, source: Any, batch_size: int | None = None, *, epochs: int = 1, **options: Any

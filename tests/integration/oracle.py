@@ -44,12 +44,14 @@ def replay(
     loss: Loss = mse,
     before: Callable[[int, torch.nn.Module, torch.optim.Optimizer], None] | None = None,
     after: Callable[[int, torch.optim.Optimizer], None] | None = None,
+    assigned: Callable[[torch.nn.Module], object] | None = None,
     set_to_none: bool = True,
 ) -> torch.optim.Optimizer:
     """Train `model` in place as the commits say; returns the optimizer.
 
     Args:
         before, after: called around the step that makes version `v + 1` out of `v`, with `v`.
+        assigned: gives the model the values that a script has assigned, where a version was made of them.
     """
     optimizer = make_optimizer(model)
     records: int = len(data)  # type: ignore[arg-type]
@@ -57,6 +59,9 @@ def replay(
     for number, commit in enumerate(commits):
         assert commit["version"] == commits[0]["version"] + number, "versions have no gap"
         version = commit["version"] - 1
+        if assigned is not None and not ranges_of(commit):
+            assigned(model)
+            continue
         pairs = []
         for r in ranges_of(commit):
             order = permutation(records, r.epoch, shuffle=spec.data.shuffle, seed=spec.data.seed)

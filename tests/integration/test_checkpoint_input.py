@@ -90,6 +90,8 @@ CHANGES: dict[str, Callable[[Manifest], Manifest]] = {
     "no parameter groups": settings(groups=[]),
     "a hyperparameter in words": settings(groups=[{"lr": "fast"}]),
     "parameters among the hyperparameters": settings(groups=[{"lr": 0.1, "params": []}]),
+    "limits in words": settings(groups=[{"lr": 0.1, "clamp": "narrow"}]),
+    "values that were assigned in the future": state(assigned=1000),
     "an optimizer that there is not": lambda found: replace(found, optimizer="load"),
     "the state of another optimizer": lambda found: replace(found, optimizer="Adadelta"),
     "tensors of another group": lambda found: replace(

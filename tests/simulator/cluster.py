@@ -51,6 +51,7 @@ class Plan:
     batch: int = 2
     accumulate: int = 1
     skipping: float = 0.0
+    assigning: float = 0.0
     overlap: bool = True
     shard_records: int = 6
     every_versions: int = 2
@@ -120,6 +121,7 @@ class Cluster:
         self.finished: set[int] = set()
         self.chiefs: list[tuple[int, int]] = []
         self.sights: list[Sight] = []
+        self.assigned: list[float] = []
         self.problems: list[str] = []
         self.committed = False  # there is a whole checkpoint
         self.stopping = False
@@ -287,6 +289,8 @@ class Cluster:
             for batch in loader:
                 if self._skips(session, held):
                     continue
+                if not held:
+                    self._may_assign(session, model)
                 held += 1
                 loss = model(batch + loader.epoch * plan.records)
                 if held < plan.accumulate:
@@ -305,6 +309,7 @@ class Cluster:
             if held:
                 optimizer.step()
                 optimizer.zero_grad()
+            self._may_assign(session, model)
         self.seen("end", session, model)
         if session.is_chief:
             self.chiefs.append((session.worker, session.version))
@@ -319,6 +324,17 @@ class Cluster:
             and held in (0, self.plan.accumulate)
             and self.here.random.random() < self.plan.skipping
         )
+
+    def _may_assign(self, session: Session, model: Tally) -> None:
+        """Now and then the script gives all parameters a value that nothing else gives them."""
+        if self.plan.assigning and self.here.random.random() < self.plan.assigning:
+            value = 64.0 * (len(self.assigned) + 1)
+            self.assigned.append(value)
+            with torch.no_grad():
+                for part in model.parts:
+                    part.fill_(value)
+            session.assign(model)
+            self.seen("assignment", session, model)
 
     def seen(self, what: str, session: Session, model: Tally) -> None:
         values = torch.stack([part.detach().clone() for part in model.parts])

@@ -77,6 +77,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         stop_after=chance.choice([None, None, None, None, 0.5 + chance.random()]),
         slice=chance.choice([0.0, 0.0, 0.003, 1.0]),
         smallest_bucket=chance.choice([64, 1024]),
+        assigning=chance.choice([0.0, 0.05, 0.2]) if consistency == {"mode": "sync"} else 0.0,
     )
     return replace(plan, **fixed)
 

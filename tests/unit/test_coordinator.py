@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server import guarded
-from elastic_ps.server.coordinator import Coordinator, Joined
+from elastic_ps.server.coordinator import Assigning, Coordinator, Joined
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.orders import Advance, Configuration, Report
@@ -268,6 +269,73 @@ def test_a_script_that_skips_a_step_which_was_late_leaves_its_records_to_others(
         assert again.ranges, "it is given records again"
         assert coordinator.job.state.ledger is not None
         assert coordinator.job.state.ledger.skipped == 0
+
+
+def assign(coordinator: Coordinator, stay: Stay, *, version: int, step: int) -> Assigning:
+    """A worker whose values are those of `version` assigns others."""
+    answer = coordinator.assign(stay.worker, stay.incarnation, version=version)
+    assert answer is not None
+    if answer.done:
+        return answer
+    contribution = Contribution(
+        worker=stay.worker, incarnation=stay.incarnation, step=step, samples=1, assigns=True
+    )
+    assert coordinator.finish(contribution, version=answer.version, attempt=answer.attempt)
+    done = coordinator.assign(stay.worker, stay.incarnation, version=version)
+    assert done is not None
+    return done
+
+
+def test_values_are_assigned_once_and_the_records_of_others_go_back(
+    coordinator: Coordinator, shard: Notes
+) -> None:
+    first, second = start(coordinator, 0), start(coordinator, 1)
+    taken = take(coordinator, first, call=1)
+    done = assign(coordinator, second, version=0, step=0)
+    assert (done.done, done.version, done.takes_part) == (True, 1, False)
+    apply = next(order.apply for order in shard.orders if order.apply is not None)
+    assert apply.assigns
+    assert apply.contributors == [(1, second.incarnation, 0)]
+    with pytest.raises(Refused) as refused:
+        finish(coordinator, first, taken)
+    assert refused.value.code is RefusalCode.LATE
+    again = coordinator.assign(0, first.incarnation, version=0)
+    assert again is not None
+    assert again.done, "what worker 0 assigns without knowing of that does not count"
+    more = take(coordinator, first, call=2)
+    assert (more.ranges, more.version) == (taken.ranges, 1)
+    done = assign(coordinator, first, version=1, step=1)
+    assert (done.version, done.takes_part) == (2, True)
+    assert finish(coordinator, first, replace(more, version=2), step=2)
+    state = coordinator.job.state
+    assert state.ledger is not None
+    assert (state.version, state.ledger.applied) == (3, sum(r.records for r in more.ranges))
+    assert state.settings.position.version == 1, "only one step was made"
+
+
+def test_an_assignment_begins_again_when_a_shard_lacks_some_of_it() -> None:
+    shards = [Notes(), Notes()]
+    with running(shards, parameterServer={"replicas": 2}) as coordinator:
+        stay = start(coordinator)
+
+        def refuse(advance: Advance) -> None:
+            if advance.prepare:
+                shards[1].refuse = lambda _: None
+                raise Refused(RefusalCode.INVALID, "it lacks contributions")
+
+        shards[1].refuse = refuse
+        again = assign(coordinator, stay, version=0, step=0)
+        assert (again.done, again.version, again.attempt) == (False, 0, 2)
+        assert assign(coordinator, stay, version=0, step=0).done
+        assert shards[0].applied == shards[1].applied == [1]
+
+
+def test_values_are_not_assigned_where_a_version_is_not_everybodys() -> None:
+    with running([Notes()], consistency={"backupWorkers": 1}) as coordinator:
+        stay = start(coordinator)
+        with pytest.raises(Refused) as refused:
+            coordinator.assign(0, stay.incarnation, version=0)
+        assert refused.value.code is RefusalCode.INVALID
 
 
 def test_a_process_that_was_replaced_does_not_expel_the_one_in_its_place(coordinator: Coordinator) -> None:

@@ -139,6 +139,20 @@ class Job(RuleBasedStateMachine):
         self.state.drop(worker, "lost")
         self.tell()
 
+    @precondition(lambda self: self.state.members.live and self.state.rounds.assigner is None)
+    @rule(data=st.data())
+    def assign(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.state.members.live)))
+        others = {w for w in self.state.rounds.expected if w != worker}
+        self.state.assign(self.state.members.live[worker])
+        assert self.state.rounds.expected == {worker}
+        assert not any(self.ledger.held(self.state.members.live[w].incarnation) for w in others & self.live)
+        self.tell()
+
+    @property
+    def live(self) -> set[int]:
+        return set(self.state.members.live)
+
     @precondition(lambda self: self.processes)
     @rule(data=st.data(), shard=st.integers(0, SHARDS - 1), late=st.integers(0, 1))
     def push(self, data: st.DataObject, shard: int, late: int) -> None:
@@ -186,12 +200,14 @@ class Job(RuleBasedStateMachine):
         rounds = self.state.rounds
         if len(self.current(process)) < SHARDS or not self.is_member(process):
             return
+        assigns = rounds.assigner == process.worker
         contribution = Contribution(
             worker=process.worker,
             incarnation=process.incarnation,
             step=process.step,
             samples=BATCH,
-            records=tuple(self.ledger.held(process.incarnation)),
+            records=() if assigns else tuple(self.ledger.held(process.incarnation)),
+            assigns=assigns,
         )
         rounds.finish(contribution, version=rounds.version, attempt=rounds.attempt)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -160,6 +162,70 @@ def test_nobody_is_let_in_to_a_round_that_is_decided() -> None:
     assert [c.worker for c in rounds.begin_commit()] == [0]
     rounds.end_commit()
     assert rounds.expected == {1}
+
+
+def assigned(worker: int) -> Contribution:
+    return replace(step(worker, 7), assigns=True)
+
+
+def test_a_worker_that_assigns_values_makes_the_next_version_alone() -> None:
+    """The others' steps are void, and they come again with other records."""
+    rounds = opened(0, 1, 2)
+    rounds.finish(step(0), version=1, attempt=0)
+    rounds.admit(3)
+    assert rounds.assign(1) == []
+    assert (rounds.expected, rounds.waiting, rounds.attempt) == ({1}, {3}, 1)
+    assert code(rounds, step(0), 1, 1) is RefusalCode.INVALID
+    assert code(rounds, step(1), 1, 1) is RefusalCode.LATE, "a gradient is no value"
+    with pytest.raises(ValueError, match="assigns already"):
+        rounds.assign(2)
+    rounds.finish(assigned(1), version=1, attempt=1)
+    assert rounds.following == {1, 3}
+    assert rounds.begin_commit() == [assigned(1)]
+    rounds.end_commit()
+    assert (rounds.expected, rounds.assigner) == ({1, 3}, None)
+    assert code(rounds, assigned(1), 2, 0) is RefusalCode.LATE, "a value is no gradient"
+
+
+def test_a_worker_without_records_takes_part_for_the_assignment_only() -> None:
+    rounds = opened(0)
+    rounds.assign(5)
+    rounds.finish(assigned(5), version=0, attempt=1)
+    assert rounds.following == set()
+    rounds.begin_commit()
+    rounds.end_commit()
+    assert not rounds.expected
+    rounds.admit(0)
+    assert rounds.takes_part(0)
+
+
+@pytest.mark.parametrize("withdraws", [False, True])
+def test_without_its_assigner_a_round_begins_again_with_those_that_wait(withdraws: bool) -> None:
+    rounds = opened(0, 1)
+    rounds.assign(5)
+    rounds.admit(0)
+    assert not rounds.takes_part(0)
+    if withdraws:
+        rounds.withdraw(5)
+    else:
+        assert rounds.lose(5) == []
+    assert (rounds.expected, rounds.assigner, rounds.attempt) == ({0}, None, 2)
+    rounds.finish(step(0), version=1, attempt=2)
+    assert rounds.ready
+
+
+def test_values_that_are_assigned_survive_their_worker_until_the_round_restarts() -> None:
+    rounds = opened(0)
+    rounds.assign(0)
+    rounds.finish(assigned(0), version=0, attempt=1)
+    rounds.restart()
+    assert (rounds.assigner, rounds.expected) == (0, {0}), "it pushes them again"
+    rounds.finish(assigned(0), version=0, attempt=2)
+    rounds.lose(0)
+    assert rounds.ready
+    rounds.admit(0)
+    assert rounds.restart() == [assigned(0)]
+    assert (rounds.assigner, rounds.expected) == (None, {0}), "another process is worker 0 now"
 
 
 class Rounds(RuleBasedStateMachine):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from elastic_ps.checkpoint.tensors import MASTER
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Rule
 from elastic_ps.core.settings import Settings
@@ -66,6 +69,34 @@ def test_the_same_bits(dtype: str, rule: Rule) -> None:
         ours, theirs = list(rig.shard.state()), list(standby.state())
         assert [entry[:3] for entry in ours] == [entry[:3] for entry in theirs]
         assert all(torch.equal(a.value, b.value) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", [Rule.GRADIENT, Rule.MEAN, Rule.MAXIMUM, Rule.BROADCAST])
+def test_assigned_values_are_there_to_the_bit_and_the_optimizers_state_stays(dtype: str, rule: Rule) -> None:
+    rig = Rig(one_bucket(tensor("a", 5, dtype=dtype, rule=rule)), optimizer="Adam", settings=ADAM)
+    standby = follow(rig)
+    for assigns in (False, True, False):
+        values = torch.linspace(-1, 3, 5).to(dtype_of(dtype))
+        rig.push(1, values)
+        standby.advance(rig.version, 0, {}, None)
+        send(rig, standby)
+        application = replace(rig.application(1, samples=1), assigns=assigns)
+        before = [entry.value for entry in rig.shard.state()]
+        rig.shard.advance(rig.version + 1, 0, rig.workers, application)
+        rig.version += 1
+        carry_out(standby, application, rig.version)
+        after = [entry.value for entry in rig.shard.state()]
+        if assigns:
+            assert torch.equal(rig.values(), values)
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        elif rule is Rule.GRADIENT:
+            assert not torch.equal(rig.values(), values)
+        (_, followed), *_ = standby.values()
+        assert torch.equal(followed, rig.values())
+    masters = [stored.value for stored in rig.shard.stored(0) if stored.key == MASTER]
+    assert len(masters) == (rule is Rule.GRADIENT and dtype == "bfloat16")
+    assert all((master.bfloat16() == rig.values()).all() for master in masters)
 
 
 def test_a_round_of_which_a_sum_is_missing_is_not_applied() -> None:

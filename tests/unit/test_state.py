@@ -276,10 +276,10 @@ def test_who_begins_a_step_when_a_stopped_training_is_over_is_late(state: JobSta
     assert state.begin(stay, version=0, step=0) is Entry.LATE
 
 
-def test_a_checkpoint_knows_that_the_training_was_stopped(state: JobState) -> None:
+def test_a_checkpoint_knows_what_scripts_have_asked_for(state: JobState) -> None:
     tensors = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
     model = state.model = Model(partition(tensors, bucket_bytes=1024, shards=1), "SGD")
-    state.stopped = "no improvement"
+    state.stopped, state.assigned = "no improvement", 3
     again = JobState.from_checkpoint(
         state.to_checkpoint(),
         term=2,
@@ -291,6 +291,7 @@ def test_a_checkpoint_knows_that_the_training_was_stopped(state: JobState) -> No
     )
     assert again.stopped == "no improvement"
     assert again.finished
+    assert again.assigned == 3
 
 
 @pytest.mark.parametrize(
