@@ -152,7 +152,7 @@ class Follower:
     def _leave_behind(self, copy: _Copy, why: object, seconds: float) -> None:
         """`seconds`: for how long training has waited for it."""
         with self._changed:
-            self._not_before = time.monotonic() + seconds / COST
+            self._not_before = time.monotonic() + PROBE.total_seconds() + seconds / COST
             if self._copy is copy:
                 if not self._closing:
                     logger.warning("training continues without the standby: %s", why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -37,6 +37,7 @@ class Pair:
 
     def __init__(self, layout: Layout, *, optimizer: str = "Adam") -> None:
         self.gate = threading.Event()
+        self.before_sum: Callable[[], None] = lambda: None
         self.layout, self.optimizer, self.version = layout, optimizer, 0
         self.standby = self._node(None)
         self._listener = InprocServer()
@@ -54,6 +55,8 @@ class Pair:
     def _serve(self, method: str, incoming: Incoming) -> Iterator[Frame]:
         if method == "Configure":
             assert self.gate.wait(30)
+        if method == "Sum":
+            self.before_sum()
         return self._service(method, incoming)
 
     def configure(self, *, term: int) -> None:
@@ -66,6 +69,10 @@ class Pair:
 
     def round(self) -> None:
         """The worker's step, and the order to apply it."""
+        self.leader.advance(self.step())
+
+    def step(self) -> Advance:
+        """The worker's step. Returns the order to apply it."""
         for bucket in self.layout.pushed:
             generator = torch.Generator().manual_seed(self.version)
             values = torch.randn(bucket.elements, generator=generator)
@@ -81,12 +88,17 @@ class Pair:
             self.leader.shard.push(key, 1, (), Body(values))
         apply = Application(0, [(0, 1, self.version)], 1, ADAM)
         self.version += 1
-        self.leader.advance(Advance(self.version, 0, {0: 1}, apply, term=self.term, state="{}"))
+        return Advance(self.version, 0, {0: 1}, apply, term=self.term, state="{}")
 
     def told(self) -> None:
         """The standby is told of the model."""
         self.gate.set()
         eventually(lambda: self.follower.standing is not Standing.AWAY, "the standby is told of the model")
+
+    @property
+    def follows(self) -> bool:
+        """Whether the standby has every round, as far as the shard knows."""
+        return self.follower.standing is Standing.FOLLOWING
 
     def close(self) -> None:
         self.gate.set()
@@ -152,6 +164,17 @@ def test_what_both_hold_does_not_grow_with_the_rounds_that_a_standby_lacks() -> 
         pair.close()
 
 
+def assert_same_bits(pair: Pair) -> None:
+    """The standby carries out what it has got, and is what the shard is."""
+    (order,) = [order for order in pair.standby.held(0) if order.version == pair.version]
+    pair.standby.advance(for_standby(order))
+    for index in range(len(pair.layout.buckets)):
+        ours, theirs = pair.leader.shard.stored(index), pair.standby.shard.stored(index)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.name == other.name
+            assert torch.equal(one.value, other.value)
+
+
 @pytest.mark.usefixtures("a_bucket_a_round")
 @pytest.mark.parametrize("before", [0, 3])
 def test_it_has_the_shards_bits_when_it_has_caught_up(pair: Pair, before: int) -> None:
@@ -164,13 +187,50 @@ def test_it_has_the_shards_bits_when_it_has_caught_up(pair: Pair, before: int) -
         assert len(list(pair.standby.shard.values())) == bucket + 1
     assert pair.follower.standing is Standing.FOLLOWING
     pair.round()
-    (order,) = [order for order in pair.standby.held(0) if order.version == pair.version]
-    pair.standby.advance(for_standby(order))
-    for index in range(len(pair.layout.buckets)):
-        ours, theirs = pair.leader.shard.stored(index), pair.standby.shard.stored(index)
-        for one, other in zip(ours, theirs, strict=True):
-            assert one.name == other.name
-            assert torch.equal(one.value, other.value)
+    assert_same_bits(pair)
+
+
+def test_training_continues_without_a_standby_that_fails_and_it_catches_up_again(pair: Pair) -> None:
+    def fail() -> None:
+        raise Refused(RefusalCode.NOT_READY, "out of memory")
+
+    pair.told()
+    pair.round()
+    pair.before_sum = fail
+    pair.round()
+    assert pair.leader.shard.version == 2
+    assert not pair.follows
+    pair.before_sum = lambda: None
+    pair.told()
+    pair.round()
+    pair.round()
+    assert pair.follows
+    assert_same_bits(pair)
+
+
+def test_an_order_that_is_repeated_while_it_is_carried_out_waits_for_the_first(pair: Pair) -> None:
+    """The optimizer's step changes the sums, which would be sent to the standby half changed."""
+    sending, go_on = threading.Event(), threading.Event()
+
+    def slowly() -> None:
+        sending.set()
+        assert go_on.wait(30)
+
+    pair.told()
+    pair.round()
+    pair.before_sum = slowly
+    order = pair.step()
+    orders = [threading.Thread(target=pair.leader.advance, args=(order,)) for _ in range(2)]
+    orders[0].start()
+    assert sending.wait(10)
+    orders[1].start()
+    orders[1].join(0.5)
+    assert pair.leader.shard.version == 1, "before the standby has the sums"
+    go_on.set()
+    for each in orders:
+        each.join(10)
+    assert pair.leader.shard.version == 2
+    assert_same_bits(pair)
 
 
 @pytest.mark.usefixtures("a_bucket_a_round")
