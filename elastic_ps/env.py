@@ -1,4 +1,4 @@
-"""The contract between whoever starts a process (operator, local launcher, mpirun) and the process.
+"""The contract between a process and its starter (the operator, the local launcher, mpirun).
 
 This is the only module that reads or prepares environment variables. `ProcessEnvironment` is written by
 the one side with `to_variables` and read by the other with `read`.
@@ -43,16 +43,16 @@ EXIT_FENCED = 250
 """Above all signals, so that it reads as a status; in the range that counts against nothing."""
 
 EXIT_LEFT = 251
-"""Not 0: whoever started the worker may not be the one who asked, and must not take it for done."""
+"""Not 0, because the starter may not be the one that asked, and must not take the worker for done."""
 
 PREFIX = "ELASTIC_PS_"
 DEFAULT_PORT = 2222
 DEFAULT_HTTP_PORT = 8080
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""How many threads a process computes with; unset, torch takes one for each core of the machine.
+"""How many threads a process computes with. If they are unset, torch uses one for each core of the machine.
 
-Whoever starts processes shares the cores out by them, unless a person has set the first."""
+The starter of the processes divides the cores with them, unless a person has set the first variable."""
 
 Role = Literal["ps", "standby", "worker"]
 Resume = Literal["no", "auto", "require"]
@@ -82,8 +82,8 @@ class ProcessEnvironment:
         trace: directory for trace events; None records none.
         history: directory for the histories that tests check; None records none.
         lifeline: a file descriptor that closes when the starter dies; the process then ends itself.
-        run: names this run of the job for all time, where whoever starts it gives it a name; "" if not.
-        instance: names the process for all time, where whoever starts it wants to speak of it; "" if not.
+        run: a name of this run of the job that no other run has; "" if the starter gives none.
+        instance: a name of the process that no other process has; "" if the starter gives none.
     """
 
     job: str

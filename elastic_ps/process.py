@@ -52,8 +52,8 @@ def end_soon() -> None:
 def begin(environment: ProcessEnvironment) -> None:
     """What every process does first.
 
-    From then on it ends when its starter dies, prints on SIGUSR1 where its threads are and goes on, and logs
-    to stderr, one line for each thing that happened.
+    From then on the process ends when its starter dies. On SIGUSR1 it prints the stacks of its threads and
+    continues. It logs to stderr, one line for each event.
     """
     _watch_lifeline(environment.lifeline)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
@@ -64,7 +64,7 @@ def begin(environment: ProcessEnvironment) -> None:
 
 
 def _watch_lifeline(descriptor: int | None) -> None:
-    """End this process at once when whoever started it has died, that is, when `descriptor` is closed."""
+    """End this process at once when its starter has died, that is, when `descriptor` is closed."""
     if descriptor is None:
         return
     os.set_inheritable(descriptor, False)

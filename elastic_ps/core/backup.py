@@ -1,9 +1,9 @@
 """Rounds that do without the slowest workers.
 
 With backup workers (Chen et al. 2016, "Revisiting Distributed Synchronous SGD") a round does not wait for the
-slowest. There, the first to finish count; here, the first to begin: a worker asks before its first push, and
-as many are let in as the round is to be made of. Who comes too late has put nothing into the sums, so that
-nothing has to be taken out of them.
+slowest workers. In that paper the workers that finish first count; here, those that begin first. A worker
+asks before its first push, and the round lets in as many workers as it needs. A worker that comes too late
+has pushed nothing, so nothing has to be taken out of the sums.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class BackupRounds(AskedRounds):
 
     Attributes:
         spare: how many workers a round does without.
-        late: who has been turned away and has not been admitted since. It will be, so it counts where the
-            size of a round is determined.
-        shut: somebody has been turned away because the open round was full. It stays as it is then: whoever
-            comes now waits for the next round, and must not make this one wait for more.
+        late: the workers that were turned away and have not been admitted since. They will be, so they count
+            when the size of a round is determined.
+        shut: a worker has been turned away because the open round was full. From then on workers that come
+            wait for the next round, so that this one does not wait for more of them.
     """
 
     spare: int = 1

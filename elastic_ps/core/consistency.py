@@ -2,14 +2,15 @@
 
 `SyncRounds` is the synchronous mode. A *round* makes version v+1 out of version v: every worker that
 computes on v contributes one step, and the sample-weighted mean of all contributions is one optimizer
-step. Whoever holds no records (it waits for some, evaluates, is about to leave) is not waited for.
+step. The round does not wait for a worker that holds no records (it waits for some,
+evaluates, or is about to leave).
 
 Sums are formed in place on the shards, so a contribution that was begun cannot be taken out again. When a
 contributor vanishes with its step unfinished, the round is started again: a new *attempt*, for which the
 others push the same gradients once more (they keep them until the round is committed).
 
-`AskedRounds` is what the modes have in common in which a round is not made of everybody's step: a worker asks
-before its first push, so that nothing is in the sums that is not to be in the round (`backup`, `bounded`).
+`AskedRounds` is the common part of the modes in which a round leaves workers out (`backup`, `bounded`). There
+a worker asks before its first push, so that the sums contain only steps that belong to the round.
 """
 
 from __future__ import annotations
@@ -304,10 +305,10 @@ class SyncRounds:
 
 @dataclass
 class AskedRounds(SyncRounds):
-    """Rounds that are made of the steps of those who were let in.
+    """Rounds that are made of the steps of the workers that were let in.
 
     Attributes:
-        begun: who has been let in to the open round, which waits for them; nobody else pushes.
+        begun: the workers that were let in to the open round. It waits for them, and only they push.
     """
 
     begun: set[int] = field(default_factory=set)

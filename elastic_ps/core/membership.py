@@ -60,7 +60,7 @@ class Stay:
 
 @dataclass
 class Membership:
-    """The members of a job and those who were.
+    """The present and former members of a job.
 
     Attributes:
         lease: how long a member may be silent.
@@ -151,7 +151,7 @@ class Membership:
         return [worker for worker, stay in self.live.items() if stay.expires <= now]
 
     def stays(self) -> list[Stay]:
-        """Everybody who is or was here, in order of joining."""
+        """All present and former members, in order of joining."""
         return sorted([*self.departed, *self.live.values()], key=lambda stay: stay.incarnation)
 
     def copy(self) -> Membership:

@@ -60,7 +60,7 @@ class Pace:
     _began: dict[int, float] = field(default_factory=dict)
 
     def opened(self, members: Iterable[int], now: float, *, beginning: Iterable[int]) -> None:
-        """A round opens; whoever is not among `members` is forgotten.
+        """A round opens. Workers that are not in `members` are forgotten.
 
         Args:
             beginning: those of `members` who begin a step with it.

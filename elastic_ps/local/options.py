@@ -27,7 +27,7 @@ class Options:
     Attributes:
         schedule: numbers of workers to scale to, at given versions.
         trace: the file for a Chrome trace of all processes; None records none.
-        resume: a directory of checkpoints to continue from; None starts afresh.
+        resume: a directory of checkpoints to continue from; None to start from scratch.
         history: directory for the histories that tests check.
         root: where jobs keep their state; None is `env.state_directory()`.
         programs: the command lines of the processes.

@@ -334,7 +334,7 @@ class Coordinator:
             raise Refused(RefusalCode.INVALID, wrong)
 
     def release(self, worker: int, incarnation: int, *, call: int, abandoned: bool = False) -> None:
-        """A worker gives back what it holds, and is not waited for; it stays a member. See `take`."""
+        """A worker gives back its records; rounds no longer wait for it. It stays a member. See `take`."""
         with self.job.settled() as state:
             stay = self._check(worker, incarnation)
             if not state.calls.begin(incarnation, call):

@@ -4,7 +4,7 @@ The standby holds a shard of its own, one round behind: the sums of the round th
 are sent to it, with the order to apply them, and it carries the order out when the next one comes. So it can
 give back the version before and the version after, whichever the other shards have, and steps with the same
 code on the same sums: its values are the same to the bit. It never takes over by itself. A parameter server
-that comes back has it write a checkpoint, and everything goes on as from any other (docs/protocol.md).
+that comes back has it write a checkpoint, and continues from that as from any other (docs/protocol.md).
 
 This is primary-backup replication (Alsberg and Day 1976): what workers may see, the backup has.
 
@@ -101,7 +101,7 @@ class Follower:
             return Standing.FOLLOWING if self._copy.whole else Standing.CATCHING_UP
 
     def reset(self, base: Configuration) -> None:
-        """The shard begins anew; so does its standby, with nothing."""
+        """The shard has a new state. Its standby has nothing of it yet."""
         with self._changed:
             self._before, self._staged, self._copy = None, None, None
             self._base = replace(base, load_version=None, follows=True)
@@ -110,8 +110,8 @@ class Follower:
     def stage(self, shard: Shard, order: Advance) -> None:
         """Give the standby what `order` is about to apply. Blocks until it has it, if it follows.
 
-        A standby that is catching up gets some of the shard's buckets as well. One that fails is left behind:
-        training goes on without it.
+        A standby that is catching up gets some of the shard's buckets as well. If the standby fails,
+        training continues without it.
 
         Raises:
             Refused: STALE_TERM; a newer parameter server has asked for the standby's rounds.

@@ -177,7 +177,7 @@ class ParameterServer:
             raise
 
     def _find(self, environment: ProcessEnvironment, keeper: Keeper) -> Manifest | None:
-        """The checkpoint to continue from; None begins anew."""
+        """The checkpoint to continue from; None to start from scratch."""
         if environment.resume == "no":
             return None
         try:

@@ -59,14 +59,14 @@ class Safekeeping:
     def may_finish(self) -> bool:
         """Whether workers may be told that the job is finished. The job's lock is held.
 
-        Not before it is on disk which version is the last, and who is the chief. If the parameter server was
-        lost then, the workers that are left would train on from what is on disk, without those that have been
-        told. A full disk delays the end for `LAST` at most.
+        Not before the last version and the chief are on disk. If the parameter server was lost before that,
+        the other workers would continue from the checkpoint, without the workers that were told. A full disk
+        delays the end for `LAST` at most.
         """
         return self._job.state.end is not None and self.is_kept()
 
     def is_kept(self) -> bool:
-        """Whether what training has ended with is on disk, or was not for so long. The lock is held."""
+        """Whether the end of training is on disk, or writing it has failed for `LAST`. The lock is held."""
         now = self._job.clock()
         if self._keeper is None or self._holds(self._keeper):
             return True

@@ -1,8 +1,7 @@
-"""Whether the state that a checkpoint holds can be gone on from: looked at before anything is built of it.
+"""Checks whether a job can continue from a checkpoint, before anything is built from its state.
 
-A checkpoint comes from a directory that others can write to. What is wrong with it has to be found here,
-where the one before can be used instead, and not later, where it would make every parameter server crash that
-starts.
+A checkpoint comes from a directory that others can write to. Mistakes in it have to be found here, where the
+checkpoint before it can be used instead. Found later, they would crash each parameter server that starts.
 """
 
 from __future__ import annotations

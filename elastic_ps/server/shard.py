@@ -1,4 +1,4 @@
-"""One shard: the buckets that it owns, the sums of the open round, and whoever waits for them.
+"""One shard: the buckets that it owns, the sums of the open round, and the calls that wait for them.
 
 A shard decides nothing about rounds. It adds what `core.sequence` admits, and does what the coordinator
 tells it with `advance`. All methods may be called from any thread.
@@ -256,7 +256,7 @@ class Shard:
         return self._changed.wait_for(look, timeout=WAIT.total_seconds())
 
     def retire(self, code: RefusalCode) -> None:
-        """Refuse whoever waits: STALE_TERM if another state takes this one's place, NOT_READY at the end."""
+        """Refuse all waiting calls: STALE_TERM if another state replaces this one, NOT_READY at the end."""
         with self._changed:
             self._retired = code
             self._changed.notify_all()

@@ -51,7 +51,7 @@ FIRST_PAUSE = 0.02
 """Seconds between the first two attempts of a call; later pauses are longer."""
 
 LONGEST_PAUSE_CALLING = 0.2
-"""Seconds, while nobody answers: whoever comes then waits for nothing else, and nobody has work with it."""
+"""Seconds, while there is no answer. Short, so that a server that comes back is found soon."""
 
 LONGEST_PAUSE = 1.0
 """Seconds, while the answer is "not yet": hundreds of workers may ask."""
@@ -60,10 +60,10 @@ NOTICE = timedelta(seconds=10)
 """How often the log says that the parameter server does not answer."""
 
 GOODBYE = timedelta(seconds=2)
-"""For how long a leaving worker tries to say so."""
+"""For how long a worker tries to tell the parameter server that it leaves."""
 
 TIMEOUT = timedelta(seconds=60)
-"""Deadline of one try. Servers answer blocked calls long before, so only a lost answer takes this long."""
+"""Deadline of one attempt. Servers answer blocked calls sooner, so only a lost answer takes this long."""
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
