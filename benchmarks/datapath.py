@@ -27,6 +27,8 @@ import torch
 from benchmarks.recovery import ROOT, torchrun
 
 LIMIT = 300.0
+LOOK = 0.5
+"""Seconds between two looks at what is measured."""
 WARM = 0.25
 """Share of the steps that are not measured."""
 
@@ -47,8 +49,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "small": Case("mlp-64-128-10", "SGD", 16, 2, 600),
-    "mlp": Case("mlp-10.5M", "SGD", 64, 2, 40),
+    "small": Case("mlp-64-128-10", "SGD", 16, 2, 3000),
+    "mlp": Case("mlp-10.5M", "SGD", 64, 2, 60),
     "mlp4": Case("mlp-10.5M", "SGD", 64, 4, 30),
     "resnet": Case("resnet18", "SGD", 8, 2, 24),
     "adam": Case("mlp-10.5M", "Adam", 64, 2, 30),
@@ -209,7 +211,7 @@ def collect(directory: Path, workers: int, check: Callable[[], None]) -> Measure
         check()
         if time.monotonic() > deadline:
             raise TimeoutError(f"no result within {LIMIT:.0f} s")
-        time.sleep(0.05)
+        time.sleep(LOOK)
     found = [json.loads(path.read_text()) for path in paths]
     return Measured(max(each["step"] for each in found), sum(each["cpu"] for each in found))
 

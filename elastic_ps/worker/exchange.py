@@ -381,9 +381,10 @@ class Exchange:
         with self._changed:
             missing, attempt = [b for b in pull.buckets if b in self._missing], self._attempt
         started = time.monotonic_ns()
+        ended = complete = False
         for reply, incoming in self._client.pull(
             pull.stay, shard, pull.version, missing, attempt=attempt, contributor=pull.contributor
-        ):
+        ):  # to the end of the call, so that its connection can be used again
             kind = reply.WhichOneof("kind")
             if kind == "bucket":
                 bucket = self._flat.layout.buckets[reply.bucket]
@@ -393,17 +394,19 @@ class Exchange:
                 started = now
                 constant = bucket.rule is Rule.CONSTANT
                 self._arrived(bucket.index, pull.generation, version=None if constant else reply.version)
-            elif kind == "attempt":
+                continue
+            ended = True
+            if kind == "attempt":
                 self._restart(reply.attempt, pull.generation)
-                return False
-            elif kind == "pending":
-                return False
             elif kind == "done":
                 if shard == 0:
                     self.settings, self.stopped = reply.settings, reply.stopped
-                self._arrived(_FINISH - 1 - shard, pull.generation)
-                return True
-        raise Malformed(f"shard {shard} ended a pull without its last message")
+                complete = True
+        if not ended:
+            raise Malformed(f"shard {shard} ended a pull without saying so")
+        if complete:
+            self._arrived(_FINISH - 1 - shard, pull.generation)
+        return complete
 
     def _arrived(self, what: int, generation: int, *, version: int | None = None) -> None:
         with self._changed:
