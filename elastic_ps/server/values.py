@@ -64,6 +64,7 @@ class BucketValues:
         self._parameters: list[torch.nn.Parameter] = []
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[int] = []
+        self._divides = False  # the optimizer's step divides the gradients by its `grad_scale`
         self._rows: list[int] = []
         if bucket.rule is Rule.GRADIENT:
             self.master = self.values.to(WIDE.get(bucket.dtype, self.values.dtype))
@@ -95,6 +96,8 @@ class BucketValues:
         # Some arguments are not looked up in the groups: Adagrad's first state is made by the constructor.
         known = inspect.signature(kind).parameters
         arguments = {key: value for key, value in groups[self._groups[0]].items() if key in known}
+        if "fused" in known:  # one pass over memory; it also divides the sum, see `apply`
+            arguments["fused"] = self._divides = True
         try:
             self._optimizer = kind([{**groups[g], "params": members[g]} for g in self._groups], **arguments)
         except (TypeError, ValueError) as error:
@@ -176,8 +179,7 @@ class BucketValues:
         elif self.bucket.rule in (Rule.MEAN, Rule.BROADCAST):
             self.values.copy_(self._sum)
         else:
-            self._sum.div_(samples)
-            self._step(groups)
+            self._step(groups, samples)
         self.version = version
 
     def assign(self, version: int) -> None:
@@ -187,25 +189,42 @@ class BucketValues:
         self.values.copy_(self._sum)
         self.version = version
 
-    def _step(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def _step(self, groups: Sequence[Mapping[str, Any]], samples: int) -> None:
         assert self._optimizer is not None
         assert self._sum is not None
+        if self._divides:
+            self._optimizer.grad_scale = torch.tensor(float(samples))  # type: ignore[attr-defined]
+        else:
+            self._sum.div_(samples)
         for own, number in zip(self._optimizer.param_groups, self._groups, strict=True):
             own.update(groups[number])
-        for index, parameter in enumerate(self._parameters):
-            parameter.grad = self._piece(self._sum, index) if self._present[index] else None
+        gradients = {
+            parameter: self._piece(self._sum, index)
+            for index, parameter in enumerate(self._parameters)
+            if self._present[index]
+        }
         zeros = [
             (parameter.data, parameter.data == 0)
             for group in self._optimizer.param_groups
             for parameter in group["params"]
             if group.get(KEEP_ZEROS)
         ]
-        self._optimizer.step()
+        for part in self._parts(gradients):
+            for parameter in self._parameters:
+                parameter.grad = gradients[parameter] if parameter in part else None
+            self._optimizer.step()
         self._limit()
         for values, mask in zeros:
             values.masked_fill_(mask, 0)
         if self.master is not self.values:
             self.values.copy_(self.master)
+
+    def _parts(self, gradients: Mapping[torch.nn.Parameter, object]) -> list[set[torch.nn.Parameter]]:
+        """The parameters to step, in parts: torch's fused SGD fails if some have a momentum and some not."""
+        assert self._optimizer is not None
+        state = self._optimizer.state
+        new = {parameter for parameter in gradients if not state.get(parameter)}
+        return [part for part in (new, gradients.keys() - new) if part]
 
     def _limit(self) -> None:
         """Bring the values within the limits of their parameter groups."""
