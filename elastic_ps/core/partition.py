@@ -62,6 +62,7 @@ class TensorSpec:
         rule: what happens to it in training.
         group: index of the optimizer's parameter group; -1 where `rule` is not GRADIENT.
         aliases: its other names in `state_dict`, where several modules share it.
+        frozen: given to the optimizer, but not trained when the first worker came. It may be later.
     """
 
     name: str
@@ -70,6 +71,7 @@ class TensorSpec:
     rule: Rule
     group: int = -1
     aliases: tuple[str, ...] = field(default=(), compare=False)
+    frozen: bool = field(default=False, compare=False)
 
     @property
     def elements(self) -> int:
@@ -143,12 +145,15 @@ def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int) 
     Buckets hold whole tensors of up to about `bucket_bytes` bytes (fewer in a small model, so that there is
     something to overlap and something for each shard); a tensor that is larger is cut, between rows if a row
     is not larger than `bucket_bytes`. Each bucket goes to the shard that has the fewest bytes so far, so
-    shards differ by less than a bucket. Deterministic.
+    shards differ by less than a bucket. Frozen tensors have buckets of their own, which cost nothing while
+    they are frozen. Deterministic.
     """
     load = [0] * shards
     buckets: list[Bucket] = []
-    for rule in Rule:
-        numbered = [(i, t) for i, t in enumerate(tensors) if t.rule is rule and t.elements]
+    for rule, frozen in itertools.product(Rule, (False, True)):
+        numbered = [
+            (i, t) for i, t in enumerate(tensors) if (t.rule, t.frozen) == (rule, frozen) and t.elements
+        ]
         # For each rule by itself: a few trained parameters do not cut a large frozen model into crumbs.
         total = sum(t.elements * ITEM_SIZE[t.dtype] for _, t in numbered)
         wanted = max(SMALLEST_BUCKET_BYTES, math.ceil(total / BUCKETS_WANTED))

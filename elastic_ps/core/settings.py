@@ -42,6 +42,9 @@ MAX_NORM = "max_norm"
 KEEP_ZEROS = "keep_zeros"
 """Key of a parameter group: True keeps at zero, after each step, what was exactly zero before it."""
 
+LIMITS = (CLAMP, MAX_NORM)
+"""Those of them that change values even if there is no gradient."""
+
 CONSTRUCTED = frozenset({"initial_accumulator_value"})
 """Hyperparameters that torch takes from the constructor only, whatever a parameter group says (Adagrad)."""
 

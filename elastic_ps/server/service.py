@@ -159,6 +159,7 @@ class Service:
             term=caller.term,
             attempt=attempt,
             contributor=(caller.worker, caller.incarnation) if request.contributor else None,
+            held=request.held if request.HasField("held") else None,
         ):
             if item is None:
                 yield _frame(pb.PullReply(pending=True))
@@ -168,7 +169,8 @@ class Service:
                 return
             assert isinstance(item, Pulled)
             version = item.version
-            yield Frame(pb.PullReply(bucket=item.bucket, version=item.version).SerializeToString(), item.data)
+            reply = pb.PullReply(bucket=item.bucket, version=item.version, unchanged=item.unchanged)
+            yield Frame(reply.SerializeToString(), item.data)
         settings = self._coordinator.job.settings if self._coordinator is not None else ""
         stopped = self._coordinator.job.stopped if self._coordinator is not None else ""
         yield _frame(pb.PullReply(done=True, version=version, settings=settings, stopped=stopped))

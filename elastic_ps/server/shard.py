@@ -29,7 +29,7 @@ from elastic_ps.server.copying import Arriving, Part
 from elastic_ps.server.orders import Application
 from elastic_ps.server.values import BucketValues, StateEntry, require_finite
 from elastic_ps.telemetry import Trace
-from elastic_ps.transport.base import Incoming
+from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.transport.memory import shared_if_possible
 
 RECEIVE_BUFFERS = 4
@@ -48,11 +48,12 @@ class RestartedAs:
 
 @dataclass(frozen=True)
 class Pulled:
-    """A bucket that has reached the version asked for."""
+    """A bucket that has reached the version asked for; `unchanged`: the caller has its values already."""
 
     bucket: int
     version: int
     data: memoryview
+    unchanged: bool = False
 
 
 class BucketSum(NamedTuple):
@@ -162,6 +163,8 @@ class Shard:
     def push(self, key: PushKey, samples: int, present: Sequence[bool], incoming: Incoming) -> bool:
         """Add a worker's bucket to the open round. Returns False if it had been added before.
 
+        A bucket that has no gradient at all need not have a body.
+
         Blocks while the values are received, and in deterministic mode until it is the worker's turn.
 
         Raises:
@@ -169,7 +172,9 @@ class Shard:
                 before.
         """
         bucket = self.bucket(key.bucket)
-        if incoming.size != bucket.nbytes or (present and len(present) != len(bucket.pieces)):
+        absent = bucket.rule is Rule.GRADIENT and bool(present) and not any(present)
+        empty = absent and not incoming.size
+        if not (empty or incoming.size == bucket.nbytes) or (present and len(present) != len(bucket.pieces)):
             raise Refused(
                 RefusalCode.MALFORMED,
                 f"push of {incoming.size} bytes and {len(present)} flags for bucket {key.bucket}, "
@@ -192,12 +197,22 @@ class Shard:
                 )
             self._receiving.add(slot)
         try:
+            if empty:
+                return self._add_nothing(key)
             with self._receive(bucket, incoming) as contribution:
                 return self._add(key, samples, present, contribution)
         finally:
             with self._changed:
                 self._receiving.discard(slot)
                 self._changed.notify_all()
+
+    def _add_nothing(self, key: PushKey) -> bool:
+        with self._changed:
+            if self._log.decide(key) is Verdict.DUPLICATE:
+                return False
+            self._buckets[key.bucket].add_nothing(first=not self._log.added.get(key.bucket))
+            self._log.add(key)
+        return True
 
     def _add(self, key: PushKey, samples: int, present: Sequence[bool], contribution: torch.Tensor) -> bool:
         values = self._buckets[key.bucket]
@@ -269,6 +284,7 @@ class Shard:
         term: int,
         attempt: int | None,
         contributor: tuple[int, int] | None,
+        held: int | None = None,
     ) -> Iterator[Pulled | RestartedAs | None]:
         """Yield each bucket when it has reached `version`. Blocks; yields None after `WAIT` without one.
 
@@ -277,6 +293,8 @@ class Shard:
             attempt: of the open round; None not to be told when that is started again.
             contributor: worker and incarnation of a caller that takes part in rounds. The values cannot
                 change before its next push, so they are not copied; unless rounds may be made without it.
+            held: the caller has the values of this version, of this term: what has not changed since need not
+                be sent.
 
         Raises:
             Refused: STALE_TERM: the values are of another term. STALE_INCARNATION: a contributor whose values
@@ -298,7 +316,8 @@ class Shard:
                 reached = constant or values.version >= version
                 if reached and stable:
                     self._require_part(contributor)
-                data = values.values if stable or not reached else values.values.clone()
+                unchanged = reached and held is not None and values.changed <= held
+                data = values.values if stable or unchanged or not reached else values.values.clone()
                 reached_version, now = values.version, self._log.attempt
             if not arrived:
                 yield None
@@ -306,7 +325,7 @@ class Shard:
             if not reached:
                 yield RestartedAs(now)
                 return
-            yield Pulled(index, reached_version, as_bytes(data))
+            yield Pulled(index, reached_version, EMPTY if unchanged else as_bytes(data), unchanged)
         if stable:
             with self._changed:
                 self._require_part(contributor)

@@ -12,7 +12,7 @@ import torch
 from elastic_ps.checkpoint.tensors import MASTER, Source
 from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.core.partition import Bucket, Rule, TensorSpec
-from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, MAX_NORM, check_optimizer
+from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, LIMITS, MAX_NORM, check_optimizer
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.transport.memory import Allocate, plain
 
@@ -45,6 +45,7 @@ class BucketValues:
         values: flat, of the bucket's dtype; what workers pull.
         master: what the optimizer steps; `values` itself unless they are of half precision.
         version: number of steps taken.
+        changed: the first version that has the values of now.
     """
 
     def __init__(self, bucket: Bucket, *, stale: bool = False, allocate: Allocate = plain) -> None:
@@ -52,9 +53,10 @@ class BucketValues:
         self._stale = stale
         self.values = as_tensor(allocate(bucket.nbytes), dtype_of(bucket.dtype))
         self.master = self.values
-        self.version = 0
+        self.version = self.changed = 0
         self._sum: torch.Tensor | None = None
         self._sum_bound = 0.0
+        self._blank = False  # nothing has been added to the open round's sum, whose memory holds anything
         self._weight = 0
         self._lowest = 0
         self._present: list[bool] = []
@@ -106,6 +108,13 @@ class BucketValues:
     @property
     def sum(self) -> torch.Tensor:
         """The open round's sum, or what the rule makes of it so far: flat, of the dtype that sums have."""
+        total = self._memory()
+        if self._blank:
+            total.zero_()
+            self._blank = False
+        return total
+
+    def _memory(self) -> torch.Tensor:
         if self._sum is None:
             dtype = WIDE.get(self.bucket.dtype, self.values.dtype)
             self._sum = torch.empty(self.bucket.elements, dtype=dtype)
@@ -119,6 +128,12 @@ class BucketValues:
     @present.setter
     def present(self, present: Sequence[bool]) -> None:
         self._present = list(present)
+
+    def add_nothing(self, *, first: bool) -> None:
+        """Add a worker's step that has no gradient for any piece; `first` begins a new sum."""
+        if first:
+            self._blank, self._sum_bound = True, 0.0
+            self._present = [False] * len(self.bucket.pieces)
 
     def add(
         self,
@@ -142,7 +157,7 @@ class BucketValues:
         """
         if not present:
             present = [True] * len(self.bucket.pieces)
-        total = self.sum
+        total, first = self._memory(), first or self._blank
         if self.bucket.rule is Rule.GRADIENT:
             bound = samples * largest + (0.0 if first else self._sum_bound)
             if bound > torch.finfo(total.dtype).max / 2:
@@ -167,39 +182,41 @@ class BucketValues:
             torch.mul(contribution.to(total.dtype), samples, out=total)
         else:
             total.add_(contribution, alpha=samples)
+        self._blank = False
         self._present = (
             list(present) if first else [a or b for a, b in zip(self._present, present, strict=True)]
         )
 
     def apply(self, samples: int, groups: Sequence[Mapping[str, Any]], version: int) -> None:
         """Make `version` out of the round's sum, whose contributions weigh `samples` together."""
-        assert self._sum is not None, "a round is applied only when contributions are complete"
         if self.bucket.rule is Rule.MAXIMUM:
-            self.values.copy_(torch.maximum(self._sum, self.values) if self._stale else self._sum)
+            self.values.copy_(torch.maximum(self.sum, self.values) if self._stale else self.sum)
         elif self.bucket.rule in (Rule.MEAN, Rule.BROADCAST):
-            self.values.copy_(self._sum)
-        else:
+            self.values.copy_(self.sum)
+        elif any(self._present) or any(groups[number].get(key) for number in self._groups for key in LIMITS):
             self._step(groups, samples)
-        self.version = version
+        else:
+            self.version = version
+            return
+        self.version = self.changed = version
 
     def assign(self, version: int) -> None:
         """Make the round's sum, which is of one worker's values, `version`; the optimizer's state stays."""
-        assert self._sum is not None, "a round is applied only when contributions are complete"
-        self.master.copy_(self._sum)
-        self.values.copy_(self._sum)
-        self.version = version
+        self.master.copy_(self.sum)
+        self.values.copy_(self.sum)
+        self.version = self.changed = version
 
     def _step(self, groups: Sequence[Mapping[str, Any]], samples: int) -> None:
         assert self._optimizer is not None
-        assert self._sum is not None
+        total = self.sum
         if self._divides:
             self._optimizer.grad_scale = torch.tensor(float(samples))  # type: ignore[attr-defined]
         else:
-            self._sum.div_(samples)
+            total.div_(samples)
         for own, number in zip(self._optimizer.param_groups, self._groups, strict=True):
             own.update(groups[number])
         gradients = {
-            parameter: self._piece(self._sum, index)
+            parameter: self._piece(total, index)
             for index, parameter in enumerate(self._parameters)
             if self._present[index]
         }
@@ -259,7 +276,7 @@ class BucketValues:
                 self._piece(self.master, index).copy_(state.pop(MASTER, values))
             if self._optimizer is not None and state:
                 self._optimizer.state[self._parameters[index]] = state
-        self.version = version
+        self.version = self.changed = version
 
 
 def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:

@@ -19,6 +19,7 @@ def tensors_to_message(tensors: Iterable[TensorSpec]) -> list[pb.Tensor]:
             rule=int(t.rule),
             group=t.group,
             aliases=t.aliases,
+            frozen=t.frozen,
         )
         for t in tensors
     ]
@@ -27,7 +28,9 @@ def tensors_to_message(tensors: Iterable[TensorSpec]) -> list[pb.Tensor]:
 def tensors_from_message(messages: Iterable[pb.Tensor]) -> tuple[TensorSpec, ...]:
     """Raises Malformed for a dtype or rule that does not exist."""
     return tuple(
-        TensorSpec(m.name, tuple(m.shape), _dtype(m.dtype), _rule(m.rule), m.group, tuple(m.aliases))
+        TensorSpec(
+            m.name, tuple(m.shape), _dtype(m.dtype), _rule(m.rule), m.group, tuple(m.aliases), m.frozen
+        )
         for m in messages
     )
 

@@ -20,20 +20,22 @@ class Caller(_message.Message):
     def __init__(self, job: _Optional[str] = ..., term: _Optional[int] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
-    __slots__ = ("name", "shape", "dtype", "rule", "group", "aliases")
+    __slots__ = ("name", "shape", "dtype", "rule", "group", "aliases", "frozen")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     RULE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
     rule: int
     group: int
     aliases: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., rule: _Optional[int] = ..., group: _Optional[int] = ..., aliases: _Optional[_Iterable[str]] = ...) -> None: ...
+    frozen: bool
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., rule: _Optional[int] = ..., group: _Optional[int] = ..., aliases: _Optional[_Iterable[str]] = ..., frozen: bool = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("tensor", "start", "length")
@@ -303,21 +305,23 @@ class FinishRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., assigns: bool = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("caller", "version", "buckets", "attempt", "contributor")
+    __slots__ = ("caller", "version", "buckets", "attempt", "contributor", "held")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTOR_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     version: int
     buckets: _containers.RepeatedScalarFieldContainer[int]
     attempt: int
     contributor: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: bool = ...) -> None: ...
+    held: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: bool = ..., held: _Optional[int] = ...) -> None: ...
 
 class PullReply(_message.Message):
-    __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings", "stopped")
+    __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings", "stopped", "unchanged")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
@@ -325,6 +329,7 @@ class PullReply(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     STOPPED_FIELD_NUMBER: _ClassVar[int]
+    UNCHANGED_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     attempt: int
     pending: bool
@@ -332,7 +337,8 @@ class PullReply(_message.Message):
     version: int
     settings: str
     stopped: str
-    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., done: bool = ..., version: _Optional[int] = ..., settings: _Optional[str] = ..., stopped: _Optional[str] = ...) -> None: ...
+    unchanged: bool
+    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., done: bool = ..., version: _Optional[int] = ..., settings: _Optional[str] = ..., stopped: _Optional[str] = ..., unchanged: bool = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("caller", "version")

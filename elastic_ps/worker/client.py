@@ -427,10 +427,16 @@ class Client:
         *,
         attempt: int,
         contributor: bool,
+        held: int | None = None,
     ) -> Iterator[tuple[pb.PullReply, Incoming]]:
         """One try of a pull: (answer, body). Blocks. Raises TransportError: ask again for what is missing."""
         request = pb.PullRequest(
-            caller=stay.caller(), version=version, buckets=buckets, attempt=attempt, contributor=contributor
+            caller=stay.caller(),
+            version=version,
+            buckets=buckets,
+            attempt=attempt,
+            contributor=contributor,
+            held=held,
         )
         for incoming in self._call(shard, "Pull", Frame(request.SerializeToString())):
             yield pb.PullReply.FromString(incoming.header), incoming

@@ -34,6 +34,7 @@ from elastic_ps.errors import (
 )
 from elastic_ps.job import Consistency
 from elastic_ps.telemetry import History, Trace
+from elastic_ps.transport.base import EMPTY
 from elastic_ps.worker.client import PATIENCE, Client, Ending, Stay, Step
 from elastic_ps.worker.model import Flat
 
@@ -64,6 +65,7 @@ class _Pull(NamedTuple):
     version: int
     contributor: bool
     buckets: list[int]
+    held: int | None
 
 
 class Exchange:
@@ -187,7 +189,7 @@ class Exchange:
         with self._changed:
             self._ending = ending
             self._versions.clear()
-            self._pull(step.version + 1, self._stepped, contributor=True)
+            self._pull(step.version + 1, self._stepped, contributor=True, held=self.version)
             self._missing.add(_FINISH)
             self._queue_ready()
         self._wait()
@@ -259,14 +261,16 @@ class Exchange:
             except Refused as refusal:
                 logger.debug("%s", refusal)  # the next call is refused, too
 
-    def _pull(self, version: int, wanted: Sequence[Bucket], *, contributor: bool) -> None:
+    def _pull(
+        self, version: int, wanted: Sequence[Bucket], *, contributor: bool, held: int | None = None
+    ) -> None:
         self._flat.expect()
         self._missing = {bucket.index for bucket in wanted}
         for shard, channel in enumerate(self._to_pull):
             own = [b.index for b in wanted if b.shard == shard]
             if own or shard == 0:
                 self._missing.add(_FINISH - 1 - shard)
-                channel.put(_Pull(self._client.stay, self._generation, version, contributor, own))
+                channel.put(_Pull(self._client.stay, self._generation, version, contributor, own, held))
 
     def _wait(self) -> None:
         """Until nothing is missing any more, or something has gone wrong."""
@@ -309,7 +313,8 @@ class Exchange:
         started = time.monotonic_ns()
         self._trace.complete("queue", queued, started, lane=f"queue-{bucket.shard}", bucket=bucket.index)
         self._record_push(step, bucket, push.attempt)
-        data = self._flat.contribution_bytes(bucket)
+        absent = bool(present) and not any(present)
+        data = EMPTY if absent else self._flat.contribution_bytes(bucket)
         self._client.push(bucket.index, bucket.shard, step, push.attempt, present, data, along)
         now = time.monotonic_ns()
         self._trace.complete(
@@ -383,12 +388,19 @@ class Exchange:
         started = time.monotonic_ns()
         ended = complete = False
         for reply, incoming in self._client.pull(
-            pull.stay, shard, pull.version, missing, attempt=attempt, contributor=pull.contributor
+            pull.stay,
+            shard,
+            pull.version,
+            missing,
+            attempt=attempt,
+            contributor=pull.contributor,
+            held=pull.held,
         ):  # to the end of the call, so that its connection can be used again
             kind = reply.WhichOneof("kind")
             if kind == "bucket":
                 bucket = self._flat.layout.buckets[reply.bucket]
-                incoming.read_into(self._flat.value_bytes(bucket))
+                if not reply.unchanged:
+                    incoming.read_into(self._flat.value_bytes(bucket))
                 now = time.monotonic_ns()
                 self._trace.complete("pull", started, now, bucket=bucket.index, version=reply.version)
                 started = now

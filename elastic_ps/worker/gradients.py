@@ -190,7 +190,7 @@ class Gradients:
         with torch.no_grad():
             for index in self._trainable:
                 if index not in self._taken:
-                    self._flat.contribution(index).zero_()
+                    self._flat.clear_contribution(index)
                     self._fill(index)
             for index in self._buffers:
                 self._flat.contribution(index).copy_(self._flat.tensors[index])

@@ -138,7 +138,8 @@ class Described:
                 f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which cannot be trained"
             )
         aliases = tuple(other for other in self._names.get(id(tensor), []) if other != name)
-        self.specs.append(TensorSpec(name, tuple(tensor.shape), dtype, rule, group, aliases))
+        frozen = rule is Rule.GRADIENT and not tensor.requires_grad
+        self.specs.append(TensorSpec(name, tuple(tensor.shape), dtype, rule, group, aliases, frozen))
         self.tensors.append(tensor)
 
     @staticmethod
@@ -245,6 +246,7 @@ class Flat:
         pushed = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items() if k[1] is not Rule.CONSTANT}
         allocate = shared_if_possible(list(pushed.values()))
         self._contributions = {k: as_tensor(allocate(n), dtype_of(k[0])) for k, n in pushed.items()}
+        self._written: set[int] = set()  # tensors whose contribution may be something else than zero
         self._places = [
             ((spec.dtype, spec.rule), starts.get(index, 0), spec.elements)
             for index, spec in enumerate(layout.tensors)
@@ -292,9 +294,16 @@ class Flat:
     def contribution(self, index: int) -> torch.Tensor:
         """Where a tensor's gradient (or buffer) is put to be pushed, in its shape."""
         key, start, elements = self._places[index]
+        self._written.add(index)
         if not elements:
             return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key[0]))
         return self._contributions[key][start : start + elements].view(self.layout.tensors[index].shape)
+
+    def clear_contribution(self, index: int) -> None:
+        """Make a tensor's contribution zero, if anything was put there since it was."""
+        if index in self._written:
+            self.contribution(index).zero_()
+            self._written.discard(index)
 
     def _slice(self, memory: dict[tuple[str, Rule], torch.Tensor], bucket: Bucket) -> memoryview:
         start = self._offsets[bucket.index]
