@@ -141,13 +141,18 @@ class _Line:
 
     # --- sending
 
-    def encode(self, kind: Kind, frame: Frame, method: bytes = b"") -> tuple[list[bytes | memoryview], bool]:
+    def encode(
+        self, kind: Kind, frame: Frame, method: bytes = b"", *, share: bool = True
+    ) -> tuple[list[bytes | memoryview], bool]:
         """What to send for a frame, and whether its body is in shared memory, so that it is not sent.
 
         Shared memory that the other side has not seen yet is handed over at once.
+
+        Args:
+            share: whether the other side can say that it is done with the body: it is not sending one itself.
         """
         body = flat(frame.body)
-        place = place_of(body) if self._passes_memory and len(body) > SMALL else None
+        place = place_of(body) if share and self._passes_memory and len(body) > SMALL else None
         number, offset = 0, 0
         if place is not None:
             memory, offset = place
@@ -213,18 +218,27 @@ class _Line:
     # --- receiving
 
     def receive_into(self, target: memoryview, deadline: float | None) -> None:
-        """Fill `target`. Blocks. Raises ConnectionLost, DeadlineExceeded."""
-        while target:
-            try:
-                received = self._sock.recv_into(target)
-            except BlockingIOError:
-                self._wait_for_more(deadline)
-                continue
-            except OSError as error:
-                raise self._lost(error) from error
-            if not received:
-                raise self._lost()
-            target = target[received:]
+        """Fill `target`. Blocks.
+
+        Raises:
+            ConnectionLost, DeadlineExceeded: the rest does not come. The socket is hung up, because what
+                comes next on it is no frame.
+        """
+        try:
+            while target:
+                try:
+                    received = self._sock.recv_into(target)
+                except BlockingIOError:
+                    self._wait_for_more(deadline)
+                    continue
+                except OSError as error:
+                    raise self._lost(error) from error
+                if not received:
+                    raise self._lost()
+                target = target[received:]
+        except BaseException:
+            self.hang_up()
+            raise
 
     def _wait_for_more(self, deadline: float | None) -> None:
         """Of a frame that has begun."""
@@ -345,6 +359,11 @@ class _Received:
     def shared(self) -> bool:
         """Whether the body is in shared memory, so that the sender waits until nobody looks at it."""
         return self._view is not None
+
+    @property
+    def arriving(self) -> bool:
+        """Whether the body is still to be read from the socket."""
+        return not self._taken and self._view is None and self._size > 0
 
     def view(self) -> memoryview | None:
         """The body where it is; see `Incoming.view`."""
@@ -501,7 +520,7 @@ class StreamServer(Server):
                 if isinstance(item, Refusal):
                     line.tell(Kind.REFUSAL, item.to_bytes())
                     break
-                parts, shared = line.encode(Kind.ANSWER, item)
+                parts, shared = line.encode(Kind.ANSWER, item, share=not incoming.arriving)
                 line.send(parts, None)
                 if shared:
                     self._require(line.head(None), Kind.NEXT)
