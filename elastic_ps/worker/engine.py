@@ -380,6 +380,13 @@ class Engine:
         """
         exchange = self._exchange()
         while not (reply := self.client.assign(base)).done:
+            if reply.version > base and not self._abandoned:
+                logger.warning(
+                    "session.assign replaces version %d. This script has changed the values of version %d, "
+                    "so the model loses the steps in between",
+                    reply.version,
+                    base,
+                )
             self._abandoned = True  # until it is done
             number, version = self._steps, reply.version
             step = Step(stay=self.client.stay, number=number, base=version, version=version, samples=1)

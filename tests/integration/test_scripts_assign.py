@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,80 @@ def test_the_first_assignment_counts_and_the_batch_in_hand_goes_to_others(tmp_pa
         make_mlp(),
         lambda m: replay(commits, data, m, sgd, spec, loss=summed, assigned=load_another),
     )
+
+
+def test_what_others_have_trained_meanwhile_is_replaced_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, models, joined, go = Numbers(64), Models(), threading.Event(), threading.Event()
+    late: list[threading.Thread] = []
+
+    def other(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model)
+        joined.set()
+        assert go.wait(30)
+        load_another(model)
+        session.assign(model)
+
+    def script(session: Session) -> None:
+        model = models[0] = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 4):
+            if session.version == 3:
+                late.append(job.start(1, other))
+                assert joined.wait(30)
+            if session.version == 6:
+                go.set()
+                late[0].join(30)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        commits, spec = job.commits(), job.spec
+    assert [c["version"] for c in commits if not ranges_of(c)] == [7]
+    assert "session.assign replaces version 6. This script has changed the values of version 3" in caplog.text
+    assert_each_record_once(commits, records=64, epochs=1)
+    assert_equal_up_to_round_off(
+        models[0], make_mlp(), lambda m: replay(commits, data, m, sgd, spec, assigned=load_another)
+    )
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_values_are_assigned_once_more_to_a_parameter_server_that_was_lost(
+    tmp_path: Path, server: dict[str, Any]
+) -> None:
+    """The worker joins again and gets the job's values, but has kept those that it assigns."""
+    lost: list[int] = []
+
+    def script(session: Session) -> None:
+        model, expected = make_mlp(), make_mlp()
+        load_another(expected)
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(64), 4):
+            if session.version == 5 and not lost:
+                lost.append(5)
+                load_another(model)
+                job.restart(0)
+                session.assign(model)
+                for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+                    assert torch.equal(ours, theirs)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    server = {**server, "checkpoint": {"everyVersions": 1}}
+    with running_job(tmp_path, checkpoints=tmp_path / "kept", parameterServer=server) as job:
+        job.start(0, script)
+        job.join()
+        commits = job.commits()
+    assert lost
+    made = {c["version"]: c for c in commits}  # the last ones: some versions were made twice
+    assert sum(not ranges_of(commit) for commit in made.values()) == 1
+    assert_each_record_once(made.values(), records=64, epochs=1)
 
 
 def summed(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
