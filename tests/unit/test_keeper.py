@@ -10,8 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.errors import Fenced, NoCheckpoint, StorageUnavailable
+from elastic_ps.errors import (
+    ConnectionLost,
+    Fenced,
+    NoCheckpoint,
+    RefusalCode,
+    Refused,
+    StorageUnavailable,
+)
+from elastic_ps.server import keeper as keeper_module
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.orders import Written
 from tests.polling import eventually
@@ -139,3 +148,139 @@ def test_checkpoints_that_have_gone_are_waited_for(store: Store, keeper: Keeper)
         keeper.newest()
     aside.rename(store.path(1))
     assert keeper.newest().version == 1
+
+
+@pytest.fixture
+def two_shards(store: Store) -> Iterator[Keeper]:
+    made = Keeper(
+        store, job="job", term=store.next_term(), shards=2, interval=timedelta(seconds=30), keep=2, now=0.0
+    )
+    yield made
+    made.close()
+
+
+def part_of(store: Store, keeper: Keeper, version: int, shard: int, *, number: int) -> Written:
+    file = store.write_shard(keeper.term, version, shard, 2, iter(()), number=number)
+    return Written(keeper.term, number, version, file, "", timedelta(seconds=shard + 1))
+
+
+def test_a_checkpoint_is_whole_when_each_shard_has_written_its_part(store: Store, two_shards: Keeper) -> None:
+    keeper = two_shards
+    number = keeper.number()
+    keeper.begin(5, 0.0, {**STATE, "chief": 3}, number=number)
+    assert keeper.due(6, 1000.0) is False, "one at a time"
+    first, second = (part_of(store, keeper, 5, shard, number=number) for shard in (0, 1))
+    keeper.part(1, second)
+    keeper.part(1, second)
+    assert keeper.writing
+    assert keeper.durable_version is None
+    keeper.part(0, None)
+    keeper.part(0, first)
+    eventually(lambda: keeper.durable_version == 5, "it is whole")
+    manifest = store.manifest(5)
+    assert [file.file for file in manifest.files] == [
+        file.file for file in (first.file, second.file) if file is not None
+    ]
+    assert (manifest.state, manifest.job, manifest.number) == ({"chief": 3}, "job", number)
+    assert keeper.paused == timedelta(seconds=1.5), "the mean over the shards"
+    assert not keeper.writing
+    assert keeper.number() == number + 1
+    durable = keeper.durable
+    assert durable is not None
+    assert abs(time.time() - durable[1]) < 60
+
+
+def test_a_part_that_cannot_be_written_ends_its_checkpoint_and_is_told(two_shards: Keeper) -> None:
+    keeper = two_shards
+    keeper.begin(5, 0.0, dict(STATE), number=1)
+    keeper.part(0, Written(keeper.term, 1, 5, None, "No space left on device", timedelta(0)))
+    assert not keeper.writing
+    assert keeper.failure == keeper.problem(5, 0.0) == "No space left on device"
+    assert not keeper.due(6, 29.0)
+    assert keeper.due(6, 30.0), "it is tried again after the interval"
+
+
+def test_a_checkpoint_that_cannot_be_finished_is_told_until_one_can(store: Store, keeper: Keeper) -> None:
+    keeper.begin(1, 0.0, dict(STATE), number=1)
+    missing = ShardFile("shard-0-of-1.safetensors", "0" * 64, 3)
+    keeper.part(0, Written(keeper.term, 1, 1, missing, "", timedelta(0)))
+    eventually(lambda: not keeper.writing, "it is given up")
+    assert keeper.durable_version is None
+    assert keeper.failure
+    keeper.begin(2, 0.0, dict(STATE), number=2)
+    file = store.write_shard(keeper.term, 2, 0, 1, iter(()), number=2)
+    keeper.part(0, Written(keeper.term, 2, 2, file, "", timedelta(0)))
+    eventually(lambda: keeper.durable_version == 2, "the next one is whole")
+    eventually(lambda: not keeper.failure, "and nothing is wrong any more")
+
+
+def test_whoever_waits_for_a_checkpoint_asks_until_it_is_whole(store: Store, keeper: Keeper) -> None:
+    keeper.await_whole(lambda: pytest.fail("there is none under way"))
+    keeper.begin(1, 0.0, dict(STATE), number=1)
+    file = store.write_shard(keeper.term, 1, 0, 1, iter(()), number=1)
+    asked = 0
+
+    def ask() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise ConnectionLost("reset")
+        if asked == 3:
+            keeper.part(0, Written(keeper.term, 1, 1, file, "", timedelta(0)))
+
+    keeper.await_whole(ask)
+    assert (asked, keeper.durable_version) == (3, 1)
+
+
+def test_whoever_waits_for_a_checkpoint_learns_that_a_shard_has_lost_the_model(keeper: Keeper) -> None:
+    keeper.begin(1, 0.0, dict(STATE), number=1)
+
+    def ask() -> None:
+        raise Refused(RefusalCode.NOT_READY, "shard 0 does not know the model yet")
+
+    with pytest.raises(Refused, match="does not know the model"):
+        keeper.await_whole(ask)
+    assert not keeper.writing
+    assert "version 1 was given up: shard 0 does not know the model yet" in keeper.failure
+
+
+def test_whoever_waits_for_a_checkpoint_gives_it_up_in_the_end(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "PATIENCE", timedelta(milliseconds=50))
+    keeper.begin(1, 0.0, dict(STATE), number=1)
+    keeper.await_whole(lambda: None)
+    assert "a shard has not written its part after 0 s" in keeper.failure
+    assert not keeper.writing
+
+
+def test_a_broken_checkpoint_is_told_until_a_new_one_is_written(store: Store, keeper: Keeper) -> None:
+    for version in (1, 2):
+        keeper.begin(version, 0.0, dict(STATE), number=version)
+        file = store.write_shard(keeper.term, version, 0, 1, iter(()), number=version)
+        keeper.part(0, Written(keeper.term, version, version, file, "", timedelta(0)))
+        eventually(lambda v=version: keeper.durable_version == v, "it is on disk")  # type: ignore[misc]
+    part = next(path for path in store.path(2).iterdir() if path.suffix == ".safetensors")
+    part.write_bytes(b"damaged")
+    assert keeper.newest().version == 1
+    assert keeper.durable_version == 1
+    assert f"{store.path(2)} is broken and was set aside" in keeper.failure
+    assert keeper.problem(1, 0.0) == keeper.failure
+
+
+def test_a_failure_to_go_back_is_told_until_it_has_worked(store: Store, keeper: Keeper) -> None:
+    keeper.begin(1, 0.0, dict(STATE), number=1)
+    file = store.write_shard(keeper.term, 1, 0, 1, iter(()), number=1)
+    keeper.part(0, Written(keeper.term, 1, 1, file, "", timedelta(0)))
+    eventually(lambda: keeper.durable_version == 1, "version 1 is on disk")
+    keeper.failed("the other shard does not answer")
+    assert keeper.problem(1, 0.0) == "the other shard does not answer"
+    assert keeper.newest().version == 1
+    assert keeper.problem(1, 0.0) == ""
+
+
+def test_a_keeper_that_was_replaced_knows_it(store: Store, keeper: Keeper) -> None:
+    assert not keeper.check_fence()
+    store.next_term()
+    assert keeper.check_fence()
+    assert keeper.fenced
