@@ -353,9 +353,8 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
         for stay in stays
     ]
     committed(state, steps)
-    state.chiefs = {0: 1, 1: 0}
-    state.chief = 1
     state.drop(0, "left")
+    state.chiefs = {0: 1, 1: 0}
     saved = json.loads(json.dumps(state.to_checkpoint()))
     again = JobState.from_checkpoint(
         saved,
@@ -368,7 +367,7 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
     )
     assert (again.version, again.term, again.initialised, again.resumed) == (1, 2, True, True)
     assert again.settings == state.settings
-    assert (again.chief, again.chiefs, again.stopped) == (1, {0: 1, 1: 0}, "")
+    assert (again.chiefs, again.stopped) == ({0: 1, 1: 0}, "")
     assert (again.metrics, again.loss.points) == (state.metrics, state.loss.points)
     assert again.last_round == json.loads(json.dumps(state.last_round))
     assert isinstance(again.ledger, Lanes if lanes else Ledger)
@@ -419,7 +418,6 @@ def test_progress_in_numbers(state: JobState) -> None:
     assert (progress.percent, progress.epoch, progress.eta_seconds) == (100, 2, 0)
     assert progress.finished
     assert (progress.durable_version, progress.durable_time) == (None, None)
-    assert state.chief == 0, "who is there when the last round is made"
 
 
 def test_what_a_member_is_said_to_do() -> None:
@@ -465,15 +463,13 @@ def test_the_settings_of_the_worker_that_has_made_most_steps_are_in_force(state:
 def test_a_resumed_job_may_train_more_epochs_and_nothing_else() -> None:
     state = JobState(1, timedelta(seconds=10), model=MODEL, initialised=True)
     state.open_ledger(100, 2, lanes=0)
-    state.stopped, state.chief = "no improvement", 3
-    state.resumed = True
+    state.stopped, state.resumed = "no improvement", True
     assert "may train more epochs, not fewer" in state.match_ledger(100, 1)
     assert "has 99 records for 2 epochs" in state.match_ledger(99, 2)
-    assert (state.stopped, state.chief) == ("no improvement", 3)
+    assert state.stopped == "no improvement"
     assert state.match_ledger(100, 5) == ""
     assert not state.stopped, "the end is another one"
     assert not state.resumed
-    assert state.is_chief(state.members.join(1, pid=1, host="here", version=0, now=0.0))
     wrong = state.match_ledger(100, 6)
     assert wrong.endswith("the job trains 100 records for 5 epochs"), "it is not resumed any more"
 
