@@ -277,10 +277,3 @@ def test_a_failure_to_go_back_is_told_until_it_has_worked(store: Store, keeper: 
     assert keeper.problem(1, 0.0) == "the other shard does not answer"
     assert keeper.newest().version == 1
     assert keeper.problem(1, 0.0) == ""
-
-
-def test_a_keeper_that_was_replaced_knows_it(store: Store, keeper: Keeper) -> None:
-    assert not keeper.check_fence()
-    store.next_term()
-    assert keeper.check_fence()
-    assert keeper.fenced
