@@ -107,7 +107,7 @@ class Lanes:
 
     def copy(self) -> Lanes:
         """See `Ledger.copy`."""
-        made = Lanes(self.records, self.epochs, 1, len(self._lanes))
+        made = Lanes(self.records, self.epochs, 1, len(self._lanes))  # mutant: equal
         made._lanes = [lane.copy() for lane in self._lanes]
         made._lane_of = dict(self._lane_of)
         return made

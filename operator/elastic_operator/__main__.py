@@ -65,7 +65,7 @@ def main() -> int:
             namespaces=given.namespaces,
         )
     finally:
-        health.close()
+        health.close()  # mutant: equal
     return 0
 
 

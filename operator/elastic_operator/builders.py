@@ -323,14 +323,14 @@ def _affinity(job: str, spec: TrainingJobSpec, role: Role, shard: int) -> Manife
     claim = spec.parameter_server.checkpoint.volume_claim
     hostname = {"topologyKey": "kubernetes.io/hostname"}
     if claim is None:
-        return {}
+        return {}  # mutant: equal
     if claim.access_mode != "ReadWriteMany":
         servers = [{"key": names.ROLE_LABEL, "operator": "In", "values": ["ps", "standby"]}]
         together = {"matchLabels": {names.JOB_LABEL: job}, "matchExpressions": servers}
         terms = [{"labelSelector": together, **hostname}]
         return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": terms}}
     if role == "ps":
-        return {}
+        return {}  # mutant: equal
     leader = {names.JOB_LABEL: job, names.ROLE_LABEL: "ps", names.INDEX_LABEL: str(shard)}
     apart = [{"weight": 100, "podAffinityTerm": {"labelSelector": {"matchLabels": leader}, **hostname}}]
     return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": apart}}

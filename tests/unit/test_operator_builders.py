@@ -153,3 +153,14 @@ def test_an_events_message_is_as_long_as_the_api_allows() -> None:
     assert made["message"] == "x" * 1024
     assert made["count"] == 1
     assert (made["type"], made["reason"]) == ("Warning", "Failed")
+
+
+def test_a_server_has_an_address_before_it_is_ready() -> None:
+    """It becomes ready by what workers send to it."""
+    job = job_document()
+    made = builders.service(job, TrainingJobSpec.model_validate(job["spec"]), 0)
+    assert made["spec"]["publishNotReadyAddresses"] is True
+    assert {port["name"]: (port["port"], port["targetPort"]) for port in made["spec"]["ports"]} == {
+        "grpc": (2222, 2222),
+        "http": (8080, 8080),
+    }

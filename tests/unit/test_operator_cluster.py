@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from elastic_operator import names
-from elastic_operator.api import Api, ApiError
+from elastic_operator.api import EXIT_TEST, Api, ApiError
 from elastic_operator.cluster import Cluster, difference
 from elastic_operator.controller import Controller
 from elastic_operator.metrics import Metrics
@@ -316,7 +316,9 @@ def test_the_counters_tell_how_jobs_start_and_end(
     worker = server.get("pods", "digits-worker-0")
     worker["status"] = {"phase": "Succeeded"}
     server.put("pods", worker)
-    operator.turns(3)
+    operator.turns()
+    assert operator.count("jobs_total", event="succeeded") == 1, "as soon as it is written"
+    operator.turns(2)
     assert operator.count("jobs_total", event="succeeded") == 1
     assert operator.count("jobs_total", event="started") == 2
     assert operator.count("reconcile_seconds_count") == 9
@@ -444,3 +446,26 @@ def test_a_merge_patch_holds_what_differs_and_no_more() -> None:
         "more": {"a": 1},
     }
     assert difference(new, new) == {}
+
+
+class Ended(Exception):
+    """What ends the process raises this instead."""
+
+
+def test_an_operator_that_is_to_die_after_a_write_dies_right_after_it(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end-to-end tests kill it so at each of its writes, and see that nothing is lost or done twice."""
+
+    def ended(code: int) -> None:
+        raise Ended(code)
+
+    monkeypatch.setattr("elastic_operator.api.os._exit", ended)
+    server.add_job()
+    operator = Operator(server, tmp_path, fail_after_writes=2)
+    with pytest.raises(Ended, match=str(EXIT_TEST)):
+        operator.turns()
+    assert len(server.asked("POST", "default")) == 2
+    with pytest.raises(Ended):
+        operator.turns()
+    assert len(server.asked("POST", "default")) == 2, "it reads, and writes nothing more"

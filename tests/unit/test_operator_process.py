@@ -152,6 +152,23 @@ def test_its_probes_tell_a_definition_that_is_gone_from_one_that_is_yet_to_come(
     operator.wait_for_page("/healthz", 503, "the API server no longer knows TrainingJobs")
 
 
+def test_its_probes_are_content_while_pods_come_and_go(server: ApiServer, operator: Process) -> None:
+    operator.wait_for_page("/readyz", 200, "ok")
+    eventually(lambda: server.watched(JOBS) and server.watched("pods"), f"it watches: {operator.said}")
+    server.add_job()
+    for _ in range(2):
+        eventually(lambda: "digits-worker-0" in server.names("pods"), f"the pod is there: {operator.said}")
+        server.remove("pods", "digits-worker-0")
+
+    def listings() -> int:
+        requests = server.asked("GET", "pods")
+        return sum("watch" not in request.query for request in requests)
+
+    before = listings()
+    eventually(lambda: listings() >= before + 5, "it has listed everything for longer than its limit")
+    assert operator.page("/healthz") == (200, "ok")
+
+
 def test_what_no_watch_delivers_is_found_by_a_listing(server: ApiServer, tmp_path: Path) -> None:
     def deaf(request: Request) -> None:
         if request.query.get("watch") == "true" and "pods" in request.path:

@@ -254,6 +254,56 @@ def test_a_row_of_crashes_is_not_forgotten_while_the_parameter_server_is_silent(
     assert simulation.status["worker"]["crashes"] == {}, "it had trained, so the row is over"
 
 
+@pytest.mark.parametrize(("failures", "seconds"), [(0, 1), (1, 2), (2, 4), (5, 32), (6, 60), (40, 60)])
+def test_a_worker_that_failed_is_replaced_after_twice_the_time_of_the_last(
+    failures: int, seconds: int
+) -> None:
+    simulation = running(runPolicy={"backoffLimit": 100})
+    simulation.status["worker"]["failures"] = failures
+    simulation.end("digits-worker-0", 1)
+    simulation.step()
+    assert simulation.status["worker"]["failures"] == failures + 1
+    for later, replaced in ((seconds - 0.5, False), (0.5, True)):
+        simulation.now += timedelta(seconds=later)
+        deleted = [action.name for action in simulation.plan().actions if isinstance(action, DeletePod)]
+        assert deleted == (["digits-worker-0"] if replaced else [])
+
+
+def test_a_worker_of_which_it_is_not_known_when_it_failed_is_replaced_at_once() -> None:
+    simulation = running()
+    simulation.end("digits-worker-0", 1)
+    status = simulation.pods["digits-worker-0"]["status"]["containerStatuses"][0]
+    del status["state"]["terminated"]["finishedAt"]
+    simulation.step()
+    assert _names(simulation.plan()) == ["digits-worker-0"]
+
+
+@pytest.mark.parametrize(("lived", "seconds"), [(59, 5), (60, 0)])
+def test_a_worker_that_was_killed_soon_is_replaced_after_a_while(lived: int, seconds: int) -> None:
+    simulation = running()
+    simulation.end("digits-worker-0", 137)
+    end = simulation.pods["digits-worker-0"]["status"]["containerStatuses"][0]["state"]["terminated"]
+    end["startedAt"] = stamp(simulation.now - timedelta(seconds=lived))
+    simulation.step()
+    simulation.now += timedelta(seconds=max(0, seconds - 1))
+    assert _names(simulation.plan()) == ([] if seconds else ["digits-worker-0"])
+    simulation.now += timedelta(seconds=1)
+    assert _names(simulation.plan()) == ["digits-worker-0"]
+
+
+def test_workers_that_are_gone_come_back_unless_one_has_come_to_the_end() -> None:
+    """All records being in the model, the others would only find that there is nothing to do."""
+    simulation = running(worker={"replicas": 2})
+    finish(simulation)
+    del simulation.pods["digits-worker-1"]
+    assert _names(simulation.plan()) == ["digits-worker-1"], "nobody has evaluated the model yet"
+    simulation.end("digits-worker-0", 0)
+    assert _names(simulation.plan()) == []
+    unfinished = Progress(records_expected=10, records_applied=9)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=unfinished)
+    assert _names(simulation.plan()) == ["digits-worker-1"]
+
+
 def test_invalid_exit_ends_the_job_at_once() -> None:
     simulation = running(worker={"replicas": 2})
     simulation.end("digits-worker-1", 78, message="no module named examples.digits")
@@ -332,6 +382,10 @@ def test_suspend_stops_workers_before_servers_and_goes_on() -> None:
     simulation = running(worker={"replicas": 2})
     simulation.edit(runPolicy={"suspend": True})
     assert _names(simulation.step()) == ["digits-worker-0", "digits-worker-1"]
+    stopping = simulation.condition("Suspended")
+    assert (stopping["status"], stopping["reason"]) == ("False", "Stopping")
+    assert stopping["message"].startswith("3 pods")
+    assert simulation.condition("Running")["status"] == "False"
     assert _names(simulation.step()) == ["digits-ps-0"]
     simulation.settle()
     assert simulation.status["phase"] == "Suspended"
