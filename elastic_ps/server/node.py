@@ -149,14 +149,19 @@ class Node:
         """See ShardControl. `order`: which one it is, where it came over the network.
 
         Raises:
-            Refused: see `Shard.advance`; STALE_TERM: a newer term gives the orders now; NOT_READY: a
-                checkpoint is to be written of a version that the shard has not got, or a standby that is
-                still catching up is asked to act for its shard.
+            Refused: see `Shard.advance`; STALE_TERM: a newer term gives the orders now; NOT_READY: the model
+                is of another term, a checkpoint is to be written of a version that the shard has not got, or
+                a standby that is still catching up is asked to act for its shard.
         """
         self._obey(advance.term)
         if self._is_old(order):
             return self._report()
         shard = self.shard
+        if advance.term and not advance.rescue and advance.term != shard.term:
+            text = (
+                f"shard {self.index} has the model of term {shard.term}; the order is of term {advance.term}"
+            )
+            raise Refused(RefusalCode.NOT_READY, text)
         if advance.next is None and not shard.whole:
             text = f"the standby of shard {self.index} is still catching up"
             raise Refused(RefusalCode.NOT_READY, text)

@@ -53,6 +53,7 @@ class Advance:
         checkpoint: the number of the checkpoint to write of `version`; 0 for none.
         prepare: only make sure that the order can be carried out.
         last: shard 0 is about to end and has nothing more to order.
+        rescue: the model that it is for is of an earlier term; else it is of the order's own.
     """
 
     version: int
@@ -65,6 +66,7 @@ class Advance:
     state: str = ""
     next: Advance | None = None
     last: bool = False
+    rescue: bool = False
 
 
 class Standing(enum.IntEnum):
@@ -190,6 +192,7 @@ def advance_to_message(job: str, advance: Advance, order: OrderId | None = None)
         source=order.source if order else "",
         number=order.number if order else 0,
         last=advance.last,
+        rescue=advance.rescue,
     )
     if advance.apply is not None:
         apply = advance.apply
@@ -233,6 +236,7 @@ def advance_from_message(message: pb.AdvanceRequest) -> Advance:
         state=message.state,
         next=advance_from_message(message.next) if message.HasField("next") else None,
         last=message.last,
+        rescue=message.rescue,
     )
 
 

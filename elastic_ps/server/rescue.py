@@ -75,10 +75,10 @@ def _save(
 ) -> None:
     """Raises TransportError, Refused, CheckpointError."""
     number = keeper.number()
-    write = replace(order, checkpoint=number, term=keeper.term, expected={}, prepare=False)
+    write = replace(order, checkpoint=number, term=keeper.term, expected={}, prepare=False, rescue=True)
     writers = [_order(*pair, write) for pair in zip(shards, standbys, strict=True)]
     keeper.begin(order.version, time.monotonic(), json.loads(order.state), number=number)
-    probe = Advance(order.version, 0, {}, term=keeper.term)
+    probe = Advance(order.version, 0, {}, term=keeper.term, rescue=True)
 
     def ask() -> None:
         for index, writer in enumerate(writers):

@@ -422,7 +422,7 @@ class ConfigureRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., term: _Optional[int] = ..., load_version: _Optional[int] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., follows: bool = ...) -> None: ...
 
 class AdvanceRequest(_message.Message):
-    __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint", "term", "prepare", "state", "next", "source", "number", "last")
+    __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint", "term", "prepare", "state", "next", "source", "number", "last", "rescue")
     JOB_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -436,6 +436,7 @@ class AdvanceRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    RESCUE_FIELD_NUMBER: _ClassVar[int]
     job: str
     version: int
     attempt: int
@@ -449,7 +450,8 @@ class AdvanceRequest(_message.Message):
     source: str
     number: int
     last: bool
-    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[Participant, _Mapping]]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[int] = ..., term: _Optional[int] = ..., prepare: bool = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., last: bool = ...) -> None: ...
+    rescue: bool
+    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[Participant, _Mapping]]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[int] = ..., term: _Optional[int] = ..., prepare: bool = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., last: bool = ..., rescue: bool = ...) -> None: ...
 
 class StateRequest(_message.Message):
     __slots__ = ("job", "term", "bucket", "tensor", "start", "key", "dtype", "scalar", "last", "source", "number")

@@ -303,3 +303,20 @@ def test_a_shard_that_is_to_end_waits_until_shard_0_has_no_more_to_order(node: N
 
 def test_a_shard_does_not_wait_for_a_shard_0_that_says_nothing(node: Node) -> None:
     node.await_release(timedelta(seconds=60), quiet=timedelta(milliseconds=1))
+
+
+def test_an_order_is_not_for_a_model_of_another_term() -> None:
+    """A late copy of a `configure` of term 1 reached a shard that had been started again in term 2.
+
+    It answered each order that had nothing to apply, and refused all workers, for ever.
+    """
+    node = Node(1, 2, store=None, consistency=Consistency(), trace=Trace(None, ""))
+    layout = partition([TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0)], bucket_bytes=1 << 20, shards=2)
+    try:
+        node.configure(Configuration(layout, "SGD", Settings(({"lr": 0.1},)), 1, None), OrderId("old", 1))
+        with pytest.raises(Refused, match="has the model of term 1; the order is of term 2") as refused:
+            node.advance(Advance(0, 1, {0: 2}, term=2), OrderId("new", 1))
+        assert refused.value.code is RefusalCode.NOT_READY
+        node.advance(Advance(0, 1, {}, term=2, rescue=True), OrderId("new", 2))
+    finally:
+        node.close()
