@@ -192,7 +192,7 @@ def test_a_worker_that_ignores_the_request_and_all_it_started_are_killed(tmp_pat
         launcher.stop("enough")
         outcome = end_of(launcher)
         assert gone(child.pid)
-    assert any("killed" in event.text for event in outcome.record.events)
+    assert any("killing worker 0" in event.text for event in outcome.record.events)
 
 
 def test_what_a_killed_worker_started_ends_with_it(tmp_path: Path) -> None:
