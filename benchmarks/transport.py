@@ -1,8 +1,8 @@
 """How fast bodies travel between two processes of this machine: each transport beside a raw TCP socket.
 
 `python benchmarks/transport.py` prints, for each size and direction, MB/s (median of the rounds) and the
-ratio to `sendall` and `recv_into` on a socket, measured in turns in the same run. `inproc` runs in one
-process. Both sides write into memory that they have already, as a worker and a parameter server do.
+ratio to `sendall` and `recv_into` on a socket, measured in turns in the same run. With `local` the body is in
+shared memory, out of which the receiver copies it; `inproc` runs in one process. Both sides write into memory that they have already, as a worker and a parameter server do.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+from elastic_ps.transport import local
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocServer, connect
+from elastic_ps.transport.local import LocalServer
+from elastic_ps.transport.memory import SharedMemory
 
 MIB = 1024 * 1024
 LARGEST = 64 * MIB
@@ -42,7 +45,7 @@ def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
         yield Frame(b"", _MEMORY[: int(incoming.header)])
 
 
-_MEMORY = memoryview(bytearray(LARGEST))
+_MEMORY = SharedMemory(LARGEST).take(LARGEST)
 
 
 def serve_raw(listener: socket.socket) -> None:
@@ -98,10 +101,13 @@ def serve() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = GrpcServer("127.0.0.1:0")
         server.serve(handler)
+        near = LocalServer(server.address)
+        near.serve(handler)
         threading.Thread(target=serve_raw, args=(listener,), name="raw", daemon=True).start()
         print(listener.getsockname()[1], server.address, flush=True)
         sys.stdin.read()
         server.close()
+        near.close()
 
 
 @contextlib.contextmanager
@@ -116,18 +122,24 @@ def transfers() -> Iterator[dict[str, Transfer]]:
         port, address = peer.stdout.readline().split()
         client = stack.enter_context(socket.create_connection(("127.0.0.1", int(port))))
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        grpc, local = GrpcConnection(address), InprocServer()
-        local.serve(handler)
-        inproc = connect(local)
-        for closes in (grpc, local, inproc):
+        grpc, near, here = GrpcConnection(address), local.connect(address), InprocServer()
+        here.serve(handler)
+        inproc = connect(here)
+        for closes in (grpc, near, here, inproc):
             stack.callback(closes.close)
-        yield {"socket": over_socket(client), "grpc": over(grpc), "inproc": over(inproc)}
+        yield {
+            "socket": over_socket(client),
+            "grpc": over(grpc),
+            "local": over(near),
+            "inproc": over(inproc),
+        }
 
 
 def measure(sizes: list[int], rounds: int) -> None:
     """Print the table."""
     print(f"{'MiB':>4} {'direction':9} {'transport':9} {'MB/s':>7} {'ratio':>6}")
-    body = memoryview(bytearray(b"\1" * LARGEST))
+    body = SharedMemory(LARGEST).take(LARGEST)
+    body[:] = b"\1" * LARGEST
     with transfers() as ways:
         for size, up in [(size, up) for size in sizes for up in (True, False)]:
             seconds: dict[str, list[float]] = {name: [] for name in ways}
