@@ -2,7 +2,8 @@
 
 `python benchmarks/transport.py` prints, for each size and direction, MB/s (median of the rounds) and the
 ratio to `sendall` and `recv_into` on a socket, measured in turns in the same run. With `local` the body is in
-shared memory, out of which the receiver copies it; `inproc` runs in one process. Both sides write into memory that they have already, as a worker and a parameter server do.
+shared memory, out of which the receiver copies it; `inproc` runs in one process. Both sides write into memory
+that they have already, as a worker and a parameter server do.
 """
 
 from __future__ import annotations

@@ -90,7 +90,9 @@ class Shard:
     ) -> None:
         self.layout = layout
         self.index = index
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # a version is there, or another round is open
+        self._added = threading.Condition(lock)  # that, too, or a push is over
         self._advancing = threading.Lock()
         self._log = PushLog(term=term)
         self._consistency = consistency
@@ -186,7 +188,9 @@ class Shard:
             )
         slot = (key.bucket, key.worker)
         with self._changed:
-            may_go_on = self._await(lambda: slot not in self._receiving and self._may_add(key))
+            may_go_on = self._await(
+                lambda: slot not in self._receiving and self._may_add(key), on=self._added
+            )
             if self._log.decide(key) is Verdict.DUPLICATE:
                 return False
             if not may_go_on:
@@ -204,7 +208,7 @@ class Shard:
         finally:
             with self._changed:
                 self._receiving.discard(slot)
-                self._changed.notify_all()
+                self._added.notify_all()  # those that pull would be woken up in vain
 
     def _add_nothing(self, key: PushKey) -> bool:
         with self._changed:
@@ -260,7 +264,7 @@ class Shard:
         finally:
             self._buffers.put(buffer)
 
-    def _await(self, ready: Callable[[], bool]) -> bool:
+    def _await(self, ready: Callable[[], bool], *, on: threading.Condition | None = None) -> bool:
         """Wait, holding the lock, until `ready` or until `WAIT` is over; `ready` may raise."""
 
         def look() -> bool:
@@ -268,13 +272,17 @@ class Shard:
                 raise Refused(self._retired, f"term {self._log.term} of this shard is over")
             return ready()
 
-        return self._changed.wait_for(look, timeout=WAIT.total_seconds())
+        return (on or self._changed).wait_for(look, timeout=WAIT.total_seconds())
+
+    def _wake_all(self) -> None:
+        self._changed.notify_all()
+        self._added.notify_all()
 
     def retire(self, code: RefusalCode) -> None:
         """Refuse all waiting calls: STALE_TERM if another state replaces this one, NOT_READY at the end."""
         with self._changed:
             self._retired = code
-            self._changed.notify_all()
+            self._wake_all()
 
     def pull(
         self,
@@ -373,7 +381,7 @@ class Shard:
             with self._changed:
                 if (version, attempt) >= (self._log.version, self._log.attempt):
                     self._log.open(version=version, attempt=attempt, expected=expected)
-                    self._changed.notify_all()
+                    self._wake_all()
 
     def _apply(self, version: int, apply: Application, attempt: int, expected: Mapping[int, int]) -> None:
         self.require_complete(version, apply)
@@ -394,7 +402,7 @@ class Shard:
                 if bucket is stepped[-1]:
                     # Whoever has pulled the last bucket may push for the next round at once.
                     self._log.open(version=version, attempt=attempt, expected=expected)
-                self._changed.notify_all()
+                self._wake_all()
         self._torn = False
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
 
@@ -499,7 +507,7 @@ class Shard:
             for values in self._buckets.values():
                 values.load(stored, version)
             self._log.open(version=version, attempt=0, expected={})
-            self._changed.notify_all()
+            self._wake_all()
 
     def state(self) -> Iterator[StateEntry]:
         """Copies of the optimizer's state."""
