@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,8 +193,10 @@ class Store:
 
     def discard_partial(self) -> None:
         """Delete what an interrupted write left behind, as far as possible."""
-        for path in self.directory.glob("partial-*"):
-            files.remove(path)
+        with suppress(CheckpointError):
+            for name in self._names():
+                if name.startswith("partial-"):
+                    files.remove(self.directory / name)
 
     def describe(self, version: int) -> Manifest:
         """Read a checkpoint's manifest; the other files are not looked at.

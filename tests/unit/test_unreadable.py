@@ -60,6 +60,17 @@ def test_a_term_that_cannot_be_read_is_not_the_first(directory: Path) -> None:
     assert store.term() == 1
 
 
+def test_what_an_interrupted_write_left_is_deleted_when_it_can_be(directory: Path) -> None:
+    """A parameter server that waits for the volume tries it again and again."""
+    left = directory / "partial-1-1-0000000001"
+    left.mkdir(parents=True)
+    with unreadable(directory):
+        Store(directory).discard_partial()
+    assert left.exists()
+    Store(directory).discard_partial()
+    assert not left.exists()
+
+
 def test_a_directory_whose_owner_cannot_be_read_is_not_free(directory: Path) -> None:
     mine, other = Store(directory), Store(directory)
     mine.claim("mine", "first run")
