@@ -7,6 +7,7 @@ would end whoever reads it with SIGBUS.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import mmap
@@ -44,7 +45,8 @@ class Handle(NamedTuple):
 class SharedMemory:
     """Memory that other processes on this host can be shown; they can read it.
 
-    It is known, and its file is open, as long as anybody has a piece of it.
+    It is known, and its file is open, as long as anybody has a piece of it. Then it is all zero for those
+    who have been shown it, so that what they have mapped takes no memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -67,7 +69,7 @@ class SharedMemory:
         self._used = 0
         start = address(self._bytes)
         _known[self.handle.number] = (start, start + size, self.handle)
-        weakref.finalize(mapping, _forget, self.handle)
+        weakref.finalize(mapping, _give_up, self.handle, os.getpid()).atexit = False
 
     def take(self, nbytes: int) -> memoryview:
         """The next `nbytes` of it, aligned; an `Allocate`. Raises ValueError if there are not so many."""
@@ -83,8 +85,12 @@ _numbers = itertools.count(1)
 _known: dict[int, tuple[int, int, Handle]] = {}
 
 
-def _forget(handle: Handle) -> None:
+def _give_up(handle: Handle, owner: int) -> None:
+    """Nobody has a piece any more. Others may still have it mapped for long, so its pages are freed."""
     _known.pop(handle.number, None)
+    if os.getpid() == owner:  # in a forked child it is the parent's
+        with contextlib.suppress(OSError), mmap.mmap(handle.fd, handle.size) as mapping:
+            mapping.madvise(mmap.MADV_REMOVE)
     os.close(handle.fd)
 
 
@@ -109,7 +115,7 @@ def place_of(view: memoryview) -> tuple[Handle, int] | None:
     if not _known or not view.nbytes:
         return None
     start = address(view)
-    for begin, end, handle in tuple(_known.values()):
+    for begin, end, handle in _known.copy().values():  # the garbage collector may take one out meanwhile
         if begin <= start and start + view.nbytes <= end:
             return handle, start - begin
     return None

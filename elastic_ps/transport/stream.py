@@ -46,8 +46,8 @@ JOIN = timedelta(seconds=10)
 SOCKETS = 4096
 """How many sockets a server has at a time, each with a thread; those that come then are closed."""
 
-MEMORIES = 64
-"""How many shared memories a peer may hand over on one socket."""
+MEMORIES = 4
+"""How many shared memories both sides know at a time on one socket: those that were handed over last."""
 
 _HEAD = struct.Struct("<BBHIIQQ4x")
 """Kind; whether the body is in shared memory; sizes of method and header; number of the shared memory; size
@@ -95,7 +95,7 @@ class _Line:
         self._stall = stall
         self._process = os.getpid()
         self._passes_memory = sock.family == socket.AF_UNIX
-        self._shown: set[int] = set()
+        self._shown: list[int] = []
         self._seen: dict[int, Mapped] = {}
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -178,7 +178,7 @@ class _Line:
                 self._wait(select.POLLOUT, None)
         except OSError as error:
             raise self._lost(error) from error
-        self._shown.add(memory.number)
+        self._shown = [*self._shown, memory.number][-MEMORIES:]
 
     def send(self, parts: Sequence[bytes | memoryview], deadline: float | None) -> None:
         """Send everything. Blocks. Raises ConnectionLost, DeadlineExceeded."""
@@ -281,9 +281,11 @@ class _Line:
                 head = _Head(*_HEAD.unpack(buffer))
                 if head.kind != Kind.MEMORY:
                     return head
-                if len(fds) != 1 or len(self._seen) >= MEMORIES:
-                    raise Malformed(f"{len(fds)} shared memories handed over, after {len(self._seen)} others")
+                if len(fds) != 1:
+                    raise Malformed(f"{len(fds)} shared memories handed over at once")
                 self._seen[head.memory] = Mapped(fds.pop())
+                for oldest in list(self._seen)[:-MEMORIES]:
+                    del self._seen[oldest]
             finally:
                 for fd in fds:
                     os.close(fd)
@@ -572,7 +574,7 @@ class StreamConnection(Connection):
         except BaseException:
             self._give_back(line, usable=False, lost=True)
             raise
-        return _Answers(line, rest, self._limits, deadline, self._give_back)
+        return _Answers(line, frame, rest, self._limits, deadline, self._give_back)
 
     def _take(self, what: str) -> _Line:
         """A socket for a call."""
@@ -631,6 +633,7 @@ class _Answers(Iterator[Incoming]):
     def __init__(
         self,
         line: _Line,
+        frame: Frame,
         rest: list[bytes | memoryview],
         limits: Limits,
         deadline: float,
@@ -640,6 +643,7 @@ class _Answers(Iterator[Incoming]):
         self._rest = rest
         self._limits, self._deadline = limits, deadline
         self._give_back = give_back
+        self._frame: Frame | None = frame  # its memory is taken back when nobody has it any more
         self._received: _Received | None = None
         self._process = os.getpid()
 
@@ -672,7 +676,7 @@ class _Answers(Iterator[Incoming]):
         raise StopIteration
 
     def _end(self, *, usable: bool, lost: bool = False) -> None:
-        line, self._line, self._rest = self._line, None, []
+        line, self._line, self._frame, self._rest = self._line, None, None, []
         if line is not None:
             self._give_back(line, usable=usable, lost=lost)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
 import itertools
 import mmap
@@ -23,6 +22,7 @@ from elastic_ps.transport.base import Frame, Incoming, unary
 from elastic_ps.transport.local import LocalServer
 from elastic_ps.transport.memory import Mapped, SharedMemory, place_of, shared_if_possible
 from tests.integration.transports import LONG, echo, read
+from tests.polling import eventually
 
 LARGE = stream.SMALL + 1
 NUMBERS = itertools.count(os.getpid() * 1000 + 500)
@@ -258,6 +258,7 @@ def test_a_client_that_stops_in_the_middle_of_a_body_is_cut_off() -> None:
     with contextlib.closing(local.dial(address)) as slow:
         slow.sendall(stream.GREETING + head + b"push" + b"123")
         assert slow.recv(100) == b""  # an answer would be no ConnectionLost for a client that was only slow
+        eventually(lambda: errors, "the handler is told")
     assert "in the middle of a frame" in str(errors[0])
     server.close()
 
@@ -337,11 +338,57 @@ def test_a_server_that_comes_later_is_found_within_the_host() -> None:
 
 def test_a_mapping_outlives_the_process_that_made_it() -> None:
     """Whoever reads a server's values when it dies reads what was there, and learns it at the next call."""
-    shared = SharedMemory(mmap.PAGESIZE)
-    piece = shared.take(5)
-    piece[:] = b"still"
-    mapped = Mapped(os.dup(shared.handle.fd))
-    assert fcntl.fcntl(shared.handle.fd, fcntl.F_GET_SEALS)
-    del shared, piece
-    gc.collect()
-    assert bytes(mapped.view(0, 5)) == b"still"
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        program = (
+            "import os, socket, sys\n"
+            "from elastic_ps.transport.memory import SharedMemory\n"
+            "shared = SharedMemory(5)\n"
+            "piece = shared.take(5)\n"
+            "piece[:] = b'still'\n"
+            "socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b'x'], [shared.handle.fd])\n"
+        )
+        command = [sys.executable, "-c", program, str(theirs.fileno())]
+        subprocess.run(command, pass_fds=[theirs.fileno()], check=True)
+        _, (fd,), _, _ = socket.recv_fds(ours, 1, 1)
+    assert bytes(Mapped(fd).view(0, 5)) == b"still"
+
+
+def test_memory_that_nobody_uses_any_more_is_freed_where_it_was_shown() -> None:
+    """As when a parameter server goes back to a checkpoint, again and again."""
+    nbytes = 1 << 20
+    values = list[memoryview]()
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        values[:] = [SharedMemory(nbytes).take(nbytes)]
+        values[0][:] = b"x" * nbytes
+        yield Frame(b"", values[0])
+
+    def shared_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[2]) * mmap.PAGESIZE
+
+    with connected(handler) as connection:
+        for again in range(100):
+            (answer,) = (read(a) for a in connection.call("pull", Frame(b""), timeout=LONG))
+            assert answer == b"x" * nbytes
+            if not again:
+                before, descriptors = shared_bytes(), len(list(Path("/proc/self/fd").iterdir()))
+        assert shared_bytes() < before + 2 * nbytes
+        assert len(list(Path("/proc/self/fd").iterdir())) < descriptors + 2 * stream.MEMORIES
+
+
+def test_a_forked_child_leaves_its_parents_memory_as_it_is() -> None:
+    program = (
+        "import os\n"
+        "from elastic_ps.transport.memory import SharedMemory\n"
+        "shared = SharedMemory(5)\n"
+        "piece = shared.take(5)\n"
+        "piece[:] = b'still'\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    del shared, piece\n"
+        "    os._exit(0)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+        "assert bytes(piece) == b'still', bytes(piece)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
