@@ -19,6 +19,8 @@ from elastic_ps.transport.stream import STALL, StreamConnection, StreamServer
 
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
 
+_TIMEVAL = struct.Struct("ll")  # seconds, microseconds
+
 BACKLOG = 512
 
 CONNECT = timedelta(seconds=5)
@@ -76,7 +78,9 @@ def dial(address: str) -> socket.socket:
         raise ConnectionRefusedError(f"{address} is not an address of this host alone")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(CONNECT.total_seconds())
+        # `settimeout` would not wait for room in the backlog.
+        limit = _TIMEVAL.pack(int(CONNECT.total_seconds()), 0)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.connect(name)
         if not _same_user(sock):
             raise PermissionError(f"the server of {address} on this host is another user's")

@@ -171,7 +171,7 @@ class _Line:
             while True:
                 with contextlib.suppress(BlockingIOError):
                     # Heads are whole or not at all: the buffer was empty, or has room for as little.
-                    sent = socket.send_fds(self._sock, [head], [memory.fd])
+                    sent = socket.send_fds(self._sock, [head], [memory.fd], socket.MSG_NOSIGNAL)
                     if sent < len(head):
                         self.send([head[sent:]], None)
                     break
@@ -192,7 +192,7 @@ class _Line:
         rest = [part for part in parts if len(part)]
         try:
             while rest:
-                sent = self._sock.sendmsg(rest)
+                sent = self._sock.sendmsg(rest, (), socket.MSG_NOSIGNAL)
                 while rest and sent >= len(rest[0]):
                     sent -= len(rest.pop(0))
                 if sent:
@@ -294,7 +294,10 @@ class _Line:
         while True:
             try:
                 if self._passes_memory:
-                    data, fds, _, _ = socket.recv_fds(self._sock, len(buffer), 4)
+                    data, fds, flags, _ = socket.recv_fds(self._sock, len(buffer), 4)
+                    if flags & socket.MSG_CTRUNC and not fds:
+                        text = f"{self._what}: no descriptor is left for shared memory (see ulimit -n)"
+                        raise ConnectionLost(text)
                     buffer[: len(data)] = data
                     received = len(data)
                 else:
@@ -479,13 +482,16 @@ class StreamServer(Server):
             thread = threading.Thread(
                 target=self._answer_all, args=(line,), name=f"{self._address} calls", daemon=True
             )
-            with self._changed:
-                admitted = not self._closed and len(self._lines) < SOCKETS
-                if admitted:
-                    self._lines[line] = thread
-            if admitted:
-                thread.start()
-            else:
+            admitted = False
+            try:
+                with self._changed:
+                    if not self._closed and len(self._lines) < SOCKETS:
+                        thread.start()
+                        self._lines[line] = thread
+                        admitted = True
+            except RuntimeError as error:  # the system gives no thread
+                _LOG.warning("%s takes no more connections for a moment: %s", self._address, error)
+            if not admitted:
                 line.close()
 
     def _answer_all(self, line: _Line) -> None:
@@ -589,13 +595,16 @@ class StreamConnection(Connection):
             line = _Line(self._dial(), self._address)
         except OSError as error:
             raise ConnectionLost(f"{what}: nobody serves there ({error})") from error
-        with self._lock:
-            if not self._closed:
+        try:
+            line.send([GREETING], None)
+            with self._lock:
+                if self._closed:
+                    raise ConnectionLost(f"{what}: the connection was closed")
                 self._busy.add(line)
-                line.send([GREETING], None)
-                return line
-        line.close()
-        raise ConnectionLost(f"{what}: the connection was closed")
+        except BaseException:
+            line.close()
+            raise
+        return line
 
     def _give_back(self, line: _Line, *, usable: bool, lost: bool = False) -> None:
         """A call has ended. If the server was lost, the sockets that are idle are of no use any more."""
@@ -617,7 +626,7 @@ class StreamConnection(Connection):
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-            for line in self._busy:
+            for line in self._busy.copy():  # the garbage collector may end a call meanwhile
                 line.hang_up()
         for line in idle:
             line.close()

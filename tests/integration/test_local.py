@@ -7,6 +7,7 @@ import gc
 import itertools
 import mmap
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -233,6 +234,72 @@ def test_a_process_of_another_user_is_not_answered() -> None:
         command = [sys.executable, "-c", program, name[1:], stream.GREETING.decode()]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "answer b''" in result.stdout or "Broken pipe" in result.stderr, result
+
+
+def test_a_client_waits_for_room_in_the_backlog() -> None:
+    address = f"127.0.0.1:{next(NUMBERS)}"
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(local.name_of(address) or "")
+        listener.listen(0)
+        stack.enter_context(local.dial(address))
+        timer = threading.Timer(0.2, lambda: stack.enter_context(listener.accept()[0]))
+        timer.start()
+        stack.enter_context(local.dial(address))
+        timer.join()
+
+
+def test_a_server_that_gets_no_thread_serves_again_when_there_are_some() -> None:
+    with connected() as connection:
+        before = threading.stack_size(1 << 45)
+        try:
+            with pytest.raises(ConnectionLost):
+                unary(connection, "echo", b"1", timeout=LONG)
+        finally:
+            threading.stack_size(before)
+        assert unary(connection, "echo", b"2", timeout=LONG) == b"2"
+
+
+def test_a_client_without_a_descriptor_for_shared_memory_may_call_again() -> None:
+    values = list[memoryview]()
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        yield Frame(b"", values[-1])
+
+    with connected(handler) as connection:
+        for again in range(2):
+            values.append(SharedMemory(LARGE).take(LARGE))
+            if not again:
+                assert len(list(connection.call("pull", Frame(b""), timeout=LONG))) == 1
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            with pytest.raises(ConnectionLost, match="no descriptor is left"):
+                list(connection.call("pull", Frame(b""), timeout=LONG))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert len(list(connection.call("pull", Frame(b""), timeout=LONG))) == 1
+
+
+def test_a_script_with_its_own_mind_about_sigpipe_survives_a_server_that_goes() -> None:
+    program = (
+        "import signal, socket, sys\n"
+        "from datetime import timedelta\n"
+        "from elastic_ps.errors import ConnectionLost\n"
+        "from elastic_ps.transport import local, stream\n"
+        "from elastic_ps.transport.base import Frame\n"
+        "signal.signal(signal.SIGPIPE, signal.SIG_DFL)\n"
+        "ours, theirs = socket.socketpair()\n"
+        "theirs.close()\n"
+        "connection = stream.StreamConnection(lambda: ours, 'here')\n"
+        "try:\n    connection.call('ask', Frame(b''), timeout=timedelta(seconds=5))\n"
+        "except ConnectionLost as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "Broken pipe" in result.stdout
 
 
 def test_two_servers_of_one_address_are_refused() -> None:
