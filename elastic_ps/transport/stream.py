@@ -109,6 +109,7 @@ class _Line:
     def close(self) -> None:
         self.hang_up()
         self._sock.close()
+        self._seen.clear()
 
     def alive(self) -> bool:
         """Whether the other side is still there, as far as can be seen."""

@@ -444,6 +444,20 @@ def test_memory_that_nobody_uses_any_more_is_freed_where_it_was_shown() -> None:
         assert len(list(Path("/proc/self/fd").iterdir())) < descriptors + 2 * stream.MEMORIES
 
 
+def test_a_server_keeps_no_memory_of_a_client_that_has_gone() -> None:
+    shared = SharedMemory(LARGE)
+    inode = f" {os.fstat(shared.handle.fd).st_ino} "
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count(inode)
+
+    with served() as server:
+        with contextlib.closing(local.connect(server.address)) as connection:
+            unary_with(connection, Frame(b"", shared.take(LARGE)))
+            assert mapped() == 2
+        eventually(lambda: mapped() == 1, "the server's is unmapped")
+
+
 def test_a_forked_child_leaves_its_parents_memory_as_it_is() -> None:
     program = (
         "import os\n"
