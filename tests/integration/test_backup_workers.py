@@ -168,5 +168,5 @@ def test_an_accumulation_that_may_have_to_be_repeated_is_refused_at_once(tmp_pat
 
 
 def test_not_in_a_deterministic_job() -> None:
-    with pytest.raises(InvalidJob, match="backupWorkers 1 with deterministic: true"):
+    with pytest.raises(InvalidJob, match="backupWorkers 1 cannot be combined with deterministic: true"):
         make_spec(consistency={"backupWorkers": 1, "deterministic": True})

@@ -343,7 +343,7 @@ def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Pa
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"mode": "bounded"}, "needs maxStaleness: the number of steps"),
+        ({"mode": "bounded"}, "needs maxStaleness: the number of versions"),
         ({"maxStaleness": 3}, "maxStaleness 3 has no meaning with mode sync, in which no"),
         ({"mode": "bounded", "maxStaleness": 0}, "greater than or equal to 1"),
         (bounded() | {"backupWorkers": 1}, "backupWorkers works only with mode sync"),
