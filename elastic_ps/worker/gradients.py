@@ -9,6 +9,7 @@ share is changed under a lock; gradients are copied outside of it.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,7 @@ class Gradients:
         self._buffers = [
             i for i, spec in enumerate(flat.layout.tensors) if spec.rule not in (Rule.GRADIENT, Rule.CONSTANT)
         ]
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # the gradient, and how often it was changed
         self._waiting: dict[int, int] = {}
@@ -101,7 +103,9 @@ class Gradients:
     def _hook(self, index: int) -> None:
         def computed(parameter: torch.Tensor) -> None:
             batches = self._engine.batches
-            if batches.lost:  # the script had loaded it before its step, which was not made
+            # Lost: the script had loaded it before its step, which was not made. A forked child shares the
+            # memory that gradients are sent from.
+            if batches.lost or os.getpid() != self._process:
                 return
             with self._lock:
                 self._hooked = True
