@@ -27,12 +27,24 @@ def listen(bind: str) -> Server:
     """
     from elastic_ps.transport.grpc import GrpcServer  # takes long to import, and not every process needs it
 
-    remote = GrpcServer(bind)
+    # Before the port, if it is known: a client that finds the port alone would use it for good.
+    near = None if bind.endswith(":0") else _listen_near(bind)
     try:
-        return _Everywhere(remote, local.LocalServer(remote.address))
+        remote = GrpcServer(bind)
+    except BaseException:
+        if near is not None:
+            near.close()
+        raise
+    near = near or _listen_near(remote.address)
+    return _Everywhere(remote, near) if near is not None else remote
+
+
+def _listen_near(address: str) -> Server | None:
+    try:
+        return local.LocalServer(address)
     except CannotListen as error:
         logger.info("%s; everybody is served over TCP", error)
-        return remote
+        return None
 
 
 class _Everywhere(Server):

@@ -19,7 +19,8 @@ import pytest
 
 from elastic_ps.errors import CannotListen, ConnectionLost, DeadlineExceeded, Malformed, TransportError
 from elastic_ps.transport import local, memory, stream, ways
-from elastic_ps.transport.base import Frame, Incoming, unary
+from elastic_ps.transport.base import Frame, Incoming, Server, unary
+from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.local import LocalServer
 from elastic_ps.transport.memory import Mapped, SharedMemory, place_of, shared_if_possible
 from tests.integration.transports import LONG, echo, read
@@ -380,9 +381,25 @@ def test_a_way_within_the_host_is_taken_if_it_is_there() -> None:
     server.close()
 
 
+def test_who_finds_the_port_finds_the_way_within_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(CannotListen, match="taken"):
+            ways.listen(address)
+    found = []
+
+    def dialled(bind: str) -> Server:
+        with contextlib.closing(local.dial(bind)) as sock:
+            found.append(sock.getpeername())
+        return GrpcServer(bind)
+
+    monkeypatch.setattr("elastic_ps.transport.grpc.GrpcServer", dialled)
+    ways.listen(address).close()
+    assert len(found) == 1, "before the port is there"
+
+
 def test_another_port_of_the_same_host_leads_over_tcp() -> None:
     """As a relay does, or a port that is forwarded."""
-    from elastic_ps.transport.grpc import GrpcServer
 
     server = GrpcServer("127.0.0.1:0")
     server.serve(echo)
