@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 import urllib3
 from kubernetes import client, config
-from kubernetes.client.exceptions import ApiException
 from kubernetes.config.config_exception import ConfigException
 
 from elastic_operator.metrics import Metrics
@@ -77,7 +77,7 @@ class Api:
     def access(self) -> Access:
         """How this client reaches the API server."""
         configuration = self._client.configuration
-        token = configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        token = self._authorization()
         return Access(
             server=configuration.host,
             authority=configuration.ssl_ca_cert,
@@ -86,6 +86,11 @@ class Api:
             certificate=configuration.cert_file,
             key=configuration.key_file,
         )
+
+    def _authorization(self) -> str | None:
+        """The header's value, as it is now: a token in a file is read again when it expires."""
+        bearer: Any = self._client.configuration.auth_settings().get("BearerToken")
+        return bearer["value"] if bearer else None
 
     def request(
         self,
@@ -106,27 +111,28 @@ class Api:
             self._end()
         self._metrics.requests.labels(verb, resource).inc()
         content = "application/merge-patch+json" if verb == "patch" else "application/json"
-        headers = {"Accept": "application/json", "Content-Type": content}
-        # The body stays out of this: it would turn empty strings into nulls.
-        method, url, headers, _, _ = self._client.param_serialize(
-            _METHODS[verb],
-            path,
-            header_params=headers,
-            query_params=list((query or {}).items()),
-            auth_settings=["BearerToken"],
-        )
+        headers = {**self._client.default_headers, "Accept": "application/json", "Content-Type": content}
+        authorization = self._authorization()
+        if authorization is not None:
+            headers["Authorization"] = authorization
+        url = f"{self._client.configuration.host}{path}{f'?{urlencode(query)}' if query else ''}"
         try:
-            response = self._client.call_api(method, url, headers, body, _request_timeout=self._timeout)
-            data: bytes = response.read()  # type: ignore[no-untyped-call]
-        except ApiException as error:
-            raise self._error(verb, resource, error.status, error.body) from error
+            # The client.s connections without its calls: those differ between versions, and turn empty
+            # strings of a body into nulls.
+            response = self._client.rest_client.pool_manager.request(
+                _METHODS[verb],
+                url,
+                body=None if body is None else json.dumps(body).encode(),
+                headers=headers,
+                timeout=self._timeout,
+            )
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ConnectionLost(f"{verb} {path}: {error}") from error
         if not 200 <= response.status < 300:
-            raise self._error(verb, resource, response.status, data)
+            raise self._error(verb, resource, response.status, response.data)
         if verb not in ("get", "list"):
             self._written()
-        answer = json.loads(data)
+        answer = json.loads(response.data)
         return answer if isinstance(answer, dict) else {}
 
     def _error(self, verb: str, resource: str, status: int, body: bytes | str | None) -> ApiError:
