@@ -42,6 +42,7 @@ mutants: $(VENV)/ready  ## Small changes of the code by chance: do the unit test
 bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
 	$(BIN)/python benchmarks/transport.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python -m benchmarks.datapath
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.straggler
 	$(BIN)/python -m benchmarks.startup
