@@ -236,6 +236,7 @@ class Coordinator:
         wait: bool,
         abandoned: bool = False,
         skipped: Sequence[Range] = (),
+        early: bool = False,
     ) -> Taken:
         """Hand out records. With `wait` the worker has none, and no round waits for it until it gets some.
 
@@ -243,6 +244,7 @@ class Coordinator:
             call: the number of the worker's call; see `Calls`.
             abandoned: see `JobState.stop_computing`.
             skipped: with `wait`, records that nobody is to train; the worker must hold them.
+            early: with `wait`, the worker's script is not in the last epoch; see `JobState.early`.
 
         Raises:
             Refused: STALE_INCARNATION; INVALID: the data set is not the one of the other workers.
@@ -269,6 +271,10 @@ class Coordinator:
                 if (known := state.calls.answer(incarnation)) is not None:
                     return known
                 held = self._hold(worker, incarnation, batch)
+                if early and not held:
+                    state.early.add(worker)
+                else:
+                    state.early.discard(worker)
                 if not held and state.finished and state.choose_chief(stay, state.last_epoch):
                     continue  # it is kept with the last version
                 if not held and self._safekeeping.may_finish():

@@ -287,6 +287,7 @@ class Service:
             wait=request.wait,
             abandoned=request.abandoned,
             skipped=ranges_from_message(request.skipped),
+            early=request.early,
         )
         yield _frame(
             pb.TakeReply(

@@ -77,6 +77,8 @@ class JobState:
             the last epoch is that of the job's end, also if a script has stopped the job before.
         told: for each epoch, the stay that was told last that it is the chief; None for one of an earlier
             term, which may have been told.
+        early: workers that wait for records, and whose scripts have not begun the last epoch. They will not
+            come to its end if training ends now.
         starved: workers that have asked for records when there were none to hand out.
         last_round: what the histories record of the version's commit; {} if it has not been made here.
     """
@@ -102,6 +104,7 @@ class JobState:
     loss: Curve = field(default_factory=Curve)
     rate: Rate = field(default_factory=Rate)
     last_round: dict[str, Any] = field(default_factory=dict)
+    early: set[int] = field(default_factory=set)
     starved: set[int] = field(default_factory=set)
     waiting: Waiting = field(default_factory=Waiting)
     pace: Pace = field(default_factory=Pace)
@@ -253,10 +256,15 @@ class JobState:
         return self.term, self.version, self.chiefs[self.last_epoch]
 
     def choose_chief(self, stay: Stay, epoch: int) -> bool:
-        """The member is the chief of the epoch, if nobody is. Returns whether it was chosen now."""
-        chosen = epoch not in self.chiefs
-        self.chiefs.setdefault(epoch, stay.worker)
-        return chosen
+        """The member is the chief of the epoch, if nobody is. Returns whether it was chosen now.
+
+        A member that does not come to the end of the last epoch is chosen only if no other one does.
+        """
+        early = stay.worker in self.early and epoch == self.last_epoch and not self.stopped
+        if epoch in self.chiefs or (early and self.members.live.keys() - self.early):
+            return False
+        self.chiefs[epoch] = stay.worker
+        return True
 
     def is_chief(self, stay: Stay, epoch: int) -> bool:
         """Tell the member whether it is the one to evaluate and save at the end of the epoch.
@@ -305,6 +313,7 @@ class JobState:
         if stay is None:
             return None
         self.starved.discard(worker)
+        self.early.discard(worker)
         self.calls.forget(stay.incarnation)
         if outcome == "left":  # before it was told that it is the chief: another one will be
             self.chiefs = {e: w for e, w in self.chiefs.items() if w != worker or e in self.told}

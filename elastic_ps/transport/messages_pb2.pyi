@@ -146,7 +146,7 @@ class Done(_message.Message):
     def __init__(self, duplicate: bool = ...) -> None: ...
 
 class TakeRequest(_message.Message):
-    __slots__ = ("caller", "records", "epochs", "batch", "wait", "abandoned", "skipped")
+    __slots__ = ("caller", "records", "epochs", "batch", "wait", "abandoned", "skipped", "early")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,7 @@ class TakeRequest(_message.Message):
     WAIT_FIELD_NUMBER: _ClassVar[int]
     ABANDONED_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    EARLY_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     records: int
     epochs: int
@@ -161,7 +162,8 @@ class TakeRequest(_message.Message):
     wait: bool
     abandoned: bool
     skipped: _containers.RepeatedCompositeFieldContainer[Range]
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: bool = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
+    early: bool
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: bool = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., early: bool = ...) -> None: ...
 
 class TakeReply(_message.Message):
     __slots__ = ("ranges", "version", "finished", "chief", "pending", "stopped")

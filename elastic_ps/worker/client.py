@@ -307,12 +307,14 @@ class Client:
         wait: bool,
         abandoned: bool = False,
         skipped: Sequence[Range] = (),
+        early: bool = False,
     ) -> Granted:
         """Ask for records; with `wait` it blocks for some seconds at most, then the answer is `pending`.
 
         Args:
             abandoned: a step has begun and will not be finished.
             skipped: with `wait`, records in hand that are not to be trained.
+            early: with `wait`, the script is in an epoch before the last one, or before all of them.
 
         Raises:
             InvalidModel: the data set is not the one that the job trains.
@@ -326,6 +328,7 @@ class Client:
             wait=wait,
             abandoned=abandoned,
             skipped=ranges_to_message(skipped),
+            early=early,
         )
         try:
             reply = self._ask(0, "Take", request, pb.TakeReply)

@@ -444,8 +444,12 @@ class Engine:
 
     # --- records
 
-    def take(self, *, records: int, epochs: int, batch: int, wait: bool) -> tuple[Range, ...]:
-        """Get records; with `wait`, () means that all of them are in the model."""
+    def take(self, *, records: int, epochs: int, batch: int, wait: bool, early: bool) -> tuple[Range, ...]:
+        """Get records; with `wait`, () means that all of them are in the model.
+
+        Args:
+            early: see `Client.take`.
+        """
         if not self.entered:
             raise UsageError("call session.optimizer(...) before iterating over session.loader(...)")
         while True:
@@ -458,6 +462,7 @@ class Engine:
                     wait=wait,
                     abandoned=self.in_step,
                     skipped=self.batches.skipped if wait else (),
+                    early=early,
                 )
                 self.stopped = self.stopped or granted.stopped
                 if granted.pending:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.engine import Engine
-from elastic_ps.worker.supply import Supply
+from elastic_ps.worker.supply import NO_EPOCH, Supply
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +179,7 @@ class ElasticLoader:
         supply = self._supply
         if self._engine.over:
             raise UsageError(_OVER)
+        supply.only = NO_EPOCH
         try:
             while not supply.over:
                 least = 0 if self._left is None else self._left + 1
@@ -262,10 +263,12 @@ class ElasticLoader:
         Blocks: in the last epoch, until all records are in the model.
         """
         epoch, engine = self._supply.only, self._engine
-        if epoch is None or engine.over or engine.stopped or engine.closed:
+        if epoch is None or engine.stopped or engine.closed:
             return None
         if epoch < self._epochs - 1:
             return engine.is_chief_of(epoch)
+        if engine.over:
+            return None
         if self._ended != epoch or engine.batches.computed or self._supply.await_some():
             return False  # there are records to train, in another round of the same epoch
         return None

@@ -7,6 +7,8 @@ from elastic_ps.errors import UsageError
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.order import permutation
 
+NO_EPOCH = -1
+
 
 class Supply:
     """Asks for records when none are left in hand. Belongs to the training thread.
@@ -19,7 +21,8 @@ class Supply:
         drop_last: skip the records of an epoch that do not fill a batch.
 
     Attributes:
-        only: the epoch that is asked for; records of later ones are kept. None: any.
+        only: the epoch that is asked for; records of later ones are kept. None: any. `NO_EPOCH`: the script
+            asks for epochs, and has not been given one yet.
         over: all records are in the model.
     """
 
@@ -123,7 +126,11 @@ class Supply:
         that was begun and those that were fetched ahead are still to be dropped.
         """
         ranges = self._engine.take(
-            records=self._records, epochs=self._epochs, batch=self._batch_size, wait=wait
+            records=self._records,
+            epochs=self._epochs,
+            batch=self._batch_size,
+            wait=wait,
+            early=self.only is not None and self.only < self._epochs - 1,
         )
         if wait:
             self._forget()

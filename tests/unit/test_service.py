@@ -418,6 +418,29 @@ def test_one_worker_is_the_chief_of_an_epoch(listener: InprocServer, worker: Wor
     assert code(refused) is RefusalCode.STALE_INCARNATION
 
 
+@pytest.mark.parametrize("last_one_leaves", [False, True])
+def test_a_worker_that_has_not_begun_the_last_epoch_is_its_chief_only_if_no_other_has(
+    listener: InprocServer, worker: Worker, monkeypatch: pytest.MonkeyPatch, last_one_leaves: bool
+) -> None:
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
+    other = Worker(listener, 1)
+    other.start()
+    worker.take(early=True)
+    worker.answer(pb.Done, pb.ReleaseRequest(caller=worker.caller(call=worker.calls + 1)))
+    worker.calls += 1
+    for step in range(2):
+        worker.step(step)
+    assert other.take(early=True).pending, "the worker that has trained comes to the end"
+    other.calls -= 1
+    if last_one_leaves:
+        worker.answer(pb.Done, pb.LeaveRequest(caller=worker.caller(call=worker.calls + 1)))
+    else:
+        end = worker.take()
+        assert (end.finished, end.chief) == (True, True)
+    end = other.take(early=True)
+    assert (end.finished, end.chief) == (True, last_one_leaves)
+
+
 def test_a_script_stops_the_training_once_and_with_a_reason(tmp_path: Path) -> None:
     with serving(environment()) as (listener, server):
         worker = Worker(listener)
