@@ -76,6 +76,12 @@ class Limits:
     header_bytes: int = 16 * 1024 * 1024
     body_bytes: int = 256 * 1024 * 1024
 
+    def check(self, what: str, *, header: int, body: int) -> None:
+        """Raises Malformed if a frame's header or body has too many bytes. `what` names it in the message."""
+        for part, size, limit in (("header", header, self.header_bytes), ("body", body, self.body_bytes)):
+            if size > limit:
+                raise Malformed(f"{what}: a {part} of {size} bytes; the limit is {limit}")
+
 
 Handler = Callable[[str, Incoming], Iterator[Frame]]
 """A server's answer to a call: `handler(method, frame)` yields the frames to send back.
@@ -122,7 +128,11 @@ class Server(abc.ABC):
 
     @abc.abstractmethod
     def close(self, grace: timedelta = timedelta(0)) -> None:
-        """Take no new call, let the running ones end within `grace`, cancel the rest, join the threads."""
+        """Take no new call, let the running ones end within `grace`, cancel the rest, join the threads.
+
+        A handler that waits for something else than its client is not interrupted: whoever owns that
+        wakes it up. Close waits a few more seconds for such handlers, then leaves them and says so.
+        """
 
 
 def unary(connection: Connection, method: str, header: bytes, *, timeout: timedelta) -> bytes:

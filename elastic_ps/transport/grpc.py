@@ -152,11 +152,7 @@ class GrpcServer(Server):
         self._server.start()
 
     def close(self, grace: timedelta = timedelta(0)) -> None:
-        """Take no new call, let the running ones end within `grace`, cancel the rest, join the threads.
-
-        A handler that waits for something else than its client is not interrupted: whoever owns that
-        wakes it up. Close waits a few more seconds for such handlers, then leaves them and says so.
-        """
+        """Take no new call and end those that run; see `Server.close`."""
         if self._closed:
             return
         self._closed = True

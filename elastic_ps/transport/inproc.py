@@ -50,11 +50,7 @@ class InprocServer(Server):
             self._handler = handler
 
     def close(self, grace: timedelta = timedelta(0)) -> None:
-        """Take no new call, let the running ones end within `grace`, cancel the rest, join the threads.
-
-        A handler that waits for something else than its client is not interrupted: whoever owns that
-        wakes it up. Close waits a few more seconds for such handlers, then leaves them and says so.
-        """
+        """Take no new call and end those that run; see `Server.close`."""
         with self._lock:
             self._handler = None
             running = dict(self._calls)
@@ -229,25 +225,10 @@ class _Received:
 
     def __init__(self, call: _Call, frame: Frame, limits: Limits) -> None:
         self._call = call
-        self._header = frame.header
         self._body = flat(frame.body)
-        for what, size, limit in (
-            ("header", len(frame.header), limits.header_bytes),
-            ("body", len(self._body), limits.body_bytes),
-        ):
-            if size > limit:
-                raise Malformed(f"{call.what}: a {what} of {size} bytes; the limit is {limit}")
+        self.header, self.size = frame.header, len(self._body)
+        limits.check(call.what, header=len(self.header), body=self.size)
         self._available = True
-
-    @property
-    def header(self) -> bytes:
-        """The sender's header."""
-        return self._header
-
-    @property
-    def size(self) -> int:
-        """Bytes of the body."""
-        return len(self._body)
 
     def view(self) -> memoryview | None:
         """None: the body is to be copied."""

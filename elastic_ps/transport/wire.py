@@ -83,15 +83,9 @@ class Receiver:
             raise piece.refusal.error()
         if piece.opening is None:
             raise Malformed("a frame does not begin with an opening")
-        opening, limits = piece.opening, self._limits
-        for what, size, limit in (
-            ("header", opening.header_size, limits.header_bytes),
-            ("body", opening.body_size, limits.body_bytes),
-        ):
-            if size > limit:
-                raise Malformed(
-                    f"{opening.method or 'answer'}: a {what} of {size} bytes; the limit is {limit}"
-                )
+        opening = piece.opening
+        what = opening.method or "answer"
+        self._limits.check(what, header=opening.header_size, body=opening.body_size)
         header, body = self._header(piece, opening.header_size)
         if len(body) > opening.body_size:
             raise Malformed("a body is longer than announced")
@@ -117,6 +111,10 @@ class ReceivedFrame:
 
     It does not refer to its receiver: a cycle would leave gRPC's objects to the garbage collector, and that
     may run in a forked child, where freeing them can wait forever for threads that only the parent has.
+
+    Attributes:
+        method: what is called; "" in an answer.
+        header, size: see `Incoming`.
     """
 
     def __init__(
@@ -127,22 +125,10 @@ class ReceivedFrame:
         first: memoryview,
         next_message: Callable[[], bytes | None],
     ) -> None:
-        self.method = method
-        self._header = header
-        self._size = size
+        self.method, self.header, self.size = method, header, size
         self._first = first
         self._next_message = next_message
         self._taken = False
-
-    @property
-    def header(self) -> bytes:
-        """The sender's header."""
-        return self._header
-
-    @property
-    def size(self) -> int:
-        """Bytes of the body as announced."""
-        return self._size
 
     def view(self) -> memoryview | None:
         """None: the body is in the stream."""
@@ -150,7 +136,7 @@ class ReceivedFrame:
 
     def read_into(self, target: memoryview) -> None:
         """Write the body into `target`; see `Incoming.read_into`."""
-        target = target_of(target, self._size)
+        target = target_of(target, self.size)
         if self._taken:
             raise ValueError("the body has been read or discarded already")
         at = 0
@@ -167,7 +153,7 @@ class ReceivedFrame:
     def _chunks(self) -> Iterator[memoryview]:
         self._taken = True
         chunk, self._first = self._first, EMPTY
-        missing = self._size - len(chunk)
+        missing = self.size - len(chunk)
         if chunk:
             yield chunk
         while missing > 0:

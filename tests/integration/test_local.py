@@ -17,16 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ps.errors import CannotListen, ConnectionLost, DeadlineExceeded, Malformed, TransportError
-from elastic_ps.transport import local, memory, stream, ways
+from elastic_ps.errors import CannotListen, ConnectionLost, DeadlineExceeded, Malformed
+from elastic_ps.transport import line, local, memory, stream, ways
 from elastic_ps.transport.base import Frame, Incoming, Server, unary
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.local import LocalServer
 from elastic_ps.transport.memory import Mapped, SharedMemory, place_of, shared_if_possible
-from tests.integration.transports import LONG, echo, read
+from tests.integration.transports import LONG, Reading, echo, read
 from tests.polling import eventually
 
-LARGE = stream.SMALL + 1
+LARGE = line.SMALL + 1
 NUMBERS = itertools.count(os.getpid() * 1000 + 500)
 
 
@@ -211,7 +211,7 @@ def test_a_frame_that_is_none_ends_its_socket_alone(text: bytes) -> None:
 
 
 def test_a_body_in_memory_that_was_not_handed_over_is_malformed() -> None:
-    head = stream._HEAD.pack(stream.Kind.CALL, 1, 4, 0, 7, 10, 0)
+    head = line.HEAD.pack(line.Kind.CALL, 1, 4, 0, 7, 10, 0)
     with served() as server, contextlib.closing(local.dial(server.address)) as broken:
         broken.sendall(stream.GREETING + head + b"push")
         assert b"shared memory 7, which was not handed over" in broken.recv(1000)
@@ -312,25 +312,16 @@ def test_two_servers_of_one_address_are_refused() -> None:
 
 
 def test_a_client_that_stops_in_the_middle_of_a_body_is_cut_off() -> None:
-    errors = list[TransportError]()
-
-    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
-        try:
-            read(incoming)
-        except TransportError as error:
-            errors.append(error)
-            raise
-        yield Frame(b"")
-
+    handler = Reading()
     address = f"127.0.0.1:{next(NUMBERS)}"
     server = LocalServer(address, stall=local.CONNECT / 20)
     server.serve(handler)
-    head = stream._HEAD.pack(stream.Kind.CALL, 0, 4, 0, 0, 10, 0)
+    head = line.HEAD.pack(line.Kind.CALL, 0, 4, 0, 0, 10, 0)
     with contextlib.closing(local.dial(address)) as slow:
         slow.sendall(stream.GREETING + head + b"push" + b"123")
         assert slow.recv(100) == b""  # an answer would be no ConnectionLost for a client that was only slow
-        eventually(lambda: errors, "the handler is told")
-    assert "in the middle of a frame" in str(errors[0])
+        eventually(lambda: handler.errors, "the handler is told")
+    assert "in the middle of a frame" in str(handler.errors[0])
     server.close()
 
 
@@ -343,8 +334,8 @@ def test_a_body_that_was_not_read_to_its_end_is_not_taken_for_the_next_answer() 
 
         def serve() -> None:
             with contextlib.closing(listener.accept()[0]) as sock:
-                end = stream._HEAD.pack(stream.Kind.END, 0, 0, 0, 0, 0, 0)
-                sock.sendall(stream._HEAD.pack(stream.Kind.ANSWER, 0, 0, 0, 0, 10 * len(end), 0))
+                end = line.HEAD.pack(line.Kind.END, 0, 0, 0, 0, 0, 0)
+                sock.sendall(line.HEAD.pack(line.Kind.ANSWER, 0, 0, 0, 0, 10 * len(end), 0))
                 assert released.wait(60)
                 with contextlib.suppress(BrokenPipeError):
                     sock.sendall(end * 10)
@@ -461,7 +452,7 @@ def test_memory_that_nobody_uses_any_more_is_freed_where_it_was_shown() -> None:
             if not again:
                 before, descriptors = shared_bytes(), len(list(Path("/proc/self/fd").iterdir()))
         assert shared_bytes() < before + 2 * nbytes
-        assert len(list(Path("/proc/self/fd").iterdir())) < descriptors + 2 * stream.MEMORIES
+        assert len(list(Path("/proc/self/fd").iterdir())) < descriptors + 2 * line.MEMORIES
 
 
 def test_a_server_keeps_no_memory_of_a_client_that_has_gone() -> None:

@@ -1,0 +1,366 @@
+"""Frames over a socket: what one side says to the other, in the order in which it says it.
+
+A frame is a fixed head, the names of what it is, a header, and the body's bytes. They are sent from where
+they lie and received where they are used, with nothing in between. If both sides are on one host, a body
+that lies in shared memory (`transport.memory`) is not sent: its head says where it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import numpy as np
+
+from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed
+from elastic_ps.transport.base import Frame, Limits
+from elastic_ps.transport.memory import Handle, Mapped, place_of
+from elastic_ps.transport.views import flat, target_of
+
+MEMORIES = 4
+"""How many shared memories both sides know at a time on one socket: those that were handed over last."""
+
+HEAD = struct.Struct("<BBHIIQQ4x")
+"""Kind; whether the body is in shared memory; sizes of method and header; number of the shared memory; size
+of the body, and where it is in that memory."""
+
+SMALL = 128 * 1024
+"""Bytes of a body that is sent although it is in shared memory: that is faster than to wait for an answer."""
+
+_SCRATCH = 256 * 1024
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    CALL = 1
+    ANSWER = 2
+    END = 3
+    REFUSAL = 4
+    MEMORY = 5
+    """Shared memory is handed over."""
+    NEXT = 6
+    """The client is done with a body in shared memory."""
+
+
+class Head(NamedTuple):
+    kind: int
+    shared: int
+    method: int
+    header: int
+    memory: int
+    body: int
+    offset: int
+
+
+class Line:
+    """A socket and what has been handed over on it. To be used by one thread, but for `hang_up`."""
+
+    def __init__(self, sock: socket.socket, what: str, *, stall: timedelta | None = None) -> None:
+        """Args: what: for messages. stall: how long the other side may be silent in the middle of a frame."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._what = what
+        self._stall = stall
+        self._process = os.getpid()
+        self._passes_memory = sock.family == socket.AF_UNIX
+        self._shown: list[int] = []
+        self._seen: dict[int, Mapped] = {}
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def hang_up(self) -> None:
+        """End whatever waits on this socket, in any thread."""
+        if os.getpid() == self._process:  # a forked child has a copy of the socket, and the parent uses it
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.hang_up()
+        self._sock.close()
+        self._seen.clear()
+
+    def alive(self) -> bool:
+        """Whether the other side is still there, as far as can be seen."""
+        try:
+            return bool(self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def require_open(self) -> None:
+        """Raises ConnectionLost."""
+        if self._sock.fileno() < 0:
+            raise self._lost()
+
+    # --- waiting
+
+    def _wait(self, events: int, deadline: float | None) -> int:
+        """Block until one of `events`; returns those that are there. Raises DeadlineExceeded."""
+        self._poll.modify(self._sock, events)
+        while True:
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                raise DeadlineExceeded(f"{self._what}: the time is over")
+            for _, happened in self._poll.poll(None if left is None else left * 1000):
+                return happened
+
+    def _lost(self, error: OSError | None = None) -> ConnectionLost:
+        return ConnectionLost(f"{self._what}: the other side has gone{f' ({error})' if error else ''}")
+
+    # --- sending
+
+    def encode(
+        self, kind: Kind, frame: Frame, method: bytes = b"", *, share: bool = True
+    ) -> tuple[list[bytes | memoryview], bool]:
+        """What to send for a frame, and whether its body is in shared memory, so that it is not sent.
+
+        Shared memory that the other side has not seen yet is handed over at once.
+
+        Args:
+            share: whether the other side can say that it is done with the body: it is not sending one itself.
+        """
+        body = flat(frame.body)
+        place = place_of(body) if share and self._passes_memory and len(body) > SMALL else None
+        number, offset = 0, 0
+        if place is not None:
+            memory, offset = place
+            number = memory.number
+            self._show(memory)
+        sizes = len(method), len(frame.header)
+        head = HEAD.pack(kind, place is not None, *sizes, number, len(body), offset)
+        first = b"".join((head, method, frame.header))
+        return ([first], True) if place is not None else ([first, body], False)
+
+    def _show(self, memory: Handle) -> None:
+        if memory.number in self._shown:
+            return
+        head = HEAD.pack(Kind.MEMORY, 1, 0, 0, memory.number, memory.size, 0)
+        try:
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    # Heads are whole or not at all: the buffer was empty, or has room for as little.
+                    sent = socket.send_fds(self._sock, [head], [memory.fd], socket.MSG_NOSIGNAL)
+                    if sent < len(head):
+                        self.send([head[sent:]], None)
+                    break
+                self._wait(select.POLLOUT, None)
+        except OSError as error:
+            raise self._lost(error) from error
+        self._shown = [*self._shown, memory.number][-MEMORIES:]
+
+    def send(self, parts: Sequence[bytes | memoryview], deadline: float | None) -> None:
+        """Send everything. Blocks. Raises ConnectionLost, DeadlineExceeded."""
+        rest = self.send_some(parts)
+        while rest:
+            self._wait(select.POLLOUT, deadline)
+            rest = self.send_some(rest)
+
+    def send_some(self, parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+        """Send what the socket takes at once; returns the rest. Raises ConnectionLost."""
+        rest = [part for part in parts if len(part)]
+        try:
+            while rest:
+                sent = self._sock.sendmsg(rest, (), socket.MSG_NOSIGNAL)
+                while rest and sent >= len(rest[0]):
+                    sent -= len(rest.pop(0))
+                if sent:
+                    rest[0] = memoryview(rest[0])[sent:]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise self._lost(error) from error
+        return rest
+
+    def tell(self, kind: Kind, header: bytes = b"") -> None:
+        """Send a frame without method and body. Blocks."""
+        self.send([HEAD.pack(kind, 0, 0, len(header), 0, 0, 0), header], None)
+
+    def send_while_waiting(self, rest: list[bytes | memoryview], deadline: float) -> list[bytes | memoryview]:
+        """Send `rest` until all of it is sent or something arrives; returns what is left of it. Blocks."""
+        while rest:
+            if self._wait(select.POLLIN | select.POLLOUT, deadline) & ~select.POLLOUT:
+                break
+            rest = self.send_some(rest)
+        return rest
+
+    # --- receiving
+
+    def receive_into(self, target: memoryview, deadline: float | None) -> None:
+        """Fill `target`. Blocks.
+
+        Raises:
+            ConnectionLost, DeadlineExceeded: the rest does not come. The socket is hung up, because what
+                comes next on it is no frame.
+        """
+        try:
+            while target:
+                try:
+                    received = self._sock.recv_into(target)
+                except BlockingIOError:
+                    self._wait_for_more(deadline)
+                    continue
+                except OSError as error:
+                    raise self._lost(error) from error
+                if not received:
+                    raise self._lost()
+                target = target[received:]
+        except BaseException:
+            self.hang_up()
+            raise
+
+    def _wait_for_more(self, deadline: float | None) -> None:
+        """Of a frame that has begun."""
+        if self._stall is None:
+            self._wait(select.POLLIN, deadline)
+            return
+        seconds = self._stall.total_seconds()
+        try:
+            self._wait(select.POLLIN, time.monotonic() + seconds)
+        except DeadlineExceeded:
+            text = f"the client has sent nothing for {seconds:g} s in the middle of a frame"
+            raise ConnectionLost(text) from None
+
+    def receive(self, size: int, deadline: float | None) -> bytes:
+        """The next `size` bytes. Blocks."""
+        buffer = bytearray(size)
+        self.receive_into(memoryview(buffer), deadline)
+        return bytes(buffer)
+
+    def discard(self, size: int, deadline: float | None) -> None:
+        """Skip `size` bytes. Blocks."""
+        scratch = memoryview(bytearray(min(size, _SCRATCH)))
+        while size:
+            chunk = scratch[: min(size, len(scratch))]
+            self.receive_into(chunk, deadline)
+            size -= len(chunk)
+
+    def head(self, deadline: float | None) -> Head:
+        """The next head but those that hand over memory, which is mapped. Blocks.
+
+        Raises:
+            ConnectionLost, DeadlineExceeded.
+            Malformed: it is none.
+        """
+        while True:
+            buffer = memoryview(bytearray(HEAD.size))
+            received, fds = self._first_bytes(buffer, deadline)
+            try:
+                self.receive_into(buffer[received:], deadline)
+                head = Head(*HEAD.unpack(buffer))
+                if head.kind != Kind.MEMORY:
+                    return head
+                if len(fds) != 1:
+                    raise Malformed(f"{len(fds)} shared memories handed over at once")
+                self._seen[head.memory] = Mapped(fds.pop())
+                for oldest in list(self._seen)[:-MEMORIES]:
+                    del self._seen[oldest]
+            finally:
+                for fd in fds:
+                    os.close(fd)
+
+    def _first_bytes(self, buffer: memoryview, deadline: float | None) -> tuple[int, list[int]]:
+        while True:
+            try:
+                if self._passes_memory:
+                    data, fds, flags, _ = socket.recv_fds(self._sock, len(buffer), 4)
+                    if flags & socket.MSG_CTRUNC and not fds:
+                        text = f"{self._what}: no descriptor is left for shared memory (see ulimit -n)"
+                        raise ConnectionLost(text)
+                    buffer[: len(data)] = data
+                    received = len(data)
+                else:
+                    received, fds = self._sock.recv_into(buffer), []
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
+                continue
+            except OSError as error:
+                raise self._lost(error) from error
+            if not received:
+                raise self._lost()
+            return received, fds
+
+    def frame(self, head: Head, limits: Limits, deadline: float | None) -> Received:
+        """The frame that begins with `head`. Blocks until its header is there.
+
+        Raises:
+            Malformed: it is above the limits.
+        """
+        name = self.receive(head.method, deadline).decode(errors="replace")
+        limits.check(name or "answer", header=head.header, body=head.body)
+        header = self.receive(head.header, deadline)
+        view = None
+        if head.shared:
+            memory = self._seen.get(head.memory)
+            if memory is None:
+                raise Malformed(f"a body in shared memory {head.memory}, which was not handed over")
+            view = memory.view(head.offset, head.body)
+        return Received(self, name, header, head.body, view, deadline)
+
+
+class Received:
+    """An `Incoming`, whose body is still in the socket, or in shared memory.
+
+    Attributes:
+        method: what is called; "" in an answer.
+        header, size: see `Incoming`.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        method: str,
+        header: bytes,
+        size: int,
+        view: memoryview | None,
+        deadline: float | None,
+    ) -> None:
+        self.method, self.header, self.size = method, header, size
+        self._line, self._view, self._deadline = line, view, deadline
+        self._taken = False
+
+    @property
+    def shared(self) -> bool:
+        """Whether the body is in shared memory, so that the sender waits until nobody looks at it."""
+        return self._view is not None
+
+    @property
+    def arriving(self) -> bool:
+        """Whether the body is still to be read from the socket."""
+        return not self._taken and self._view is None and self.size > 0
+
+    def view(self) -> memoryview | None:
+        """The body where it is; see `Incoming.view`."""
+        return None if self._taken else self._view
+
+    def read_into(self, target: memoryview) -> None:
+        """Write the body into `target`; see `Incoming.read_into`."""
+        target = target_of(target, self.size)
+        if self._taken:
+            raise ValueError("the body has been read or discarded already")
+        self._taken = True
+        if self._view is None:
+            self._line.receive_into(target, self._deadline)
+            return
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            raise DeadlineExceeded("the time is over")
+        self._line.require_open()
+        if self.size:
+            # numpy lets other threads run meanwhile.
+            np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(self._view, dtype=np.uint8))
+
+    def discard(self) -> None:
+        """Skip it if it has not been read. Blocks."""
+        if not self._taken:
+            self._taken = True
+            if self._view is None:
+                self._line.discard(self.size, self._deadline)
