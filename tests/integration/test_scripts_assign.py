@@ -13,8 +13,9 @@ import torch
 import elastic_ps
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.harness import Job, Numbers, make_mlp, running_job
 from tests.integration.oracle import (
+    Loss,
     MakeOptimizer,
     assert_each_record_once,
     assert_equal_up_to_round_off,
@@ -53,6 +54,20 @@ def permuted() -> torch.nn.Module:
         if parameter.dim() == 2:
             parameter.data = parameter.data.t().contiguous().t()
     return model
+
+
+def assert_trained_and_assigned(
+    job: Job, model: torch.nn.Module, data: Numbers, *, version: int, loss: Loss = mse
+) -> None:
+    """`version` is what `load_another` has done, and each record is in one of the other versions."""
+    commits = job.commits()
+    assert [c["version"] for c in commits if not ranges_of(c)] == [version]
+    assert_each_record_once(commits, records=len(data), epochs=1)
+    assert_equal_up_to_round_off(
+        model,
+        make_mlp(),
+        lambda m: replay(commits, data, m, sgd, job.spec, loss=loss, assigned=load_another),
+    )
 
 
 def load_another(model: torch.nn.Module) -> None:
@@ -127,15 +142,11 @@ def test_all_workers_may_assign_at_the_same_version(tmp_path: Path) -> None:
         for worker in range(2):
             job.start(worker, script)
         job.join()
-        commits, spec = job.commits(), job.spec
+        commits = job.commits()
         outcomes = [(member.worker, member.state) for member in job.status().members]
-    assert [c["version"] for c in commits if not ranges_of(c)] == [11]
     assert [c["worker"] for c in commits[9]["contributions"]] == [0, 1, 2]
     assert sorted(outcomes) == [(worker, "left") for worker in range(3)], "nobody was declared lost"
-    assert_each_record_once(commits, records=400, epochs=1)
-    assert_equal_up_to_round_off(
-        models[2], make_mlp(), lambda m: replay(commits, data, m, sgd, spec, assigned=load_another)
-    )
+    assert_trained_and_assigned(job, models[2], data, version=11)
 
 
 @pytest.mark.parametrize("asks", [True, False])
@@ -205,14 +216,7 @@ def test_the_first_assignment_counts_and_the_batch_in_hand_goes_to_others(tmp_pa
     with running_job(tmp_path) as job:
         job.start(0, script)
         job.join()
-        commits, spec = job.commits(), job.spec
-    assert [c["version"] for c in commits if not ranges_of(c)] == [4]
-    assert_each_record_once(commits, records=64, epochs=1)
-    assert_equal_up_to_round_off(
-        models[0],
-        make_mlp(),
-        lambda m: replay(commits, data, m, sgd, spec, loss=summed, assigned=load_another),
-    )
+    assert_trained_and_assigned(job, models[0], data, version=4, loss=summed)
 
 
 def test_what_others_have_trained_meanwhile_is_replaced_with_a_warning(
@@ -246,13 +250,8 @@ def test_what_others_have_trained_meanwhile_is_replaced_with_a_warning(
     with running_job(tmp_path) as job:
         job.start(0, script)
         job.join()
-        commits, spec = job.commits(), job.spec
-    assert [c["version"] for c in commits if not ranges_of(c)] == [7]
     assert "session.assign replaces version 6. This script has changed the values of version 3" in caplog.text
-    assert_each_record_once(commits, records=64, epochs=1)
-    assert_equal_up_to_round_off(
-        models[0], make_mlp(), lambda m: replay(commits, data, m, sgd, spec, assigned=load_another)
-    )
+    assert_trained_and_assigned(job, models[0], data, version=7)
 
 
 @pytest.mark.parametrize("server", SERVERS)

@@ -16,11 +16,10 @@ from elastic_ps.errors import (
     ConnectionLost,
     DeadlineExceeded,
     ElasticPSError,
-    TransportError,
 )
 from elastic_ps.transport.base import Frame, Incoming, unary
 from elastic_ps.transport.wire import CHUNK
-from tests.integration.transports import LONG, SHORT, World, close, echo, read
+from tests.integration.transports import LONG, SHORT, Reading, World, close, echo, read
 from tests.polling import eventually
 
 
@@ -60,24 +59,19 @@ def test_deadline_while_the_client_reads(world: World) -> None:
 
 
 def test_a_handler_learns_that_its_client_has_gone_when_it_reads(world: World) -> None:
-    entered, left, errors = threading.Event(), threading.Event(), list[Exception]()
+    entered, left, reading = threading.Event(), threading.Event(), Reading()
 
     def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
         entered.set()
         assert left.wait(20)
-        try:
-            read(incoming)
-        except TransportError as error:
-            errors.append(error)
-            raise
-        yield Frame(b"")
+        yield from reading(method, incoming)
 
     call = world.pair(handler).call("push", Frame(b"", memoryview(bytes(64_000_000))), timeout=LONG)
     assert entered.wait(20)
     close(call)
     left.set()
-    eventually(lambda: errors, "the handler learns it")
-    assert isinstance(errors[0], ConnectionLost)
+    eventually(lambda: reading.errors, "the handler learns it")
+    assert isinstance(reading.errors[0], ConnectionLost)
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+from elastic_ps.errors import TransportError
 from elastic_ps.transport import local
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
@@ -78,6 +79,22 @@ def close(answers: Iterator[Incoming]) -> None:
 def echo(method: str, incoming: Incoming) -> Iterator[Frame]:
     """Answer with what came."""
     yield Frame(incoming.header, memoryview(read(incoming)))
+
+
+class Reading:
+    """A handler that reads the body and answers; `errors` has what reading raised."""
+
+    def __init__(self) -> None:
+        self.errors: list[TransportError] = []
+
+    def __call__(self, method: str, incoming: Incoming) -> Iterator[Frame]:
+        """Answer with an empty frame."""
+        try:
+            read(incoming)
+        except TransportError as error:
+            self.errors.append(error)
+            raise
+        yield Frame(b"")
 
 
 class World:
