@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,8 +22,13 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from elastic_ps.env import THREAD_VARIABLES
+from elastic_ps.errors import CannotListen
 
 OUTPUT_LINES = 30
+
+PORTS = range(10_000, 20_000)
+"""What a job's processes listen on. Operating systems take the ports of outgoing connections from higher
+ones, so that no connection takes the port of a process that is about to be started, or started again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +106,26 @@ class Child:
 
 
 def free_addresses(count: int) -> list[str]:
-    """That many different `host:port` of loopback on which nobody listens."""
+    """That many different `host:port` of loopback on which nobody listens.
+
+    Raises:
+        CannotListen: there are fewer.
+    """
+    addresses: list[str] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+        for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+            if len(addresses) == count:
+                break
+            listener = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                listener.bind(("127.0.0.1", port))
+                addresses.append(f"127.0.0.1:{port}")
+    if len(addresses) < count:
+        raise CannotListen(
+            f"a job needs {count} free ports from {PORTS.start} to {PORTS.stop - 1} of 127.0.0.1, but found "
+            f"{len(addresses)}. Stop the processes that hold them"
+        )
+    return addresses
 
 
 def with_threads(variables: Mapping[str, str], *, processes: int) -> dict[str, str]:

@@ -1,0 +1,33 @@
+"""The ports that a job on this machine gets."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from elastic_ps.errors import CannotListen
+from elastic_ps.local import processes
+from elastic_ps.local.processes import PORTS, free_addresses
+
+
+def test_they_differ_and_are_not_those_of_outgoing_connections() -> None:
+    addresses = free_addresses(20)
+    assert len(set(addresses)) == 20
+    assert {int(address.removeprefix("127.0.0.1:")) in PORTS for address in addresses} == {True}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as outgoing,
+    ):
+        assert outgoing.getsockname()[1] not in PORTS
+
+
+def test_what_somebody_listens_on_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    address, other = free_addresses(2)
+    taken = int(address.removeprefix("127.0.0.1:"))
+    monkeypatch.setattr(processes, "PORTS", range(taken, taken + 1))
+    message = f"needs 1 free ports from {taken} to {taken}.* found 0"
+    with socket.create_server(("127.0.0.1", taken)), pytest.raises(CannotListen, match=message):
+        free_addresses(1)
+    assert free_addresses(1) == [address]
+    assert other != address
