@@ -106,6 +106,13 @@ class Plan:
     mode: str
     shards: int
     standbys: bool
+    relayed: bool
+    """Workers reach the parameter server through relays, over gRPC, so that their connections can be reset.
+    Otherwise they use the transport within a host."""
+
+    @property
+    def transport(self) -> str:
+        return "gRPC" if self.relayed else "shared memory"
 
     @property
     def name(self) -> str:
@@ -114,11 +121,12 @@ class Plan:
 
 
 def plans(seed: int) -> Iterator[Plan]:
-    """Every combination in an order that the seed decides, again and again."""
+    """Every combination in an order that the seed decides, again and again; half of the jobs over gRPC."""
     combinations = list(itertools.product(MODES, (1, 2), (False, True)))
     random.Random(seed).shuffle(combinations)
     for number, (mode, shards, standbys) in enumerate(itertools.cycle(combinations)):
-        yield Plan(seed, number, mode, shards, standbys)
+        relayed = (number + number // len(combinations)) % 2 == 0
+        yield Plan(seed, number, mode, shards, standbys, relayed)
 
 
 @dataclass
@@ -179,6 +187,8 @@ class Trouble:
     def _possible(self, kind: Kind) -> bool:
         if kind == "kill-standby":
             return self._plan.standbys
+        if kind == "reset":
+            return self._plan.relayed
         return kind != "rescale" or self._plan.mode != "deterministic"  # where the number is fixed
 
     def go_on(self, now: float, *, quiet: bool) -> None:
@@ -236,7 +246,9 @@ def soak(plan: Plan, directory: Path, *, records: int, seconds: float, every: fl
     job = make_job(plan, records=records, seconds=seconds, results=results)
     wires, began = Wires(), time.monotonic()
     try:
-        options = Options(root=directory / "state", history=history, route=wires.route)
+        options = Options(
+            root=directory / "state", history=history, route=wires.route if plan.relayed else None
+        )
         with Launcher(job, options) as launcher:
             launcher.start()
             trouble = Trouble(launcher, wires, plan, every=every)
@@ -321,8 +333,8 @@ def table(verdicts: Sequence[Verdict], records: int) -> str:
     names = sorted(
         {v.plan.name for v in verdicts}, key=lambda name: [list(MODES).index(name.split(",")[0]), name]
     )
-    for name in [*names, "all"]:
-        rows = [v for v in verdicts if name in ("all", v.plan.name)]
+    for name in [*names, "gRPC", "shared memory", "all"]:
+        rows = [v for v in verdicts if name in ("all", v.plan.transport, v.plan.name)]
         faults: collections.Counter[Kind] = sum((v.faults for v in rows), collections.Counter())
         numbers = [
             len(rows),
@@ -365,7 +377,7 @@ def main() -> int:
         verdicts.append(verdict)
         faults = ", ".join(f"{kind} {count}" for kind, count in sorted(verdict.faults.items()))
         print(
-            f"job {plan.number} ({plan.name}): {'FAILED' if verdict.problems else 'ok'}, "
+            f"job {plan.number} ({plan.name}, {plan.transport}): {'FAILED' if verdict.problems else 'ok'}, "
             f"{verdict.versions} versions, {verdict.terms} terms, {verdict.seconds:.0f} s; {faults}",
             flush=True,
         )

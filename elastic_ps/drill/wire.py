@@ -77,7 +77,8 @@ class Wires:
             whole, ends = self._whole[worker], self._connections[worker]
 
             async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                await _connect(address, reader, writer, whole, ends)
+                with contextlib.suppress(asyncio.CancelledError):  # asyncio would report it as an error
+                    await _connect(address, reader, writer, whole, ends)
 
             started = asyncio.start_server(serve, sock=listening)
             self._servers.append(asyncio.run_coroutine_threadsafe(started, self._loop).result())

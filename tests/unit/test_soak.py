@@ -30,7 +30,13 @@ def trained(steps: int = EPOCHS * RECORDS) -> tuple[Accounts, torch.optim.Optimi
 def judged(tmp_path: Path, accounts: Accounts, versions: int = EPOCHS * RECORDS) -> Verdict:
     saved = tmp_path / "1.pt"
     torch.save(accounts.state_dict(), saved)
-    verdict = Verdict(Plan(0, 0, "sync", 1, False), 1.0, versions, 1, collections.Counter({"kill-ps": 2}))
+    verdict = Verdict(
+        Plan(0, 0, "sync", 1, standbys=False, relayed=True),
+        1.0,
+        versions,
+        1,
+        collections.Counter({"kill-ps": 2}),
+    )
     account(verdict, [saved])
     return verdict
 
