@@ -24,6 +24,7 @@ from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
 from elastic_ps.core.settings import MAX_NORM, Settings
 from elastic_ps.errors import (
     CheckpointError,
+    Fenced,
     InvalidModel,
     NoCheckpoint,
     RefusalCode,
@@ -102,6 +103,9 @@ class Driver:
         """Begin, from the checkpoint `found` if there is one, or from later rounds that the standbys hold.
 
         Blocks while the shards load the checkpoint, and while the storage is unavailable.
+
+        Raises:
+            Fenced: another parameter server has begun a newer term.
         """
         term = self._job.term
         if self._keeper is not None and self._standbys and term > 1:
@@ -312,12 +316,21 @@ class Driver:
         return True
 
     def _restore(self, found: Manifest, term: int) -> None:
-        """Configure all shards from a checkpoint and take its state over."""
+        """Configure all shards from a checkpoint and take its state over.
+
+        Raises:
+            Fenced: a shard obeys a newer term.
+        """
         job = self._job
         settings = Settings.from_json(found.state["settings"])
         layout = self._partition(found.specs, settings)
-        for shard in self._shards:
-            shard.configure(Configuration(layout, found.optimizer, settings, term, found.version))
+        try:
+            for shard in self._shards:
+                shard.configure(Configuration(layout, found.optimizer, settings, term, found.version))
+        except Refused as refusal:
+            if refusal.code is RefusalCode.STALE_TERM:
+                raise Fenced(str(refusal)) from refusal
+            raise
         state = JobState.from_checkpoint(
             found.state,
             term=term,

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
+from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
+from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.coordinator import TICK, Joined
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
-from elastic_ps.server.orders import Advance, Report, Written
+from elastic_ps.server.orders import Advance, Configuration, Report, Written
 from elastic_ps.server.state import Taken
 from elastic_ps.status import Member
 from elastic_ps.telemetry import History
@@ -76,6 +77,22 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+def test_a_parameter_server_that_is_replaced_while_it_starts_is_fenced() -> None:
+    """A shard that it asks late has been configured in a newer term."""
+
+    class Newer(Notes):
+        def configure(self, configuration: Configuration) -> None:
+            raise Refused(RefusalCode.STALE_TERM, "this is an order of term 2; term 3 gives the orders now")
+
+    spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
+    lead = Lead("job", spec, 2, [Notes(), Newer()], keeper=None, history=History(None, ""))
+    tensors = [{"name": "w", "shape": [4], "dtype": "float32", "rule": int(Rule.GRADIENT), "group": 0}]
+    state = {"settings": SETTINGS.to_json()}
+    found = Manifest(job="job", version=1, term=1, tensors=tensors, optimizer="SGD", state=state)
+    with pytest.raises(Fenced, match="term 3 gives the orders now"):
+        lead.start(found)
 
 
 def test_a_worker_that_is_silent_for_its_lease_is_lost_and_one_that_speaks_is_not(clock: Clock) -> None:
