@@ -47,6 +47,8 @@ EXIT_LEFT = 251
 
 PREFIX = "ELASTIC_PS_"
 DEFAULT_PORT = 2222
+DEFAULT_DATA_PORT = DEFAULT_PORT + 1
+"""See `transport.tcp`."""
 DEFAULT_HTTP_PORT = 8080
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -56,6 +58,8 @@ The starter of the processes divides the cores with them, unless a person has se
 
 Role = Literal["ps", "standby", "worker"]
 Resume = Literal["no", "auto", "require"]
+Scheme = Literal["shm", "tcp", "grpc"]
+"""Transports that an address may name; see `transport.ways`."""
 
 JOB_LABEL, ROLE_LABEL, INDEX_LABEL = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/index"
 """On a cluster, on every pod of a job: the job's name, the pod's role, and its index."""
@@ -73,7 +77,8 @@ class ProcessEnvironment:
         spec: the job's spec as it was when the process was started.
         role: `ps`, `standby` (follows the PS of a shard) or `worker`.
         index: the shard's or the worker's index, from 0.
-        addresses: `host:port` of every shard, in order of shard; shard 0 first.
+        addresses: `host:port` of every shard, in order of shard; shard 0 first. Here and below a scheme may
+            stand before it; see `transport.ways`.
         standbys: `host:port` of every shard's standby, in order of shard; empty if there are none.
         bind: `host:port` that a PS or standby listens on.
         http: `host:port` on which a PS or standby serves /status, /healthz and /metrics.

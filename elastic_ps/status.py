@@ -95,6 +95,11 @@ class Member(CamelModel):
     incarnation: int
     pid: int
     host: str
+    transport: str = Field(
+        default="",
+        description="How this worker's calls came when it joined: shm (on one host, with bodies in shared "
+        "memory), tcp or grpc.",
+    )
     state: Literal["joining", "idle", "training", "left", "lost", "hung"]
     reason: str = Field(default="", description="Why the worker was declared lost or hung, in words.")
     gone_seconds: float | None = Field(

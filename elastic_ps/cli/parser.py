@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
 
 from elastic_ps.drill.faults import DESCRIPTIONS, KINDS, Kind
+from elastic_ps.env import Scheme
 
 DESCRIPTION = """\
 Train a PyTorch model with a parameter server and workers that come and go.
@@ -131,6 +133,11 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     run.add_argument(
         "--resume", type=Path, metavar="DIR", help="continue from the newest complete checkpoint in DIR"
+    )
+    run.add_argument(
+        "--transport",
+        choices=get_args(Scheme),
+        help="how the processes talk to each other; default: the fastest way that works",
     )
     run.add_argument(
         "--detach", action="store_true", help="run the job in the background, and return as soon as it runs"

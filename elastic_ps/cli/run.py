@@ -34,6 +34,7 @@ def run(parsed: argparse.Namespace, programs: Programs | None) -> int:
         schedule=tuple(sorted(ScaleAt(version, workers) for version, workers in parsed.scale)),
         trace=parsed.trace.resolve() if parsed.trace else None,
         resume=parsed.resume,
+        transport=parsed.transport,
         programs=programs or Programs(),
     )
     with _signals_end_the_process():

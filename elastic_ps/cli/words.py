@@ -106,6 +106,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
     if outcome.record.samples_per_second is not None:
         seconds = duration(outcome.record.training_seconds)
         yield "speed", f"{outcome.record.samples_per_second:,.0f} samples/s over {seconds} of training"
+    if transports := {member.transport for member in server.members} - {""}:
+        yield "transport", ", ".join(sorted(transports))
     name = "workers"
     for member in sorted(server.members, key=lambda each: (each.worker, each.joined_version)):
         yield name, stay(member)

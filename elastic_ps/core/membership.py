@@ -24,6 +24,7 @@ class Stay:
         worker: the worker's index.
         incarnation: the number of this joining.
         pid, host: where the process runs, for reports.
+        transport: how its calls came when it joined, for reports.
         instance: names the process for all time; pid and host come again, in containers above all.
         call: the number of the process's call that began the stay.
         joined_version, left_version: the model's version when it joined, and when it left (None: it is here).
@@ -53,6 +54,7 @@ class Stay:
     last_step: int = -1
     last_begun: int = -1
     instance: str = ""
+    transport: str = ""
     call: int = 0
     late: int = 0
     staleness: int = 0
@@ -105,6 +107,7 @@ class Membership:
         version: int,
         now: float,
         instance: str = "",
+        transport: str = "",
         call: int = 0,
     ) -> Stay:
         """Admit a process as `worker`. A member with that index must have been removed before."""
@@ -112,7 +115,8 @@ class Membership:
             raise ValueError(f"worker {worker} is a member already")
         self.last_incarnation += 1
         expires = now + self.lease.total_seconds()
-        stay = Stay(worker, self.last_incarnation, pid, host, version, expires, instance=instance, call=call)
+        stay = Stay(worker, self.last_incarnation, pid, host, version, expires)
+        stay.instance, stay.transport, stay.call = instance, transport, call
         self.live[worker] = stay
         return stay
 

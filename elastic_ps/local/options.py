@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from elastic_ps.env import Scheme
 from elastic_ps.local.gone import tell_parameter_server
 from elastic_ps.local.plan import ScaleAt, Verdict
 from elastic_ps.local.processes import Programs
@@ -31,6 +32,7 @@ class Options:
         history: directory for the histories that tests check.
         root: where jobs keep their state; None is `env.state_directory()`.
         programs: the command lines of the processes.
+        transport: how the processes talk to each other; None is the fastest way that works.
         route: what stands between workers and parameter servers; None for nothing.
         on_worker_gone: told about worker processes that died; may block, is called on its own thread.
     """
@@ -41,6 +43,7 @@ class Options:
     history: Path | None = None
     root: Path | None = None
     programs: Programs = field(default_factory=Programs)
+    transport: Scheme | None = None
     route: Route | None = None
     on_worker_gone: WorkerGone = tell_parameter_server
 

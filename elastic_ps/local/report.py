@@ -50,6 +50,7 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
             {
                 "id": member.worker,
                 "pid": member.pid,
+                "transport": member.transport,
                 "joined_version": member.joined_version,
                 "left_version": member.left_version,
                 "steps": member.steps,

@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -250,7 +251,8 @@ class Launcher:
         if process.role == "worker" and status not in (0, EXIT_LEFT):
             gone = self.options.on_worker_gone
             instance = self._instances[process.pid]
-            self._notices.submit(gone, self.job.name, self._addresses, process.index, instance)
+            addresses = self._reached_at(self._addresses)
+            self._notices.submit(gone, self.job.name, addresses, process.index, instance)
         if status != 0 and not (process.killed or process.asked):
             last = process.output.splitlines()[-1:] if process.ending != "killed" else []
             words = describe_exit(status)
@@ -336,17 +338,19 @@ class Launcher:
 
     def _environment(self, action: planning.Start) -> ProcessEnvironment:
         shard = action.index if action.role != "worker" else 0
-        standby, route = action.role == "standby", self.options.route
-        routed = action.role == "worker" and route is not None
+        addresses = self._addresses
+        if action.role == "worker" and self.options.route is not None:
+            addresses = self.options.route(action.index, addresses)
+        bind = (self._standbys if action.role == "standby" else self._addresses)[shard]
         return ProcessEnvironment(
             job=self.job.name,
             spec=self.job.spec,
             role=action.role,
             index=action.index,
-            addresses=route(action.index, self._addresses) if routed and route else self._addresses,
-            standbys=self._standbys,
-            bind=(self._standbys if standby else self._addresses)[shard],
-            http=(self._standbys_http if standby else self._http)[shard],
+            addresses=self._reached_at(addresses),
+            standbys=self._reached_at(self._standbys),
+            bind=self._reached_at([bind])[0],
+            http=(self._standbys_http if action.role == "standby" else self._http)[shard],
             checkpoints=self.checkpoints,
             resume=self._resume(action),
             trace=self._trace_directory(),
@@ -355,6 +359,11 @@ class Launcher:
             run=self.run,
             instance=uuid.uuid4().hex,
         )
+
+    def _reached_at(self, addresses: Sequence[str]) -> tuple[str, ...]:
+        """The addresses, with the scheme of the transport that is to be used."""
+        scheme = self.options.transport
+        return tuple(f"{scheme}:{address}" if scheme else address for address in addresses)
 
     def _resume(self, action: planning.Start) -> Resume:
         if self.options.resume is not None:

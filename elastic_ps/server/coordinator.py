@@ -98,6 +98,7 @@ class Coordinator:
         settings: Settings,
         again: bool = False,
         instance: str = "",
+        transport: str = "",
         call: int = 0,
     ) -> Joined | None:
         """Admit a worker; None while another one initialises the model (ask again).
@@ -143,6 +144,7 @@ class Coordinator:
                 version=state.version,
                 now=self.job.clock(),
                 instance=instance,
+                transport=transport,
                 call=call,
             )
             if not state.initialised:
@@ -152,7 +154,8 @@ class Coordinator:
         self._history.record(
             "join", worker=worker, incarnation=stay.incarnation, version=joined.version, term=joined.term
         )
-        logger.info("worker %d (pid %d on %s) joined at version %d", worker, pid, host, joined.version)
+        text = "worker %d (pid %d on %s) joined at version %d; its calls come over %s"
+        logger.info(text, worker, pid, host, joined.version, transport)
         self._driver.drive()
         return joined
 

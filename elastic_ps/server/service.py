@@ -250,6 +250,7 @@ class Service:
             settings=settings_from_message(request.optimizer.groups),
             again=request.again,
             instance=request.instance,
+            transport=incoming.transport,
             call=caller.call,
         )
         if joined is None:

@@ -525,6 +525,7 @@ class JobState:
                 "incarnation",
                 "pid",
                 "host",
+                "transport",
                 "joined_version",
                 "left_version",
                 "steps",

@@ -48,6 +48,10 @@ class Incoming(Protocol):
     def size(self) -> int:
         """Bytes of the body as announced; at most `Limits.body_bytes`."""
 
+    @property
+    def transport(self) -> str:
+        """In which way it came: `shm`, `tcp`, `grpc` or `inproc`."""
+
     def view(self) -> memoryview | None:
         """The body in memory that both sides share, read-only; None if it has to be read with `read_into`.
 

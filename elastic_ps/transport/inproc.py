@@ -223,6 +223,8 @@ class _Call:
 class _Received:
     """A frame as the other side sees it; the body is still in the sender's memory."""
 
+    transport = "inproc"
+
     def __init__(self, call: _Call, frame: Frame, limits: Limits) -> None:
         self._call = call
         self._body = flat(frame.body)

@@ -62,7 +62,11 @@ class Head(NamedTuple):
 
 
 class Line:
-    """A socket and what has been handed over on it. To be used by one thread, but for `hang_up`."""
+    """A socket and what has been handed over on it. To be used by one thread, but for `hang_up`.
+
+    Attributes:
+        transport: see `Incoming.transport`.
+    """
 
     def __init__(self, sock: socket.socket, what: str, *, stall: timedelta | None = None) -> None:
         """Args: what: for messages. stall: how long the other side may be silent in the middle of a frame."""
@@ -72,6 +76,7 @@ class Line:
         self._stall = stall
         self._process = os.getpid()
         self._passes_memory = sock.family == socket.AF_UNIX
+        self.transport = "shm" if self._passes_memory else "tcp"
         self._shown: list[int] = []
         self._seen: dict[int, Mapped] = {}
         self._poll = select.poll()
@@ -114,6 +119,19 @@ class Line:
             for _, happened in self._poll.poll(None if left is None else left * 1000):
                 return happened
 
+    def _wait_in_frame(self, events: int, deadline: float | None) -> None:
+        """Block as `_wait`, but no longer than the other side may be silent."""
+        if self._stall is None:
+            self._wait(events, deadline)
+            return
+        seconds = self._stall.total_seconds()
+        try:
+            self._wait(events, time.monotonic() + seconds)
+        except DeadlineExceeded:
+            verb = "sent" if events == select.POLLIN else "taken"
+            text = f"the client has {verb} nothing for {seconds:g} s in the middle of a frame"
+            raise ConnectionLost(text) from None
+
     def _lost(self, error: OSError | None = None) -> ConnectionLost:
         return ConnectionLost(f"{self._what}: the other side has gone{f' ({error})' if error else ''}")
 
@@ -153,7 +171,7 @@ class Line:
                     if sent < len(head):
                         self.send([head[sent:]], None)
                     break
-                self._wait(select.POLLOUT, None)
+                self._wait_in_frame(select.POLLOUT, None)
         except OSError as error:
             raise self._lost(error) from error
         self._shown = [*self._shown, memory.number][-MEMORIES:]
@@ -162,7 +180,7 @@ class Line:
         """Send everything. Blocks. Raises ConnectionLost, DeadlineExceeded."""
         rest = self.send_some(parts)
         while rest:
-            self._wait(select.POLLOUT, deadline)
+            self._wait_in_frame(select.POLLOUT, deadline)
             rest = self.send_some(rest)
 
     def send_some(self, parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
@@ -207,7 +225,7 @@ class Line:
                 try:
                     received = self._sock.recv_into(target)
                 except BlockingIOError:
-                    self._wait_for_more(deadline)
+                    self._wait_in_frame(select.POLLIN, deadline)
                     continue
                 except OSError as error:
                     raise self._lost(error) from error
@@ -217,18 +235,6 @@ class Line:
         except BaseException:
             self.hang_up()
             raise
-
-    def _wait_for_more(self, deadline: float | None) -> None:
-        """Of a frame that has begun."""
-        if self._stall is None:
-            self._wait(select.POLLIN, deadline)
-            return
-        seconds = self._stall.total_seconds()
-        try:
-            self._wait(select.POLLIN, time.monotonic() + seconds)
-        except DeadlineExceeded:
-            text = f"the client has sent nothing for {seconds:g} s in the middle of a frame"
-            raise ConnectionLost(text) from None
 
     def receive(self, size: int, deadline: float | None) -> bytes:
         """The next `size` bytes. Blocks."""
@@ -312,7 +318,7 @@ class Received:
 
     Attributes:
         method: what is called; "" in an answer.
-        header, size: see `Incoming`.
+        header, size, transport: see `Incoming`.
     """
 
     def __init__(
@@ -325,6 +331,7 @@ class Received:
         deadline: float | None,
     ) -> None:
         self.method, self.header, self.size = method, header, size
+        self.transport = line.transport
         self._line, self._view, self._deadline = line, view, deadline
         self._taken = False
 

@@ -28,7 +28,7 @@ GREETING = b"elastic-ps/1\n"
 """What a client says first, so that a stranger is told apart."""
 
 STALL = timedelta(seconds=5)
-"""A client that sends nothing for this long, in the middle of a frame that a server reads, is cut off."""
+"""A client that sends or takes nothing for this long, in the middle of a frame, is cut off by a server."""
 
 JOIN = timedelta(seconds=10)
 """How long `close` waits for threads that nothing should hold up."""
@@ -46,8 +46,9 @@ class StreamServer(Server):
         listener: bound and listening; closed by `close`.
         address: what clients connect to.
         limits: what is accepted from clients; `limits` may be replaced later.
-        stall: how long a client may send nothing in the middle of a frame.
+        stall: how long a client may send or take nothing in the middle of a frame.
         admit: whether to talk to who has connected.
+        hello: what is said first on each socket.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class StreamServer(Server):
         limits: Limits | None = None,
         stall: timedelta = STALL,
         admit: Callable[[socket.socket], bool] = lambda _: True,
+        hello: bytes = b"",
     ) -> None:
         self.limits = limits or Limits()
         self._listener, self._address = listener, address
-        self._stall, self._admit = stall, admit
+        self._stall, self._admit, self._hello = stall, admit, hello
         self._handler: Handler | None = None
         self._accepting: threading.Thread | None = None
         self._changed = threading.Condition()
@@ -134,6 +136,7 @@ class StreamServer(Server):
     def _answer_all(self, line: Line) -> None:
         """Answer one call after the other until the client goes."""
         try:
+            line.send([self._hello], None)
             if line.receive(len(GREETING), None) == GREETING:
                 while self._answer_one(line):
                     pass

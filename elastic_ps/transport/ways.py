@@ -1,4 +1,15 @@
-"""Which transport leads to an address: the one within this host if it is there, gRPC otherwise."""
+"""Which transport leads to an address.
+
+An address is `host:port`. A server there is reached by the transport within this host, if it is there; else
+by its data port (`transport.tcp`), if it can be reached; else by gRPC. A scheme before the address, as in
+`grpc:10.0.0.7:2222`, names one of them, and no other is tried:
+
+| scheme | transport |
+| --- | --- |
+| `shm` | within this host, with bodies in shared memory |
+| `tcp` | a connection of our own; the port is the data port itself |
+| `grpc` | gRPC |
+"""
 
 from __future__ import annotations
 
@@ -6,91 +17,151 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import get_args
 
-from elastic_ps.errors import CannotListen, ConnectionLost
-from elastic_ps.transport import local
+from elastic_ps.env import Scheme
+from elastic_ps.errors import CannotListen, ConnectionLost, UsageError
+from elastic_ps.transport import local, tcp
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
 
 logger = logging.getLogger(__name__)
 
 LOOK = 1.0
-"""Seconds until a port of this host has answered that somebody listens, or that nobody does."""
+"""Seconds until a port has answered that somebody listens, or that nobody does."""
+
+
+def parse(address: str) -> tuple[str, str]:
+    """The scheme of an address, "" if it has none, and `host:port`.
+
+    Raises:
+        UsageError: there is no such scheme, or the rest is not `host:port`.
+    """
+    scheme, _, place = address.partition(":")
+    if place.count(":") == 0 or "[" in scheme:
+        scheme, place = "", address
+    host, _, port = place.rpartition(":")
+    if scheme not in ("", *get_args(Scheme)) or not host or not port.isdigit() or int(port) > 65_535:
+        raise UsageError(
+            f"{address!r} is not an address. Expected host:port, or one of "
+            f"{', '.join(get_args(Scheme))} before it, as in tcp:10.0.0.7:2222"
+        )
+    return scheme, place
 
 
 def listen(bind: str) -> Server:
-    """A server on `bind`, `host:port`, that clients reach in every way there is. Port 0 picks one.
+    """A server on `bind` that clients reach in every way there is, or in the way that its scheme names.
+
+    On an address of this host alone there is no data port: everybody who reaches it reaches the transport
+    within the host. Port 0 picks one.
 
     Raises:
         CannotListen: the port is taken, or the host is not an address of this machine.
+        UsageError: see `parse`.
     """
+    scheme, place = parse(bind)
+    if scheme == "tcp":
+        return tcp.TcpServer(place)
+    if scheme == "shm":
+        return local.LocalServer(place)
     from elastic_ps.transport.grpc import GrpcServer  # takes long to import, and not every process needs it
 
-    # Before the port, if it is known: a client that finds the port alone would use it for good.
-    near = None if bind.endswith(":0") else _listen_near(bind)
+    if scheme == "grpc":
+        return GrpcServer(place)
+    # Before the port, if it is known: a client that finds the port alone would go on with gRPC.
+    faster = [] if place.endswith(":0") else _listen_faster(place, place)
     try:
-        remote = GrpcServer(bind)
+        server = GrpcServer(place)
     except BaseException:
-        if near is not None:
-            near.close()
+        for each in faster:
+            each.close()
         raise
-    near = near or _listen_near(remote.address)
-    return _Everywhere(remote, near) if near is not None else remote
+    return _Everywhere(server, faster or _listen_faster(place, server.address))
 
 
-def _listen_near(address: str) -> Server | None:
-    try:
-        return local.LocalServer(address)
-    except CannotListen as error:
-        logger.info("%s; everybody is served over TCP", error)
-        return None
+def _listen_faster(bind: str, address: str) -> list[Server]:
+    """Servers of the faster ways; what is not possible is left out."""
+    ways: list[Callable[[], Server]] = []
+    if local.name_of(address):
+        ways.append(lambda: local.LocalServer(address))
+    host, _ = tcp.split(bind)
+    if not (host in ("localhost", "::1") or host.startswith("127.")):
+        ways.append(lambda: tcp.TcpServer(tcp.data_address(bind), known=address))
+    servers = []
+    for way in ways:
+        try:
+            servers.append(way())
+        except CannotListen as error:
+            logger.info("%s; gRPC is used instead", error)
+    return servers
 
 
 class _Everywhere(Server):
-    """Two servers as one. Thread-safe."""
+    """Several servers as one: gRPC's, and those of faster ways. Thread-safe."""
 
-    def __init__(self, remote: Server, near: Server) -> None:
-        self._remote, self._near = remote, near
+    def __init__(self, server: Server, faster: Sequence[Server]) -> None:
+        self._server, self._faster = server, faster
 
     @property
     def address(self) -> str:
-        return self._remote.address
+        return self._server.address
 
     def serve(self, handler: Handler) -> None:
-        self._near.serve(handler)
-        self._remote.serve(handler)
+        for each in (*self._faster, self._server):
+            each.serve(handler)
 
     def close(self, grace: timedelta = timedelta(0)) -> None:
-        near = threading.Thread(target=self._near.close, args=(grace,), name="close local")
-        near.start()
-        self._remote.close(grace)
-        near.join()
+        closing = [threading.Thread(target=each.close, args=(grace,)) for each in self._faster]
+        for thread in closing:
+            thread.start()
+        self._server.close(grace)
+        for thread in closing:
+            thread.join()
 
 
 def connect(address: str, *, limits: Limits | None = None) -> Connection:
-    """A connection to the server at `address`, `host:port`. Nothing is sent before the first call."""
-    return _Nearest(address, limits) if local.name_of(address) else _grpc(address, limits)
+    """A connection to the server at `address`. Nothing is sent before the first call.
+
+    Raises:
+        UsageError: see `parse`.
+    """
+    scheme, place = parse(address)
+    return _make(scheme, place, limits) if scheme else _Fastest(place, limits)
 
 
-def _grpc(address: str, limits: Limits | None) -> Connection:
+def _make(scheme: str, place: str, limits: Limits | None) -> Connection:
+    if scheme == "shm":
+        return local.connect(place, limits=limits)
+    if scheme == "tcp":
+        return tcp.connect(place, limits=limits)
     from elastic_ps.transport.grpc import GrpcConnection
 
-    return GrpcConnection(address, limits=limits)
+    return GrpcConnection(place, limits=limits)
 
 
-class _Nearest(Connection):
-    """Calls to a server of this host; the way that leads there first is kept. Thread-safe."""
+class _Fastest(Connection):
+    """Calls in the fastest way that leads there, which is looked for again when the server was lost.
+
+    Thread-safe.
+    """
 
     def __init__(self, address: str, limits: Limits | None) -> None:
         self._address, self._limits = address, limits
         self._lock = threading.Lock()
+        self._made: dict[str, Connection] = {}
         self._way: Connection | None = None
         self._closed = False
 
     def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
         """See `Connection.call`."""
-        return (self._way or self._find(method)).call(method, frame, timeout=timeout)
+        way = self._way or self._find(method)
+        try:
+            return _Watched(way.call(method, frame, timeout=timeout), partial(self._forget, way))
+        except ConnectionLost:
+            self._forget(way)
+            raise
 
     def _find(self, method: str) -> Connection:
         with self._lock:
@@ -100,25 +171,63 @@ class _Nearest(Connection):
                 self._way = self._near() or self._far(method)
             return self._way
 
+    def _forget(self, way: Connection) -> None:
+        """The server was lost on this way, or never there. Other calls may still be under way there."""
+        with self._lock:
+            if self._way is way:
+                self._way = None
+
     def _near(self) -> Connection | None:
         with contextlib.suppress(OSError):
             local.dial(self._address).close()
-            return local.connect(self._address, limits=self._limits)
+            return self._keep("shm", lambda: local.connect(self._address, limits=self._limits))
         return None
 
     def _far(self, method: str) -> Connection:
-        """gRPC, if anybody listens; a server that is not up yet may still be found within this host."""
-        host, _, port = self._address.rpartition(":")
+        """By the data port, or gRPC; a server that is not up yet may still be found in a faster way."""
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=LOOK).close()
+            socket.create_connection(tcp.split(self._address), timeout=LOOK).close()
         except OSError as error:
             raise ConnectionLost(f"{method} at {self._address}: nobody serves there ({error})") from error
-        return _grpc(self._address, self._limits)
+        data = tcp.data_address(self._address)
+        try:
+            tcp.dial(data, known=self._address).close()
+        except OSError as error:
+            if "grpc" not in self._made:
+                logger.info("%s is reached over gRPC, because not at its data port: %s", self._address, error)
+            return self._keep("grpc", lambda: _make("grpc", self._address, self._limits))
+        return self._keep("tcp", lambda: tcp.connect(data, known=self._address, limits=self._limits))
+
+    def _keep(self, scheme: str, make: Callable[[], Connection]) -> Connection:
+        if scheme not in self._made:
+            self._made[scheme] = make()
+        return self._made[scheme]
 
     def close(self) -> None:
         """See `Connection.close`."""
         with self._lock:
             self._closed = True
-            way = self._way
-        if way is not None:
-            way.close()
+            made = list(self._made.values())
+        for each in made:
+            each.close()
+
+
+class _Watched(Iterator[Incoming]):
+    """The answers to a call; it tells if the server was lost.
+
+    No generator: when one is dropped, it closes the answers, also in a forked child that may not touch them.
+    """
+
+    def __init__(self, answers: Iterator[Incoming], lost: Callable[[], None]) -> None:
+        self._answers, self._lost = answers, lost
+
+    def __next__(self) -> Incoming:
+        try:
+            return next(self._answers)
+        except ConnectionLost:
+            self._lost()
+            raise
+
+    def close(self) -> None:
+        """Cancel the call."""
+        self._answers.close()  # type: ignore[attr-defined]  # as those of every transport

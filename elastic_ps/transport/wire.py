@@ -114,8 +114,10 @@ class ReceivedFrame:
 
     Attributes:
         method: what is called; "" in an answer.
-        header, size: see `Incoming`.
+        header, size, transport: see `Incoming`.
     """
+
+    transport = "grpc"
 
     def __init__(
         self,

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from elastic_operator import names
-from elastic_ps.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, THREAD_VARIABLES, ProcessEnvironment, Role
+from elastic_ps.env import (
+    DEFAULT_DATA_PORT,
+    DEFAULT_HTTP_PORT,
+    DEFAULT_PORT,
+    THREAD_VARIABLES,
+    ProcessEnvironment,
+    Role,
+)
 from elastic_ps.job import API_VERSION, KIND, TrainingJobSpec
 
 Manifest: TypeAlias = dict[str, Any]
@@ -106,6 +113,7 @@ def service(job: Mapping[str, Any], spec: TrainingJobSpec, shard: int, role: Rol
             "publishNotReadyAddresses": True,
             "ports": [
                 {"name": "grpc", "port": DEFAULT_PORT, "targetPort": DEFAULT_PORT},
+                {"name": "data", "port": DEFAULT_DATA_PORT, "targetPort": DEFAULT_DATA_PORT},
                 {"name": "http", "port": DEFAULT_HTTP_PORT, "targetPort": DEFAULT_HTTP_PORT},
             ],
         },
@@ -349,6 +357,7 @@ def _server_probes() -> Manifest:
     return {
         "ports": [
             {"name": "grpc", "containerPort": DEFAULT_PORT},
+            {"name": "data", "containerPort": DEFAULT_DATA_PORT},
             {"name": "http", "containerPort": DEFAULT_HTTP_PORT},
         ],
         "startupProbe": get("/healthz", periodSeconds=2, failureThreshold=150, timeoutSeconds=2),

@@ -29,6 +29,7 @@ from elastic_ps.drill.faults import Kind, schedule
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.runner import Drill, Injection, run
+from elastic_ps.env import Scheme
 from elastic_ps.errors import CheckpointError, ElasticPSError, Fenced, Refused
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
@@ -68,7 +69,14 @@ def job(
     return parse_job({**document, "metadata": {"name": name}, "spec": spec}, source="test")
 
 
-def drill(directory: Path, kinds: list[Kind], *, seed: int, **fields: Mapping[str, Any]) -> Drill:
+def drill(
+    directory: Path,
+    kinds: list[Kind],
+    *,
+    seed: int,
+    transport: Scheme | None = None,
+    **fields: Mapping[str, Any],
+) -> Drill:
     """Train with these faults, a job with these fields; fails with the command that repeats it."""
     faults = [replace(fault, at=EARLY * fault.at) for fault in schedule(seed, kinds, workers=2)]
     history, told = directory / "history", list[str]()
@@ -78,7 +86,8 @@ def drill(directory: Path, kinds: list[Kind], *, seed: int, **fields: Mapping[st
         if len(told) == len(faults):
             (directory / "hurry").touch()
 
-    wanted, options = job("faults", directory, **fields), Options(root=directory)
+    wanted = job("faults", directory, **fields)
+    options = Options(root=directory, transport=transport)
     result = run(wanted, faults, options=options, history=history, tell=tell, limit=LIMIT)
     test = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
     lines = [f"again: python -m pytest '{test}'", *map(str, result.injections), *map(str, result.violations)]
@@ -93,12 +102,12 @@ def injected(result: Drill, kind: Kind) -> Injection:
     return next(each for each in result.injections if each.fault.kind == kind)
 
 
-@pytest.fixture(scope="module", params=[1], ids=lambda seed: f"seed{seed}")
+@pytest.fixture(scope="module", params=["grpc", "tcp"])
 def unharmed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drill:
     """A job whose parameter server lives on, whatever happens to workers and disk."""
     directory = tmp_path_factory.mktemp("workers")
     kinds: list[Kind] = ["kill-worker", "freeze-worker", "cut", "reset", "stop-worker", "fill-disk"]
-    return drill(directory, kinds, seed=request.param)
+    return drill(directory, kinds, seed=1, transport=request.param)
 
 
 @pytest.mark.parametrize("kind", ["kill-worker", "freeze-worker", "cut", "reset", "stop-worker"])
@@ -115,10 +124,11 @@ def test_the_disk_is_full(unharmed: Drill) -> None:
     assert "No space left" in fault.detail
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_the_parameter_server_is_killed_frozen_and_taken_over_from(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_the_parameter_server_is_killed_frozen_and_taken_over_from(tmp_path: Path, transport: Scheme) -> None:
     """Also with a broken checkpoint. Of the five starts, that of the rival commits nothing."""
-    result = drill(tmp_path, ["kill-ps", "corrupt-checkpoint", "freeze-ps", "rival-ps"], seed=seed)
+    kinds: list[Kind] = ["kill-ps", "corrupt-checkpoint", "freeze-ps", "rival-ps"]
+    result = drill(tmp_path, kinds, seed=1, transport=transport)
     assert [each.state for each in result.injections] == ["recovered"] * 4
     histories = read(tmp_path / "history")
     terms = [1, 2, 3, 4, 5]
@@ -129,22 +139,21 @@ def test_the_parameter_server_is_killed_frozen_and_taken_over_from(tmp_path: Pat
     assert result.result.failures == 0
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(
+    tmp_path: Path, transport: Scheme
+) -> None:
     server = {"replicas": 2, "durability": "standby", "checkpoint": {"interval": "1h"}}
-    result = drill(tmp_path, ["kill-ps", "kill-standby"], seed=seed, server=server)
+    result = drill(tmp_path, ["kill-ps", "kill-standby"], seed=1, server=server, transport=transport)
     assert [each.state for each in result.injections] == ["recovered"] * 2
     assert [each.redone for each in result.injections] == [0] * 2
     assert len(read(tmp_path / "history").restored) == 1
     assert result.result.failures == 0
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_workers_and_the_parameter_server_are_killed_with_bounded_staleness(
-    tmp_path: Path, seed: int
-) -> None:
+def test_workers_and_the_parameter_server_are_killed_with_bounded_staleness(tmp_path: Path) -> None:
     consistency = {"mode": "bounded", "maxStaleness": 3}
-    result = drill(tmp_path, ["kill-worker", "kill-ps"], seed=seed, consistency=consistency)
+    result = drill(tmp_path, ["kill-worker", "kill-ps"], seed=1, consistency=consistency)
     assert [each.state for each in result.injections] == ["recovered"] * 2
     assert result.result.failures == 0
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 from elastic_ps.errors import TransportError
-from elastic_ps.transport import local
+from elastic_ps.transport import local, tcp
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocConnection, InprocServer
 from elastic_ps.transport.local import LocalServer
+from elastic_ps.transport.tcp import TcpServer
 
 _NUMBERS = itertools.count(os.getpid() * 1000)
 """They need not be ports."""
@@ -60,8 +61,20 @@ class LocalTransport:
         return local.connect(server.address, limits=limits)
 
 
-Transport = GrpcTransport | InprocTransport | LocalTransport
-TRANSPORTS: list[Callable[[], Transport]] = [GrpcTransport, InprocTransport, LocalTransport]
+class TcpTransport:
+    """Makes servers and connections of the transport between hosts."""
+
+    def listen(self, *, again: Server | None = None, limits: Limits | None = None) -> Server:
+        """See `GrpcTransport.listen`."""
+        return TcpServer(again.address if again else "127.0.0.1:0", limits=limits)
+
+    def connect(self, server: Server, *, limits: Limits | None = None) -> Connection:
+        """A connection to `server`."""
+        return tcp.connect(server.address, limits=limits)
+
+
+Transport = GrpcTransport | InprocTransport | LocalTransport | TcpTransport
+TRANSPORTS: list[Callable[[], Transport]] = [GrpcTransport, InprocTransport, LocalTransport, TcpTransport]
 
 
 def read(incoming: Incoming) -> bytes:

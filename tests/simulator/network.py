@@ -314,6 +314,8 @@ def _slowly(body: memoryview) -> bytes:
 class _Received:
     """A frame as the receiver has it."""
 
+    transport = "simulated"
+
     def __init__(self, call: _Call, frame: Frame) -> None:
         self._call, self.header, self._body = call, bytes(frame.header), frame.body
         self._read = False

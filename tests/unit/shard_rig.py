@@ -28,6 +28,7 @@ class Body:
     """A frame's body. With `gate`, half of it arrives, then the rest when the gate opens."""
 
     header = b""
+    transport = "test"
 
     def __init__(
         self, values: torch.Tensor, *, gate: threading.Event | None = None, cut_off: bool = False

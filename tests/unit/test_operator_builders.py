@@ -162,5 +162,6 @@ def test_a_server_has_an_address_before_it_is_ready() -> None:
     assert made["spec"]["publishNotReadyAddresses"] is True
     assert {port["name"]: (port["port"], port["targetPort"]) for port in made["spec"]["ports"]} == {
         "grpc": (2222, 2222),
+        "data": (2223, 2223),
         "http": (8080, 8080),
     }

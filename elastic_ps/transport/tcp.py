@@ -1,0 +1,131 @@
+"""The transport between hosts for bodies: `transport.stream` over TCP.
+
+A body is sent from where backward has put it, and received where it is used; the kernel makes the only
+copies. A server that clients reach over gRPC at a port answers the same calls on the next port, its *data
+port*. A client that cannot connect to that port, because a firewall or a Service does not let it through,
+uses gRPC. The server speaks first, and says whose data port it is, so that a stranger is not taken for it.
+
+A host that vanished without closing its connections is noticed after `GONE`. Connections are not encrypted
+and not authenticated: they are meant for a cluster's own network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from datetime import timedelta
+
+from elastic_ps.errors import CannotListen
+from elastic_ps.transport.base import Limits
+from elastic_ps.transport.stream import STALL, StreamConnection, StreamServer
+
+BACKLOG = 512
+
+CONNECT = timedelta(seconds=1)
+"""How long a client waits for a data port. What does not answer by then is taken for blocked."""
+
+PROBE = timedelta(seconds=10)
+"""A connection on which nothing has happened for so long is probed."""
+
+GONE = timedelta(seconds=30)
+"""A host that does not answer for so long, to probes or to what was sent, is gone."""
+
+_PROBES = 4
+
+_HELLO = b"elastic-ps/1 %05d\n"
+"""What a server says first: the port that its clients know."""
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host, without brackets, and port of `host:port`."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def data_address(address: str) -> str:
+    """The address of the data port of the server whose gRPC port is at `address`."""
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) + 1}"
+
+
+class TcpServer(StreamServer):
+    """Listens on a TCP port. Thread-safe."""
+
+    def __init__(
+        self, bind: str, *, known: str = "", limits: Limits | None = None, stall: timedelta = STALL
+    ) -> None:
+        """Listen on `bind`, `host:port`; port 0 picks one.
+
+        Args:
+            known: the address that clients know, if this is its data port. Default: `bind`.
+            limits: what is accepted from clients; `limits` may be replaced later.
+            stall: how long a client may send or take nothing in the middle of a frame.
+
+        Raises:
+            CannotListen: the port is taken, or the host is not an address of this machine.
+        """
+        host, port = split(bind)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        except (OSError, OverflowError) as error:
+            raise CannotListen(f"cannot listen on {bind}: {error}") from error
+        _, at, *_ = listener.getsockname()
+        here = f"{'127.0.0.1' if host in ('', '0.0.0.0') else host}:{at}"
+        _, number = split(known or here)
+        super().__init__(listener, here, limits=limits, stall=stall, admit=_admit, hello=_HELLO % number)
+
+
+def _admit(sock: socket.socket) -> bool:
+    with contextlib.suppress(OSError):  # the client has gone already
+        _prepare(sock)
+        return True
+    return False
+
+
+def _prepare(sock: socket.socket) -> None:
+    """Send at once what is to be sent, and notice a host that is gone."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    seconds = int((GONE - PROBE).total_seconds()) // _PROBES
+    for name, value in (
+        ("TCP_KEEPIDLE", int(PROBE.total_seconds())),
+        ("TCP_KEEPINTVL", seconds),
+        ("TCP_KEEPCNT", _PROBES),
+        ("TCP_USER_TIMEOUT", int(GONE.total_seconds() * 1000)),
+    ):
+        if option := getattr(socket, name, None):  # not every system has all of them
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def dial(address: str, *, known: str = "") -> socket.socket:
+    """A socket that is connected to the `TcpServer` at `address`, `host:port`. Blocks for `CONNECT` at most,
+    and while the host's name is looked up.
+
+    Args:
+        known: the address of which this must be the data port. Default: any server will do, since a relay,
+            or a port that is forwarded, has another number.
+
+    Raises:
+        OSError: nobody answers, or it is another server.
+    """
+    expected = _HELLO % split(known)[1] if known else _HELLO % 0
+    with contextlib.ExitStack() as stack:
+        sock = socket.create_connection(split(address), timeout=CONNECT.total_seconds())
+        stack.callback(sock.close)
+        _prepare(sock)
+        said = b""
+        while len(said) < len(expected):
+            received = sock.recv(len(expected) - len(said))
+            if not received:
+                raise ConnectionRefusedError(f"{address} hung up")
+            said += received
+        if said != expected and (known or not said.startswith(expected.partition(b" ")[0])):
+            raise ConnectionRefusedError(f"{address} is not the data port of {known or 'a parameter server'}")
+        stack.pop_all()
+    return sock
+
+
+def connect(address: str, *, known: str = "", limits: Limits | None = None) -> StreamConnection:
+    """Calls to the `TcpServer` at `address`. Nothing is sent before the first one."""
+    return StreamConnection(lambda: dial(address, known=known), address, limits=limits)

@@ -1,0 +1,291 @@
+"""Which transport leads to an address, and what happens when the better one does not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ps.drill.wire import Wires
+from elastic_ps.errors import ConnectionLost, UsageError
+from elastic_ps.local.processes import free_addresses
+from elastic_ps.transport import line, stream, tcp, ways
+from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
+from elastic_ps.transport.grpc import GrpcServer
+from elastic_ps.transport.tcp import TcpServer, data_address
+from tests.integration.transports import LONG, Reading
+
+
+def name_the_way(method: str, incoming: Incoming) -> Iterator[Frame]:
+    """Answer with how the call came."""
+    yield Frame(incoming.transport.encode())
+
+
+def way_to(connection: Connection) -> str:
+    return unary(connection, "ask", b"", timeout=LONG).decode()
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address that is free, on what counts as another host; its data port is free, too."""
+    monkeypatch.setattr("elastic_ps.transport.local.name_of", lambda _: None)
+    while True:
+        (address,) = free_addresses(1)
+        with contextlib.suppress(OSError), socket.create_server(tcp.split(data_address(address))):
+            return address
+
+
+@contextlib.contextmanager
+def serving(server: Server) -> Iterator[Server]:
+    server.serve(name_the_way)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def everywhere(address: str) -> contextlib.AbstractContextManager[Server]:
+    """A server on all addresses of this host, as in a pod."""
+    return serving(ways.listen(f"0.0.0.0:{tcp.split(address)[1]}"))
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp", "grpc"])
+def test_a_scheme_names_the_way(scheme: str) -> None:
+    (address,) = free_addresses(1)
+    with (
+        serving(ways.listen(f"{scheme}:{address}")),
+        contextlib.closing(ways.connect(f"{scheme}:{address}")) as connection,
+    ):
+        assert way_to(connection) == scheme
+        for other in {"shm", "tcp", "grpc"} - {scheme}:
+            with (
+                contextlib.closing(ways.connect(f"{other}:{address}")) as wrong,
+                pytest.raises(ConnectionLost),
+            ):
+                way_to(wrong)
+
+
+def test_a_data_port_that_is_named_may_be_behind_a_relay() -> None:
+    """Which has another port, so that the server's own number says nothing."""
+    with contextlib.closing(Wires()) as wires, serving(TcpServer("127.0.0.1:0")) as server:
+        (relay,) = wires.route(0, [server.address])
+        with contextlib.closing(ways.connect(f"tcp:{relay}")) as connection:
+            assert way_to(connection) == "tcp"
+
+
+@pytest.mark.parametrize(
+    ("address", "parsed"),
+    [
+        ("127.0.0.1:1", ("", "127.0.0.1:1")),
+        ("[::1]:2", ("", "[::1]:2")),
+        ("digits-ps-0:2222", ("", "digits-ps-0:2222")),
+        ("tcp:digits-ps-0:2222", ("tcp", "digits-ps-0:2222")),
+        ("grpc:[::1]:2", ("grpc", "[::1]:2")),
+    ],
+)
+def test_an_address_may_have_a_scheme(address: str, parsed: tuple[str, str]) -> None:
+    assert ways.parse(address) == parsed
+
+
+@pytest.mark.parametrize("address", ["", "host", "rdma:host:1", "tcp:host:", "host:70000", "host:one", ":1"])
+def test_an_address_that_is_none_is_refused_in_words(address: str) -> None:
+    for made in (ways.connect, ways.listen):
+        with pytest.raises(UsageError, match=r"is not an address\. Expected host:port, or one of shm, tcp"):
+            made(address)
+
+
+def test_another_host_is_reached_at_its_data_port(far: str) -> None:
+    with everywhere(far), contextlib.closing(ways.connect(far)) as connection:
+        assert way_to(connection) == "tcp"
+
+
+def silent(sock: socket.socket) -> None:
+    """A port that accepts, and says nothing."""
+
+
+def wrong(sock: socket.socket) -> None:
+    """The data port of another server."""
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with sock.accept()[0] as client:
+                    client.sendall(b"elastic-ps/1 00001\n")
+
+    threading.Thread(target=accept, daemon=True).start()
+
+
+@pytest.mark.parametrize("stranger", [silent, wrong, None])
+def test_without_the_data_port_grpc_is_used_and_the_log_says_so(
+    far: str, stranger: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "elastic_ps")
+    with contextlib.ExitStack() as stack:
+        if stranger is not None:
+            sock = stack.enter_context(socket.create_server(tcp.split(data_address(far))))
+            stranger(sock)
+            stack.callback(sock.shutdown, socket.SHUT_RDWR)
+            stack.enter_context(everywhere(far))
+            assert f"cannot listen on 0.0.0.0:{tcp.split(data_address(far))[1]}" in caplog.text
+        else:
+            stack.enter_context(serving(GrpcServer(far)))
+        connection = stack.enter_context(contextlib.closing(ways.connect(far)))
+        assert [way_to(connection) for _ in range(3)] == ["grpc"] * 3
+    said = [r.getMessage() for r in caplog.records if "is reached over gRPC" in r.getMessage()]
+    assert len(said) == 1
+    assert f"{far} is reached over gRPC, because not at its data port: " in said[0]
+
+
+def test_a_server_that_comes_back_is_reached_at_its_data_port_again(far: str) -> None:
+    with contextlib.closing(ways.connect(far)) as connection:
+        for _ in range(2):
+            with pytest.raises(ConnectionLost, match="nobody serves there"):
+                way_to(connection)
+            with everywhere(far):
+                assert way_to(connection) == "tcp"
+            with pytest.raises(ConnectionLost):
+                way_to(connection)
+
+
+def test_a_server_that_comes_back_without_its_data_port_is_reached_over_grpc(far: str) -> None:
+    with contextlib.closing(ways.connect(far)) as connection:
+        with everywhere(far):
+            assert way_to(connection) == "tcp"
+        with serving(GrpcServer(far)):
+            with pytest.raises(ConnectionLost):
+                way_to(connection)
+            assert way_to(connection) == "grpc"
+        with everywhere(far):
+            with contextlib.suppress(ConnectionLost):  # gRPC may have found it again
+                way_to(connection)
+            assert way_to(connection) in ("tcp", "grpc")
+
+
+def test_a_client_that_stops_in_the_middle_of_a_body_is_cut_off() -> None:
+    reading = Reading()
+    server = TcpServer("127.0.0.1:0", stall=timedelta(milliseconds=200))
+    server.serve(reading)
+    head = line.HEAD.pack(line.Kind.CALL, 0, 4, 0, 0, 10, 0)
+    with tcp.dial(server.address) as slow:
+        slow.sendall(stream.GREETING + head + b"push" + b"123")
+        assert slow.recv(100) == b""
+    assert "the client has sent nothing for 0.2 s in the middle of a frame" in str(reading.errors[0])
+    server.close()
+
+
+def test_a_client_that_takes_no_more_of_a_body_is_cut_off() -> None:
+    ended = threading.Event()
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        try:
+            yield Frame(b"", memoryview(bytes(100_000_000)))
+        finally:
+            ended.set()
+
+    server = TcpServer("127.0.0.1:0", stall=timedelta(milliseconds=200))
+    server.serve(handler)
+    with contextlib.closing(tcp.connect(server.address)) as connection:
+        answer = next(connection.call("ask", Frame(b""), timeout=LONG))
+        assert ended.wait(20), "the handler is closed"
+        with pytest.raises(ConnectionLost):
+            answer.read_into(memoryview(bytearray(answer.size)))
+    server.close()
+
+
+HALF_OPEN = """
+import os, subprocess, sys, threading, time
+from datetime import timedelta
+from elastic_ps.errors import ConnectionLost
+from elastic_ps.transport import tcp
+from elastic_ps.transport.base import Frame
+
+def network(state):
+    subprocess.run(["ip", "link", "set", "lo", state], check=True)
+
+sends = sys.argv[1] == "send"
+cancelled = threading.Event()
+
+def handler(method, incoming):
+    try:
+        while True:
+            yield Frame(b"", memoryview(bytes(1000)))
+            time.sleep(0.1 if sends else 1000)
+    finally:
+        cancelled.set()
+
+network("up")
+tcp.PROBE, tcp.GONE = timedelta(seconds=1), timedelta(seconds=5)
+server = tcp.TcpServer("127.0.0.1:0")
+server.serve(handler)
+connection = tcp.connect(server.address)
+answers = connection.call("ask", Frame(b""), timeout=timedelta(seconds=60))
+next(answers)
+network("down")
+try:
+    while True:
+        next(answers)
+except ConnectionLost as error:
+    print("the client notices:", error)
+if sends:
+    assert cancelled.wait(30)
+    print("the server notices")
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("does", ["wait", "send"])
+def test_a_host_that_vanished_is_noticed(does: str) -> None:
+    """Nothing arrives any more, and nobody says so: the network of a namespace of its own is taken down."""
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--net", sys.executable, "-c", HALF_OPEN, does],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    if "Operation not permitted" in done.stderr:
+        pytest.skip("namespaces are not permitted here")
+    noticed = {line.partition(" notices")[0] for line in done.stdout.splitlines()}
+    assert noticed == ({"the client", "the server"} if does == "send" else {"the client"}), done.stderr
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+def test_a_job_may_name_its_transport(tmp_path: Path, transport: str) -> None:
+    """It is named in the summary and in the status of each member."""
+    spec = {
+        "entrypoint": "tests.integration.scripts.steady:main",
+        "arguments": {"records": 200, "widths": [6, 64, 64, 1]},
+        "parameterServer": {"replicas": 2, "bucketBytes": 1024},
+        "worker": {"replicas": 2},
+    }
+    document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "moved"}}
+    (tmp_path / "job.yaml").write_text(json.dumps({**document, "spec": spec}))
+    command = [sys.executable, "-m", "elastic_ps.cli", "run", str(tmp_path / "job.yaml")]
+    done = subprocess.run(
+        [*command, "--transport", transport, "--report", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"transport +{transport}\n", done.stdout), done.stdout
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert (report["phase"], report["records_applied"]) == ("Succeeded", 200)
+    assert {worker["transport"] for worker in report["workers"]} == {transport}
