@@ -20,11 +20,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from benchmarks.recovery import ROOT, torchrun
+from elastic_ps.env import Scheme
 
 LIMIT = 300.0
 LOOK = 0.5
@@ -221,7 +222,7 @@ def server_cpu(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure_parameter_server(case: str) -> Measured:
+def measure_parameter_server(case: str, transport: Scheme | None) -> Measured:
     from elastic_ps.job import parse_job
     from elastic_ps.local import Launcher, Options
     from elastic_ps.local.poller import fetch_status
@@ -238,7 +239,7 @@ def measure_parameter_server(case: str) -> Measured:
         document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
         job = parse_job({**document, "metadata": {"name": "benchmark"}, "spec": spec}, source="benchmark")
         seen: list[tuple[int, float]] = []
-        with Launcher(job, Options(root=Path(name) / "run")) as launcher:
+        with Launcher(job, Options(root=Path(name) / "run", transport=transport)) as launcher:
             launcher.start()
 
             def look() -> None:
@@ -277,6 +278,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the results there, too")
     parser.add_argument("--ours", action="store_true", help="measure elastic-ps alone")
+    parser.add_argument("--transport", choices=get_args(Scheme), help="default: the fastest, within the host")
     parser.add_argument("--ddp", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parsed = parser.parse_args()
@@ -291,7 +293,7 @@ def main() -> None:
     for name in parsed.cases or CASES:
         ours, theirs = [], []
         for _ in range(parsed.rounds):
-            ours.append(measure_parameter_server(name))
+            ours.append(measure_parameter_server(name, parsed.transport))
             theirs.append(Measured(float("nan"), float("nan")) if parsed.ours else measure_ddp(name))
         a, b = median(ours), median(theirs)
         results[name] = {"ours": asdict(a), "ddp": asdict(b), "ratio": a.step / b.step}

@@ -36,7 +36,7 @@ import torch
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.wire import Wires
-from elastic_ps.env import Role
+from elastic_ps.env import Role, Scheme
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
 
@@ -55,6 +55,7 @@ MODES: Mapping[str, dict[str, Any]] = {
     "bounded": {"mode": "bounded", "maxStaleness": 4},
     "deterministic": {"deterministic": True},
 }
+TRANSPORTS: tuple[Scheme, ...] = get_args(Scheme)
 
 Kind: TypeAlias = Literal[
     "kill-worker", "kill-ps", "kill-standby", "freeze-worker", "freeze-ps", "reset", "rescale"
@@ -106,13 +107,12 @@ class Plan:
     mode: str
     shards: int
     standbys: bool
-    relayed: bool
-    """Workers reach the parameter server through relays, over gRPC, so that their connections can be reset.
-    Otherwise they use the transport within a host."""
+    transport: Scheme
 
     @property
-    def transport(self) -> str:
-        return "gRPC" if self.relayed else "shared memory"
+    def relayed(self) -> bool:
+        """Whether workers reach the parameter server through relays, so that connections can be reset."""
+        return self.transport != "shm"
 
     @property
     def name(self) -> str:
@@ -121,12 +121,12 @@ class Plan:
 
 
 def plans(seed: int) -> Iterator[Plan]:
-    """Every combination in an order that the seed decides, again and again; half of the jobs over gRPC."""
+    """Every combination in an order that the seed decides, again and again over another transport."""
     combinations = list(itertools.product(MODES, (1, 2), (False, True)))
     random.Random(seed).shuffle(combinations)
     for number, (mode, shards, standbys) in enumerate(itertools.cycle(combinations)):
-        relayed = (number + number // len(combinations)) % 2 == 0
-        yield Plan(seed, number, mode, shards, standbys, relayed)
+        transport = TRANSPORTS[(number + number // len(combinations)) % len(TRANSPORTS)]
+        yield Plan(seed, number, mode, shards, standbys, transport)
 
 
 @dataclass
@@ -246,9 +246,8 @@ def soak(plan: Plan, directory: Path, *, records: int, seconds: float, every: fl
     job = make_job(plan, records=records, seconds=seconds, results=results)
     wires, began = Wires(), time.monotonic()
     try:
-        options = Options(
-            root=directory / "state", history=history, route=wires.route if plan.relayed else None
-        )
+        route = wires.route if plan.relayed else None
+        options = Options(root=directory / "state", history=history, transport=plan.transport, route=route)
         with Launcher(job, options) as launcher:
             launcher.start()
             trouble = Trouble(launcher, wires, plan, every=every)
@@ -333,7 +332,7 @@ def table(verdicts: Sequence[Verdict], records: int) -> str:
     names = sorted(
         {v.plan.name for v in verdicts}, key=lambda name: [list(MODES).index(name.split(",")[0]), name]
     )
-    for name in [*names, "gRPC", "shared memory", "all"]:
+    for name in [*names, *TRANSPORTS, "all"]:
         rows = [v for v in verdicts if name in ("all", v.plan.transport, v.plan.name)]
         faults: collections.Counter[Kind] = sum((v.faults for v in rows), collections.Counter())
         numbers = [

@@ -1,9 +1,9 @@
 """How fast bodies travel between two processes of this machine: each transport beside a raw TCP socket.
 
-`python benchmarks/transport.py` prints, for each size and direction, MB/s (median of the rounds) and the
-ratio to `sendall` and `recv_into` on a socket, measured in turns in the same run. With `local` the body is in
-shared memory, out of which the receiver copies it; `inproc` runs in one process. Both sides write into memory
-that they have already, as a worker and a parameter server do.
+`python benchmarks/transport.py` prints, for each size and direction, MB/s (median of the rounds), the ratio
+to `sendall` and `recv_into` on a socket, measured in turns in the same run, and the processor time of both
+sides for a GB. With `shm` the body is in shared memory, out of which the receiver copies it; `inproc` runs in
+one process. Both sides write into memory that they have already, as a worker and a parameter server do.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-from elastic_ps.transport import local
+import psutil
+
+from elastic_ps.transport import local, tcp
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocServer, connect
 from elastic_ps.transport.local import LocalServer
 from elastic_ps.transport.memory import SharedMemory
+from elastic_ps.transport.tcp import TcpServer
 
 MIB = 1024 * 1024
 LARGEST = 64 * MIB
@@ -102,60 +105,69 @@ def serve() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = GrpcServer("127.0.0.1:0")
         server.serve(handler)
-        near = LocalServer(server.address)
+        near, data = LocalServer(server.address), TcpServer("127.0.0.1:0")
         near.serve(handler)
+        data.serve(handler)
         threading.Thread(target=serve_raw, args=(listener,), name="raw", daemon=True).start()
-        print(listener.getsockname()[1], server.address, flush=True)
+        print(listener.getsockname()[1], server.address, data.address, flush=True)
         sys.stdin.read()
-        server.close()
-        near.close()
+        for each in (server, near, data):
+            each.close()
 
 
 @contextlib.contextmanager
-def transfers() -> Iterator[dict[str, Transfer]]:
-    """A way to move bodies for each name; the raw socket first."""
+def transfers() -> Iterator[tuple[dict[str, Transfer], Callable[[], float]]]:
+    """A way to move bodies for each name, the raw socket first; and the processor time of both sides."""
     command = [sys.executable, __file__, "--serve"]
     with (
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer,
         contextlib.ExitStack() as stack,
     ):
         assert peer.stdout is not None
-        port, address = peer.stdout.readline().split()
+        port, address, data = peer.stdout.readline().split()
         client = stack.enter_context(socket.create_connection(("127.0.0.1", int(port))))
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        grpc, near, here = GrpcConnection(address), local.connect(address), InprocServer()
+        here = InprocServer()
         here.serve(handler)
-        inproc = connect(here)
-        for closes in (grpc, near, here, inproc):
-            stack.callback(closes.close)
-        yield {
-            "socket": over_socket(client),
-            "grpc": over(grpc),
-            "local": over(near),
-            "inproc": over(inproc),
+        stack.callback(here.close)
+        connections = {
+            "grpc": GrpcConnection(address),
+            "tcp": tcp.connect(data),
+            "shm": local.connect(address),
+            "inproc": connect(here),
         }
+        for each in connections.values():
+            stack.callback(each.close)
+        processes = psutil.Process(), psutil.Process(peer.pid)
+        ways = {"socket": over_socket(client)} | {name: over(each) for name, each in connections.items()}
+        yield ways, lambda: sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def measure(sizes: list[int], rounds: int) -> None:
     """Print the table."""
-    print(f"{'MiB':>4} {'direction':9} {'transport':9} {'MB/s':>7} {'ratio':>6}")
+    print(f"{'MiB':>4} {'direction':9} {'transport':9} {'MB/s':>7} {'ratio':>6} {'CPU s/GB':>9}")
     body = SharedMemory(LARGEST).take(LARGEST)
     body[:] = b"\1" * LARGEST
-    with transfers() as ways:
+    with transfers() as (ways, cpu_seconds):
         for size, up in [(size, up) for size in sizes for up in (True, False)]:
             seconds: dict[str, list[float]] = {name: [] for name in ways}
+            cpu = dict.fromkeys(ways, 0.0)
             repeats = max(1, LARGEST // size)
             for number in range(rounds + 1):
                 for name, transfer in ways.items():
-                    began = time.perf_counter()
+                    began, spent = time.perf_counter(), cpu_seconds()
                     for _ in range(repeats):
                         transfer(up, body[:size])
                     if number:  # the first round warms up
                         seconds[name].append((time.perf_counter() - began) / repeats)
+                        cpu[name] += cpu_seconds() - spent
             rates = {name: size / statistics.median(taken) / 1e6 for name, taken in seconds.items()}
             for name, rate in rates.items():
-                ratio = rate / rates["socket"]
-                print(f"{size / MIB:4.0f} {'up' if up else 'down':9} {name:9} {rate:7.0f} {ratio:6.2f}")
+                ratio, each_gb = rate / rates["socket"], cpu[name] / (rounds * repeats * size / 1e9)
+                print(
+                    f"{size / MIB:4.0f} {'up' if up else 'down':9} {name:9} {rate:7.0f} {ratio:6.2f} "
+                    f"{each_gb:9.2f}"
+                )
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def judged(tmp_path: Path, accounts: Accounts, versions: int = EPOCHS * RECORDS)
     saved = tmp_path / "1.pt"
     torch.save(accounts.state_dict(), saved)
     verdict = Verdict(
-        Plan(0, 0, "sync", 1, standbys=False, relayed=True),
+        Plan(0, 0, "sync", 1, standbys=False, transport="shm"),
         1.0,
         versions,
         1,
