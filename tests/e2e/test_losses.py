@@ -87,12 +87,17 @@ def histories(jobs: Jobs, into: Path) -> Histories:
     return recorded.read(into)
 
 
-def stays(jobs: Jobs, worker: int) -> list[str]:
-    """The states of a worker's stays in the job, in joining order, as the parameter server sees them."""
+def members(jobs: Jobs) -> list[dict[str, Any]]:
+    """All stays in the job, in joining order; none if the parameter server does not answer."""
     path = f"/api/v1/namespaces/{jobs.namespace}/services/lost-ps-0:http/proxy/status"
     answer = jobs.kubectl("get", "--raw", path, check=False).stdout
-    members = json.loads(answer)["members"] if answer else []
-    return [member["state"] for member in members if member["worker"] == worker]
+    found: list[dict[str, Any]] = json.loads(answer)["members"] if answer else []
+    return found
+
+
+def stays(jobs: Jobs, worker: int) -> list[str]:
+    """The states of a worker's stays."""
+    return [member["state"] for member in members(jobs) if member["worker"] == worker]
 
 
 def wait_training(jobs: Jobs, worker: int, cluster: Cluster) -> None:
@@ -138,6 +143,7 @@ def test_lost_parameter_server_and_lost_workers(
     jobs.wait_status("lost", phase="Running", workers="3/3", timeout=timedelta(minutes=3))
     jobs.wait_version("lost", 50)
     before = jobs.identities("lost")
+    assert {member["transport"] for member in members(jobs)} == {"tcp"}, "the Service has the data port"
 
     jobs.kubectl("delete", "pod", "lost-ps-0", "--force", "--grace-period=0")
     wait_for(
