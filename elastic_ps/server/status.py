@@ -83,7 +83,7 @@ class StatusServer:
         """Stop serving. Blocks for a moment."""
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        self._thread.join()  # mutant: equal
 
 
 def metrics(status: ServerStatus) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,20 @@ def test_a_worker_that_is_silent_for_its_lease_is_lost_and_one_that_speaks_is_no
         with pytest.raises(Refused, match="was declared gone") as refused:
             coordinator.heartbeat(0, silent.incarnation)
         assert refused.value.code is RefusalCode.STALE_INCARNATION
+
+
+def test_how_long_a_worker_s_steps_take_is_reported_after_the_first_one(clock: Clock) -> None:
+    with leading([Notes()], clock=clock) as lead:
+        coordinator = lead.coordinator
+        stay = start(coordinator, 0)
+        seen: list[float | None] = []
+        for step in range(3):
+            taken = take(coordinator, stay, call=step + 1, wait=step == 0)
+            clock.now += 3.0
+            finish(coordinator, stay, replace(taken, version=step), step=step)
+            eventually(lambda: coordinator.job.state.version == len(seen) + 1, "the next version")
+            seen.append(members(lead)[0].step_seconds)
+        assert seen == [None, 3.0, 3.0]
 
 
 def test_a_worker_that_keeps_others_waiting_is_declared_hung_and_its_records_go_to_others(

@@ -13,6 +13,7 @@ import torch
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Bucket, Rule, TensorSpec, partition
 from elastic_ps.core.settings import ALLOWED, Settings, plain_group
+from elastic_ps.errors import InvalidModel
 from tests.unit.shard_rig import Rig, one_bucket, ones, tensor
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -96,6 +97,15 @@ def test_steps_are_those_of_torchs_own_optimizer_for_any_cut(
             torch.testing.assert_close(
                 rig.values(bucket.index), part(parameters, bucket), rtol=1e-4, atol=1e-5
             )
+
+
+def test_hyperparameters_that_torch_refuses_are_refused_in_its_words() -> None:
+    with pytest.raises(InvalidModel, match=r"torch\.optim\.Adam does not take .*Invalid epsilon value: -1"):
+        Rig(
+            one_bucket(tensor("w", 4)),
+            optimizer="Adam",
+            settings=Settings(groups=({"lr": 0.1, "eps": -1.0},)),
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -1,0 +1,79 @@
+"""`python -m elastic_ps.server` from its start to its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from elastic_ps.env import EXIT_INVALID, ProcessEnvironment
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.local.processes import free_addresses
+from tests.polling import eventually
+
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """A parameter server of its own, with its log in `directory`."""
+
+    def __init__(self, directory: Path, bind: str = "") -> None:
+        address, self._http = free_addresses(2)
+        environment = ProcessEnvironment(
+            job="job",
+            spec=TrainingJobSpec.model_validate({"entrypoint": "train:main"}),
+            role="ps",
+            index=0,
+            addresses=(address,),
+            bind=bind or address,
+            http=self._http,
+        )
+        self._log = directory / "log"
+        with self._log.open("wb") as stream:
+            self.child = subprocess.Popen(
+                [sys.executable, "-m", "elastic_ps.server"],
+                env={**os.environ, "PYTHONPATH": str(ROOT), **environment.to_variables()},
+                stderr=stream,
+            )
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def page(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://{self._http}{path}", timeout=5) as answer:
+            text: str = answer.read().decode()
+            return text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_it_is_asked_to_end(tmp_path: Path, number: signal.Signals) -> None:
+    process = Process(tmp_path)
+    try:
+        eventually(lambda: "serves on" in process.said, f"it serves: {process.said}")
+        assert 'elastic_ps_version{job="job"} 0' in process.page("/metrics")
+        process.child.send_signal(number)
+        assert process.child.wait(60) == 0
+        assert "asked to stop" in process.said
+    finally:
+        process.child.kill()
+        process.child.wait()
+
+
+@pytest.mark.parametrize(
+    ("bind", "message"),
+    [
+        ("rdma:host:1", "error: 'rdma:host:1' is not an address"),
+        ("192.0.2.1:1", "error: cannot listen on 192.0.2.1:1"),
+    ],
+)
+def test_where_it_cannot_listen_it_ends_with_a_sentence(tmp_path: Path, bind: str, message: str) -> None:
+    process = Process(tmp_path, bind)
+    assert process.child.wait(60) == EXIT_INVALID
+    assert message in process.said
+    assert "Traceback" not in process.said
