@@ -198,7 +198,8 @@ class Driver:
         """
         job = self._job
         with job.changed:
-            if self._driving or job.closing != closing or job.state.model is None:
+            model = job.state.model
+            if self._driving or job.closing != closing or model is None:
                 return False
             spoiled = job.spoiled
             contributions = job.state.rounds.begin_commit() if job.state.ready else []
@@ -209,14 +210,20 @@ class Driver:
             decided = time.monotonic()  # before the look at the fence
             advance = self._commit(contributions, decided) if contributions else self._current()
         try:
-            return self._roll_back() if spoiled else self._tell(advance, contributions, decided)
+            return self._roll_back() if spoiled else self._tell(advance, contributions, decided, model)
         finally:
             with job.changed:
                 self._driving = False
                 job.changed.notify_all()
 
-    def _tell(self, advance: Advance, contributions: Sequence[Contribution], decided: float) -> bool:
-        """Send an order to the shards and book the result. Returns False if it has to be sent again."""
+    def _tell(
+        self, advance: Advance, contributions: Sequence[Contribution], decided: float, model: Model
+    ) -> bool:
+        """Send an order to the shards and book the result. Returns False if it has to be sent again.
+
+        Args:
+            model: that the order is about.
+        """
         job = self._job
         if contributions and self._keeper is not None and not self._keeper.leads():
             if not self.fenced:  # it cannot be told at the moment, and the ticker tries again
@@ -229,7 +236,7 @@ class Driver:
                 self._ordered = advance.version
             self.tell_all(advance)
         except Exception as error:  # noqa: BLE001 (an order that failed for whatever reason is given again)
-            self._failed(advance, error)
+            self._failed(advance, error, model)
             return False
         with job.changed:
             if contributions:
@@ -268,11 +275,12 @@ class Driver:
             return order
         return replace(order, state=json.dumps(state.foreseen(contributions, decided=decided)))
 
-    def _failed(self, advance: Advance, problem: Exception) -> None:
+    def _failed(self, advance: Advance, problem: Exception, model: Model) -> None:
         """A shard was not reached, or refused. If it was not reached, the ticker sends the order again.
 
         The round starts again if a shard's sums are not those of the round and no shard can have applied it.
-        A shard that refuses a round it has agreed to has lost the model: all go back to a checkpoint.
+        A shard that refuses a round it has agreed to has lost the model: all go back to a checkpoint. But not
+        if the worker that was bringing this model has been lost meanwhile.
         """
         job = self._job
         expected = isinstance(problem, TransportError | Refused)
@@ -286,7 +294,7 @@ class Driver:
             job.stale = True
             if refused is RefusalCode.INVALID and self._ordered != advance.version:
                 job.state.restart_round()
-            elif refused is not None:
+            elif refused is not None and job.state.model is model:
                 job.spoiled = True
 
     def _roll_back(self) -> bool:

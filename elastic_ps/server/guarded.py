@@ -99,6 +99,8 @@ class Guarded:
         state, attempt = self.state, self.state.rounds.attempt
         if state.drop(worker, outcome, reason, self.clock()) is None:
             return
+        if state.model is None:  # there is nothing to go back from
+            self.spoiled = False
         logger.info(
             "worker %d %s at version %d%s", worker, outcome, state.version, f": {reason}" if reason else ""
         )

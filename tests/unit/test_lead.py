@@ -111,6 +111,43 @@ def test_a_worker_that_is_silent_for_its_lease_is_lost_and_one_that_speaks_is_no
         assert refused.value.code is RefusalCode.STALE_INCARNATION
 
 
+def test_a_model_that_has_gone_meanwhile_is_not_missed() -> None:
+    """The worker that brings it is lost while an order is under way, which a shard that is new refuses."""
+    ordered = threading.Event()
+
+    def lose(advance: Advance) -> None:
+        if not ordered.is_set():
+            ordered.set()
+            running.coordinator.gone(0, "first")
+            raise Refused(RefusalCode.NOT_READY, "shard 1 does not know the model yet")
+
+    new = Notes()
+    with leading([Notes(), new], parameterServer={"replicas": 2}) as running:
+        new.refuse = lose
+        joined = join(running.coordinator, 0, instance="first", call=1)
+        assert joined is not None
+        assert joined.initialise
+        assert ordered.wait(10)
+        joined = join(running.coordinator, 0, instance="second", call=1)
+        assert joined is not None
+        assert joined.initialise
+
+
+def test_a_model_that_goes_before_the_job_can_go_back_is_not_missed() -> None:
+    """A shard has lost it; then the worker that was bringing it is lost, too."""
+    new = Notes()
+    with leading([Notes(), new], parameterServer={"replicas": 2}) as running:
+        job = running.coordinator.job
+        joined = join(running.coordinator, 0, instance="first", call=1)
+        assert joined is not None
+        with job.changed:
+            job.spoiled = True
+            job.drop(0, "lost")
+        joined = join(running.coordinator, 0, instance="second", call=1)
+        assert joined is not None
+        assert joined.initialise
+
+
 def test_how_long_a_worker_s_steps_take_is_reported_after_the_first_one(clock: Clock) -> None:
     with leading([Notes()], clock=clock) as lead:
         coordinator = lead.coordinator
