@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -192,3 +193,39 @@ def test_records_of_different_epochs_are_not_joined() -> None:
     ledger.give_back(1)
     ledger.give_back(2)
     assert ledger.state()["returned"] == [[0, 0, 4], [1, 0, 4]]
+
+
+def test_a_worker_that_is_alone_gets_half_of_what_is_left() -> None:
+    ledger = Ledger(records=40, epochs=1, shard_records=100)
+    assert [ledger.take(1, batch=1, workers=1)[0].records for _ in range(3)] == [20, 10, 5]
+
+
+def described(*returned: list[int]) -> dict[str, Any]:
+    """A ledger of 3 epochs of 10 records, all of epochs 0 and 1 handed out."""
+    count = sum(stop - start for _, start, stop in returned)
+    return {"records": 10, "epochs": 3, "applied": 20 - count, "next": [2, 0], "returned": list(returned)}
+
+
+def test_a_description_is_taken_over() -> None:
+    ledger = Ledger.from_state(described([1, 0, 3], [0, 8, 10]), shard_records=10)
+    assert (ledger.applied, ledger.expected) == (15, 30)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([[0, 0, 5], [0, 4, 8]], "cannot have been given back"),
+        ([[0, 4, 8], [0, 4, 8]], "cannot have been given back"),
+        ([[0, 8, 11]], "cannot have been given back"),
+        ([[0, -1, 4]], "cannot have been given back"),
+        ([[0, 5, 5]], "cannot have been given back"),
+        ([[-1, 0, 4]], "cannot have been given back"),
+        ([[2, 0, 1]], "has not been handed out"),
+        ([[1, 0, 4.0]], "impossible"),
+    ],
+)
+def test_a_description_in_which_a_record_is_in_two_places_is_refused(
+    returned: list[list[int]], message: str
+) -> None:
+    with pytest.raises(LedgerError, match=message):
+        Ledger.from_state(described(*returned), shard_records=10)
