@@ -184,9 +184,22 @@ def check(histories: Histories, data: Data | None, *, max_staleness: int = 0) ->
 
 
 def bases(histories: Histories) -> dict[int, int]:
-    """For each term that has done anything, the version that it went on from."""
-    found = {committed.term: 0 for committed in histories.committed}
-    return found | {restored.term: restored.version for restored in histories.restored}
+    """For each term that has done anything, the version that it went on from.
+
+    A term that has committed nothing, before a newer one went on from a later version, has done nothing. An
+    example: a parameter server goes back to a checkpoint because it cannot ask the standby, and is replaced
+    at once. The next one can, and saves the rounds that the standby has of an older term.
+    """
+    committing = {committed.term for committed in histories.committed}
+    found = dict.fromkeys(committing, 0)
+    found |= {restored.term: restored.version for restored in histories.restored}
+    later = 0
+    for term in sorted(found, reverse=True):
+        if term not in committing and found[term] < later:
+            del found[term]
+        else:
+            later = found[term]
+    return found
 
 
 @dataclass(frozen=True)

@@ -301,6 +301,18 @@ def test_a_restore_undoes_what_was_committed_above_it() -> None:
     assert kinds(without), "another version than the one restored does not fit"
 
 
+def test_a_term_that_has_done_nothing_before_it_was_replaced_undoes_nothing() -> None:
+    """Its successor could ask the standby, which has the rounds of the term before."""
+    histories = Simulation(4, 0).run()
+    last = histories.committed[-1]
+    histories.restored.append(Restored(last.time + 1, last.term + 1, last.version - 3))
+    assert "record missing" in kinds(histories)
+    histories.restored.append(Restored(last.time + 2, last.term + 2, last.version))
+    assert kinds(histories) == set()
+    histories.committed.append(replace(last, term=last.term + 1, version=last.version - 2))
+    assert "version from nowhere" in kinds(histories), "the term has done something"
+
+
 def test_files_are_read_even_if_their_last_line_is_cut_off(tmp_path: Path) -> None:
     contribution = {"worker": 0, "incarnation": 7, "step": 1, "records": [[0, 0, 4]]}
     server = [
