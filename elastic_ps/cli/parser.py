@@ -60,6 +60,7 @@ examples:
   elastic-ps run job.yaml --report out       out/run.json and out/run.png show how it went
   elastic-ps run job.yaml --trace trace.json open trace.json in https://ui.perfetto.dev
   elastic-ps run job.yaml --resume DIR       continue from the newest checkpoint in DIR
+  mpirun -n 5 elastic-ps run job.yaml        under MPI: rank 0 is the parameter server, four are workers
   elastic-ps run train.py --workers 2 -- --lr 0.1
                                              a script that calls elastic_ps.connect()"""
 

@@ -19,15 +19,45 @@ from rich.console import Console
 from elastic_ps.cli.view import Display, LiveDisplay, PlainDisplay, print_outcome
 from elastic_ps.errors import UserError
 from elastic_ps.job import TrainingJob, load_job
-from elastic_ps.local import JobDirectory, Launcher, Options, Outcome, Programs, ScaleAt, preflight, script
+from elastic_ps.local import (
+    JobDirectory,
+    Launcher,
+    Options,
+    Outcome,
+    Programs,
+    ScaleAt,
+    mpi,
+    preflight,
+    script,
+)
 
 REFRESH = timedelta(milliseconds=200)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(parsed: argparse.Namespace, programs: Programs | None) -> int:
-    """Run a job; returns the exit code."""
+    """Run a job; returns the exit code. Under `mpirun`, rank 0 does, and the others start its workers."""
+    if not mpi.started_by_mpirun():
+        return _run_job(parsed, programs, None)
+    world = mpi.World()
+    if world.size == 1:
+        return _run_job(parsed, programs, None)
+    if world.rank:
+        mpi.serve(world)
+        return 0
+    slots = mpi.Slots(world)
+    try:
+        return _run_job(parsed, programs, slots)
+    finally:
+        slots.close()
+
+
+def _run_job(parsed: argparse.Namespace, programs: Programs | None, slots: mpi.Slots | None) -> int:
     job = _job(parsed.job, parsed.script_arguments)
+    if slots is not None:
+        job.spec.worker.replicas = slots.count
+        if parsed.detach:
+            raise UserError("--detach is not possible under mpirun; put `mpirun ... &` into the background")
     if parsed.workers is not None:
         job.spec.worker.replicas = parsed.workers
     options = Options(
@@ -35,6 +65,8 @@ def run(parsed: argparse.Namespace, programs: Programs | None) -> int:
         trace=parsed.trace.resolve() if parsed.trace else None,
         resume=parsed.resume,
         transport=parsed.transport,
+        slots=slots,
+        host=slots.world.address if slots is not None else "127.0.0.1",
         programs=programs or Programs(),
     )
     with _signals_end_the_process():
@@ -80,7 +112,8 @@ def _check(job: TrainingJob, options: Options, report: Path | None) -> None:
 
 def _run(launcher: Launcher, report: Path | None) -> int:
     """Run the job to its end with a display."""
-    console = Console(highlight=False)
+    # Under mpirun the output is a terminal for rank 0 alone, whatever it is in truth.
+    console = Console(highlight=False, force_terminal=False if mpi.started_by_mpirun() else None)
     signals: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from elastic_ps.env import Scheme
 from elastic_ps.local.gone import tell_parameter_server
+from elastic_ps.local.mpi import Slots
 from elastic_ps.local.plan import ScaleAt, Verdict
 from elastic_ps.local.processes import Programs
 from elastic_ps.local.record import Record
@@ -33,6 +34,8 @@ class Options:
         root: where jobs keep their state; None is `env.state_directory()`.
         programs: the command lines of the processes.
         transport: how the processes talk to each other; None is the fastest way that works.
+        slots: where workers are started; None is this host.
+        host: an address of this host, at which workers reach the parameter servers.
         route: what stands between workers and parameter servers; None for nothing.
         on_worker_gone: told about worker processes that died; may block, is called on its own thread.
     """
@@ -44,6 +47,8 @@ class Options:
     root: Path | None = None
     programs: Programs = field(default_factory=Programs)
     transport: Scheme | None = None
+    slots: Slots | None = None
+    host: str = "127.0.0.1"
     route: Route | None = None
     on_worker_gone: WorkerGone = tell_parameter_server
 

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import JsonValue
 
@@ -26,9 +27,10 @@ from elastic_ps.errors import CannotListen
 
 OUTPUT_LINES = 30
 
-PORTS = range(10_000, 20_000)
+PORTS = range(10_000, 20_000, 2)
 """What a job's processes listen on. Operating systems take the ports of outgoing connections from higher
-ones, so that no connection takes the port of a process that is about to be started, or started again."""
+ones, so that no connection takes the port of a process that is about to be started, or started again. The
+odd ones are left for data ports; see `transport.tcp`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,26 @@ class Lifeline:
         os.close(self._held)
 
 
+class Started(Protocol):
+    """A process that was started here, or on another rank of an mpirun. To be used by one thread."""
+
+    @property
+    def pid(self) -> int:
+        """A number that no other process of the job has: its pid, if it is on this host."""
+
+    def poll(self) -> int | None:
+        """Its exit status once it has ended (negative: the signal), and with it everything it started."""
+
+    def terminate(self) -> None:
+        """Ask it to end; what it has started is its own to end."""
+
+    def kill(self) -> None:
+        """Kill it and everything it has started."""
+
+    def output(self) -> str:
+        """The last lines that it wrote."""
+
+
 class Child:
     """A process that was started here. To be used by one thread."""
 
@@ -75,7 +97,7 @@ class Child:
         self.pid = self._popen.pid
 
     def poll(self) -> int | None:
-        """Its exit status once it has ended (negative: the signal), and with it everything it started."""
+        """See `Started`."""
         if self._popen.returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
@@ -84,16 +106,16 @@ class Child:
         return self._popen.returncode
 
     def terminate(self) -> None:
-        """Ask it to end; what it has started is its own to end."""
+        """See `Started`."""
         self._popen.terminate()
 
     def kill(self) -> None:
-        """Kill it and everything it has started."""
+        """See `Started`."""
         if self._popen.returncode is None:
             self._signal_group()
 
     def output(self) -> str:
-        """The last lines that it wrote."""
+        """See `Started`."""
         with self._log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._offset, end - 16_384))
@@ -105,27 +127,32 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def free_addresses(count: int) -> list[str]:
-    """That many different `host:port` of loopback on which nobody listens.
+def free_ports(count: int) -> list[int]:
+    """That many different ports on which nobody listens, at no address of this host.
 
     Raises:
         CannotListen: there are fewer.
     """
-    addresses: list[str] = []
+    ports: list[int] = []
     with contextlib.ExitStack() as stack:
         for port in random.SystemRandom().sample(PORTS, len(PORTS)):
-            if len(addresses) == count:
+            if len(ports) == count:
                 break
             listener = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
-                listener.bind(("127.0.0.1", port))
-                addresses.append(f"127.0.0.1:{port}")
-    if len(addresses) < count:
+                listener.bind(("", port))
+                ports.append(port)
+    if len(ports) < count:
         raise CannotListen(
-            f"a job needs {count} free ports from {PORTS.start} to {PORTS.stop - 1} of 127.0.0.1, but found "
-            f"{len(addresses)}. Stop the processes that hold them"
+            f"a job needs {count} free ports from {PORTS.start} to {PORTS.stop - 1}, but found {len(ports)}. "
+            "Stop the processes that hold them"
         )
-    return addresses
+    return ports
+
+
+def free_addresses(count: int) -> list[str]:
+    """That many different `host:port` of loopback on which nobody listens. Raises CannotListen."""
+    return [f"127.0.0.1:{port}" for port in free_ports(count)]
 
 
 def with_threads(variables: Mapping[str, str], *, processes: int) -> dict[str, str]:

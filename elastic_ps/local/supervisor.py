@@ -29,7 +29,7 @@ from elastic_ps.local import plan as planning
 from elastic_ps.local.options import Options, Outcome
 from elastic_ps.local.plan import Observed, Process, StopRequest, Verdict
 from elastic_ps.local.poller import Poller, fetch_loss
-from elastic_ps.local.processes import Child, Lifeline, free_addresses, with_threads
+from elastic_ps.local.processes import Child, Lifeline, Started, free_ports, with_threads
 from elastic_ps.local.record import Record
 from elastic_ps.local.snapshot import phase_of, process_statuses, stuck, useful
 from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
@@ -63,7 +63,7 @@ class Launcher:
         self._stamp = self.directory.job_stamp()
         self._schedule = self.options.schedule
         self._observed = Observed(started=time.monotonic())
-        self._children: dict[int, Child] = {}
+        self._children: dict[int, Started] = {}
         self._start_times: dict[int, int | None] = {}
         self._instances: dict[int, str] = {}
         self._addresses: tuple[str, ...] = ()
@@ -150,11 +150,11 @@ class Launcher:
         """The supervisor thread: whatever happens in it, no process outlives it."""
         shards = self.job.spec.parameter_server.replicas
         standbys = shards if self._desired().standbys else 0
-        addresses = iter(free_addresses(2 * shards + 2 * standbys))
-        self._addresses = tuple(islice(addresses, shards))
-        self._standbys = tuple(islice(addresses, standbys))
-        self._http = tuple(islice(addresses, shards))
-        self._standbys_http = tuple(addresses)
+        ports = iter(free_ports(2 * shards + 2 * standbys))
+        self._addresses = tuple(f"{self.options.host}:{port}" for port in islice(ports, shards))
+        self._standbys = tuple(f"{self.options.host}:{port}" for port in islice(ports, standbys))
+        self._http = tuple(f"127.0.0.1:{port}" for port in islice(ports, shards))
+        self._standbys_http = tuple(f"127.0.0.1:{port}" for port in ports)
         self._lifeline, self._poller = Lifeline(), Poller(self._http)
         self._notices = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-gone")
         try:
@@ -319,15 +319,16 @@ class Launcher:
         programs = self.options.programs
         spec = self.job.spec
         environment = self._environment(action)
-        child = Child(
-            programs.worker if action.role == "worker" else programs.server,
-            variables=with_threads(
-                {"PYTHONUNBUFFERED": "1", **inherited(), **environment.to_variables()},
-                processes=spec.parameter_server.replicas + len(self._standbys) + spec.worker.replicas,
-            ),
-            log=self.directory.log(action.role, action.index),
-            lifeline=self._lifeline,
-        )
+        program = programs.worker if action.role == "worker" else programs.server
+        log, variables = self.directory.log(action.role, action.index), environment.to_variables()
+        child: Started
+        if action.role == "worker" and self.options.slots is not None:
+            child = self.options.slots.start(action.index, program, variables=variables, log=log)
+        else:
+            processes = spec.parameter_server.replicas + len(self._standbys) + spec.worker.replicas
+            everything = {"PYTHONUNBUFFERED": "1", **inherited(), **variables}
+            everything = with_threads(everything, processes=processes)
+            child = Child(program, variables=everything, log=log, lifeline=self._lifeline)
         self._children[child.pid] = child
         self._start_times[child.pid] = start_time(child.pid)
         self._instances[child.pid] = environment.instance

@@ -1,0 +1,181 @@
+"""`mpirun -n N elastic-ps run`, with a real mpirun: the one beside this Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic_ps.local import JobDirectory
+from elastic_ps.local.state import LocalStatus
+from tests.polling import eventually
+
+ROOT = Path(__file__).parents[2]
+MPIRUN = Path(sys.executable).with_name("mpirun")
+
+
+class Ranks:
+    """Runs of a job under mpirun; whatever is left of them is killed at the end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._runs: list[subprocess.Popen[str]] = []
+
+    def job(self, **spec: Any) -> Path:
+        """A job of one worker, if nothing else is said."""
+        given = {"entrypoint": "tests.integration.scripts.steady:main", **spec}
+        document = {
+            "apiVersion": "elastic-ps.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "ranks"},
+        }
+        path = self.directory / "job.yaml"
+        path.write_text(json.dumps({**document, "spec": {"worker": {"replicas": 1}, **given}}))
+        return path
+
+    def start(self, ranks: int, *arguments: object) -> subprocess.Popen[str]:
+        """`mpirun -n ranks elastic-ps run arguments`."""
+        allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        allowed |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        command = [MPIRUN, "--oversubscribe", "-n", ranks, sys.executable, "-m", "elastic_ps.cli", "run"]
+        run = subprocess.Popen(
+            [str(each) for each in (*command, *arguments)],
+            env={**os.environ, **allowed, "XDG_STATE_HOME": str(self.directory), "PYTHONPATH": str(ROOT)},
+            cwd=self.directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._runs.append(run)
+        return run
+
+    def run(self, ranks: int, *arguments: object) -> tuple[int, str, str]:
+        """Exit status, standard output and standard error, at the end."""
+        run = self.start(ranks, *arguments)
+        out, err = run.communicate(timeout=120)
+        return run.returncode, out, err
+
+    def status(self) -> LocalStatus | None:
+        return JobDirectory("ranks", root=self.directory / "elastic-ps").read_status()
+
+    def trains(self, version: int = 1) -> LocalStatus:
+        """Wait until it does."""
+
+        def look() -> LocalStatus | None:
+            status = self.status()
+            if status is None or status.phase != "Running" or status.server is None:
+                return None
+            return status if status.server.progress.version >= version else None
+
+        found = eventually(look, "the job trains")
+        assert found is not None
+        return found
+
+    def pids(self) -> dict[str, int]:
+        status = self.status()
+        assert status is not None
+        return {f"{p.role}-{p.index}": p.pid for p in status.processes}
+
+    def close(self) -> None:
+        for run in self._runs:
+            if run.poll() is None:
+                for each in psutil.Process(run.pid).children(recursive=True):
+                    each.kill()
+                run.kill()
+            run.communicate()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    ranks = Ranks(tmp_path)
+    yield ranks
+    ranks.close()
+
+
+def slow(records: int) -> dict[str, Any]:
+    return {"arguments": {"records": records, "widths": [6, 64, 64, 1], "seconds": 0.1, "hurry": "hurry"}}
+
+
+def test_each_rank_but_the_first_is_a_worker_and_the_summary_is_printed_once(ranks: Ranks) -> None:
+    job = ranks.job(arguments={"records": 400, "widths": [6, 16, 1]})
+    code, out, err = ranks.run(3, job, "--report", ranks.directory)
+    assert code == 0, err
+    assert out.count("400 of 400 in the model") == 1
+    assert "\x1b" not in out, "no live display"
+    report = json.loads((ranks.directory / "run.json").read_text())
+    assert (report["phase"], report["records_applied"]) == ("Succeeded", 400)
+    assert sorted(worker["id"] for worker in report["workers"]) == [0, 1]
+
+
+def test_a_worker_that_dies_is_started_again_on_its_rank_and_more_can_be_added(ranks: Ranks) -> None:
+    run = ranks.start(3, ranks.job(worker={"replicas": 1, "maxReplicas": 3}, **slow(600)))
+    ranks.trains(3)
+    first = ranks.pids()["worker-1"]
+    parent = psutil.Process(first).parent()
+    os.kill(first, signal.SIGKILL)
+    second = eventually(
+        lambda: (pid := ranks.pids().get("worker-1")) and pid != first and pid, "it is started again"
+    )
+    assert psutil.Process(second).parent() == parent, "by the rank"
+    JobDirectory("ranks", root=ranks.directory / "elastic-ps").scale(3)
+    eventually(lambda: "worker-2" in ranks.pids(), "a third worker")
+    (ranks.directory / "hurry").touch()
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 0, err
+    assert "600 of 600 in the model" in out
+
+
+def test_what_ends_mpirun_ends_everything_and_the_job_goes_on_with_resume(ranks: Ranks) -> None:
+    job = ranks.job(
+        parameterServer={"checkpoint": {"interval": "200ms", "path": str(ranks.directory / "kept")}},
+        **slow(800),
+    )
+    run = ranks.start(3, job)
+    status = ranks.trains(5)
+    eventually(lambda: list((ranks.directory / "kept").glob("version-*/manifest.json")), "a checkpoint")
+    agent = psutil.Process(ranks.pids()["worker-0"]).parent()
+    assert agent is not None
+    agent.kill()
+    run.communicate(timeout=60)
+    assert run.returncode != 0
+    eventually(lambda: not any(psutil.pid_exists(p.pid) for p in status.processes), "nothing is left")
+    (ranks.directory / "hurry").touch()
+    code, out, err = ranks.run(2, job, "--resume", ranks.directory / "kept")
+    assert code == 0, err
+    assert "800 of 800 in the model" in out
+
+
+def test_a_job_that_is_wrong_ends_all_ranks_with_a_sentence(ranks: Ranks) -> None:
+    code, _, err = ranks.run(3, ranks.job(entrypoint="nowhere:main"))
+    assert code == 2, err
+    assert "nowhere" in err
+    code, _, err = ranks.run(3, ranks.job(worker={"replicas": 1, "maxReplicas": 1}))
+    assert code == 2
+    assert re.search(r"--workers: .*2.*1", err), err
+    code, _, err = ranks.run(2, ranks.job(), "--detach")
+    assert code == 2
+    assert "--detach is not possible under mpirun" in err
+
+
+def test_without_mpi4py_it_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('libmpi.so: no such file')")
+    done = subprocess.run(
+        [sys.executable, "-m", "elastic_ps.cli", "run", "job.yaml"],
+        env={**os.environ, "PMIX_RANK": "0", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "MPI cannot be used: libmpi.so: no such file. Install mpi4py for this Python" in done.stderr
+    assert "Traceback" not in done.stderr
