@@ -32,7 +32,7 @@ class Backoffs:
     """Delays between attempts to reach the API server. They never run out: a watch must not give up."""
 
     def __iter__(self) -> Iterator[float]:
-        yield from (1, 1, 2, 3, 5, 8, 13)
+        yield from (1, 1, 2, 3, 5, 8, 13)  # mutant: equal
         while True:
             yield 20
 

@@ -286,7 +286,8 @@ def _restart_in(pod: Pod, status: TrainingJobStatus, now: datetime, options: Opt
     """How long the replacement of an ended worker still has to wait."""
     delay = _ZERO
     if pod.ending == "failed":
-        doubled = options.restart_base * 2 ** min(16, max(0, status.worker.failures - 1))
+        exponent = min(16, max(0, status.worker.failures - 1))  # mutant: equal
+        doubled = options.restart_base * 2**exponent
         delay = min(options.restart_limit, doubled)
     elif pod.started and pod.ended and pod.ended - pod.started < options.short_life:
         delay = options.short_life_delay

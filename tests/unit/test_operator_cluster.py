@@ -241,6 +241,17 @@ def test_a_pod_of_a_lost_node_is_struck_off_and_a_job_takes_what_it_owns_along(
     assert operator.turns() is None, "there is no job any more"
 
 
+def test_a_status_is_written_only_if_it_differs(server: ApiServer, operator: Operator) -> None:
+    server.add_job()
+    operator.turns()
+    job, status = server.get(JOBS, "digits"), operator.status
+    written = len(server.asked("PATCH", JOBS))
+    assert operator.cluster.write_status(job, status) is False
+    assert len(server.asked("PATCH", JOBS)) == written
+    assert operator.cluster.write_status(job, status.model_copy(update={"phase": "Running"})) is True
+    assert operator.status.phase == "Running"
+
+
 def test_many_of_a_kind_are_one_event(server: ApiServer, operator: Operator) -> None:
     server.add_job(worker={"replicas": 30})
     operator.turns()
