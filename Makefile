@@ -43,6 +43,7 @@ bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
 	$(BIN)/python benchmarks/transport.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python -m benchmarks.datapath
+	$(BIN)/python -m benchmarks.network
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.straggler
 	$(BIN)/python -m benchmarks.startup

@@ -1,0 +1,219 @@
+"""What an exact `sync` step costs between hosts with a narrow network: elastic-ps beside DDP over gloo.
+
+`python -m benchmarks.network` (root, Linux) makes four hosts out of network namespaces, whose links to a
+switch carry `--gbit` each way (`tc tbf`). On each host runs a worker and, for elastic-ps, a shard; so both
+systems move the same bytes through each link. It prints the median step of the slowest worker of both, the
+ratio, and the least time that the bytes of a step need: first the gradients, then the values. They take
+turns.
+
+`--workers 1` measures a single worker with a parameter server on another host, beside that least time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.datapath import CASES, Measured, collect, make_model, median
+from benchmarks.recovery import ROOT
+from elastic_ps.env import ProcessEnvironment, Role
+from elastic_ps.job import TrainingJobSpec
+
+PORT, HTTP, MASTER = 2222, 8080, 29500
+
+
+def run(*words: object) -> None:
+    subprocess.run([str(word) for word in words], check=True, capture_output=True)
+
+
+def address(host: int) -> str:
+    return f"10.77.0.{host + 1}"
+
+
+class Hosts:
+    """Network namespaces, each with a link to a switch, which is one, too. Removed by `close`."""
+
+    def __init__(self, count: int, gbit: float) -> None:
+        self._name = f"eps{os.getpid()}"
+        self._count = count
+        try:
+            self._make(gbit)
+        except BaseException:
+            self.close()
+            raise
+
+    def _make(self, gbit: float) -> None:
+        switch = f"{self._name}-sw"
+        run("ip", "netns", "add", switch)
+        run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "br0", "up")
+        shape = ("root", "tbf", "rate", f"{gbit:g}gbit", "burst", "256kb", "latency", "50ms")
+        for host in range(self._count):
+            inside = self.namespace(host)
+            run("ip", "netns", "add", inside)
+            run("ip", "-n", inside, "link", "set", "lo", "up")
+            peer = ("netns", switch)
+            run("ip", "-n", inside, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{host}", *peer)
+            run("ip", "-n", inside, "address", "add", f"{address(host)}/24", "dev", "eth0")
+            run("ip", "-n", inside, "link", "set", "eth0", "up")
+            run("ip", "-n", switch, "link", "set", f"p{host}", "master", "br0", "up")
+            run("tc", "-n", inside, "qdisc", "add", "dev", "eth0", *shape)
+            run("tc", "-n", switch, "qdisc", "add", "dev", f"p{host}", *shape)
+
+    def namespace(self, host: int) -> str:
+        return f"{self._name}-{host}"
+
+    def start(
+        self, host: int, command: Sequence[str], variables: dict[str, str], log: Path
+    ) -> subprocess.Popen[bytes]:
+        """A process on a host, in a session of its own."""
+        everything = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+        with log.open("wb") as output:
+            return subprocess.Popen(
+                ["ip", "netns", "exec", self.namespace(host), *command],
+                env=everything,
+                cwd=ROOT,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        for name in [*(self.namespace(host) for host in range(self._count)), f"{self._name}-sw"]:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                run("ip", "netns", "delete", name)
+
+
+@contextlib.contextmanager
+def killed_at_the_end(processes: list[subprocess.Popen[bytes]], directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for log in sorted(directory.glob("*.log")):
+            print(f"== {log.name}\n{log.read_text(errors='replace')[-2000:]}", file=sys.stderr)
+        raise
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def require_alive(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll():
+            raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
+
+
+def measure_ours(
+    hosts: Hosts, case: str, servers: Sequence[int], workers: Sequence[int], scheme: str
+) -> Measured:
+    """`servers`, `workers`: on which hosts they are."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        spec = TrainingJobSpec.model_validate(
+            {
+                "entrypoint": "benchmarks.datapath:train_with_parameter_server",
+                "arguments": {"case": case, "directory": name},
+                "worker": {"replicas": len(workers)},
+                "parameterServer": {"replicas": len(servers)},
+                "data": {"shuffle": False},
+            }
+        )
+        # With a scheme the port is the one that is listened on; without one, that of gRPC.
+        places = tuple(f"{scheme}{address(host)}:{PORT}" for host in servers)
+        roles: list[tuple[Role, int, int]] = [("ps", index, host) for index, host in enumerate(servers)]
+        roles += [("worker", index, host) for index, host in enumerate(workers)]
+        processes = []
+        for role, index, host in roles:
+            environment = ProcessEnvironment(
+                job="benchmark",
+                spec=spec,
+                role=role,
+                index=index,
+                addresses=places,
+                bind=places[index] if role == "ps" else "",
+                http=f"127.0.0.1:{HTTP}",
+                run="benchmark",
+                instance=uuid.uuid4().hex,
+            )
+            module = "elastic_ps.server" if role == "ps" else "elastic_ps.worker"
+            command = [sys.executable, "-m", module]
+            log = directory / f"{role}-{index}.log"
+            processes.append(hosts.start(host, command, environment.to_variables(), log))
+        with killed_at_the_end(processes, directory):
+            return collect(directory, len(workers), lambda: require_alive(processes))
+
+
+def measure_ddp(hosts: Hosts, case: str, workers: Sequence[int]) -> Measured:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        processes = []
+        for rank, host in enumerate(workers):
+            variables = {"RANK": str(rank), "WORLD_SIZE": str(len(workers)), "GLOO_SOCKET_IFNAME": "eth0"}
+            variables |= {"MASTER_ADDR": address(workers[0]), "MASTER_PORT": str(MASTER)}
+            script = str(ROOT / "benchmarks" / "datapath.py")
+            command = [sys.executable, script, "--ddp", name, "--case", case]
+            processes.append(hosts.start(host, command, variables, directory / f"rank-{rank}.log"))
+        with killed_at_the_end(processes, directory):
+            return collect(directory, len(workers), lambda: require_alive(processes))
+
+
+def least_seconds(case: str, hosts: int, gbit: float) -> float:
+    """What the bytes of a step need through a link: float32 gradients up, and after that values down."""
+    parameters = sum(p.numel() for p in make_model(CASES[case].model)[0].parameters())
+    share = (hosts - 1) / hosts if hosts > 1 else 1.0
+    return 2 * share * 4 * parameters * 8 / (gbit * 1e9)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--case", choices=sorted(CASES), default="mlp4")
+    parser.add_argument("--gbit", type=float, default=1.0, help="of each link, each way")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, choices=(1, 4), default=4)
+    parser.add_argument("--json", type=Path, help="write the results there, too")
+    parsed = parser.parse_args()
+    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
+        parser.error("needs root, and the commands ip and tc (iproute2)")
+    four = range(4)
+    servers, workers = ([0], [1]) if parsed.workers == 1 else (four, four)
+    found: dict[str, list[Measured]] = {"elastic-ps": [], "elastic-ps over gRPC": []}
+    if parsed.workers == 4:
+        found["DDP"] = []
+    hosts = Hosts(4, parsed.gbit)
+    try:
+        for _ in range(parsed.rounds):
+            for name, results in found.items():
+                if name == "DDP":
+                    results.append(measure_ddp(hosts, parsed.case, workers))
+                else:
+                    scheme = "grpc:" if "gRPC" in name else ""
+                    results.append(measure_ours(hosts, parsed.case, servers, workers, scheme))
+    finally:
+        hosts.close()
+    least = least_seconds(parsed.case, 4 if parsed.workers == 4 else 1, parsed.gbit)
+    steps = {name: median(results).step for name, results in found.items()}
+    print(f"{CASES[parsed.case].name}, {parsed.gbit:g} Gbit/s; the bytes alone need {least * 1e3:.0f} ms")
+    for name, step in steps.items():
+        ratio = (
+            f"  {step / steps['DDP']:.2f} of DDP" if "DDP" in steps else f"  {step / least:.2f} of the bytes"
+        )
+        print(f"{name:22} {step * 1e3:7.0f} ms{ratio}")
+    if parsed.json:
+        parsed.json.write_text(json.dumps({"least": least, **steps}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
