@@ -36,6 +36,9 @@ ANSWER = timedelta(seconds=30)
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """A process that `mpirun` has started has one of these variables."""
 
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+"""How many there are, where it is said. A batch system may start a single process in the same way."""
+
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
 """How the variables begin that would make a worker's script take itself for a rank."""
 
@@ -139,8 +142,9 @@ class World:
 
 
 def started_by_mpirun() -> bool:
-    """Whether this process is a rank."""
-    return any(name in os.environ for name in RANKS)
+    """Whether this process is a rank, and not the only one."""
+    alone = any(os.environ.get(name) == "1" for name in SIZES)
+    return not alone and any(name in os.environ for name in RANKS)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_ps.local import JobDirectory
+from elastic_ps.local import JobDirectory, mpi
 from elastic_ps.local.state import LocalStatus
 from tests.polling import eventually
 
@@ -164,6 +164,26 @@ def test_a_job_that_is_wrong_ends_all_ranks_with_a_sentence(ranks: Ranks) -> Non
     code, _, err = ranks.run(2, ranks.job(), "--detach")
     assert code == 2
     assert "--detach is not possible under mpirun" in err
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, False),
+        ({"PMIX_RANK": "0"}, True),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, True),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, False),
+        ({"PMI_RANK": "0", "SLURM_NTASKS": "1"}, False),
+    ],
+)
+def test_a_process_knows_whether_it_is_a_rank(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: bool
+) -> None:
+    for name in (*mpi.RANKS, *mpi.SIZES):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert mpi.started_by_mpirun() is expected
 
 
 def test_without_mpi4py_it_says_what_to_install(tmp_path: Path) -> None:
