@@ -237,10 +237,14 @@ class Line:
             raise
 
     def receive(self, size: int, deadline: float | None) -> bytes:
-        """The next `size` bytes. Blocks."""
-        buffer = bytearray(size)
-        self.receive_into(memoryview(buffer), deadline)
-        return bytes(buffer)
+        """The next `size` bytes. Blocks. Takes memory for what has arrived, not for what was announced."""
+        pieces = []
+        while size:
+            piece = bytearray(min(size, _SCRATCH))
+            self.receive_into(memoryview(piece), deadline)
+            pieces.append(piece)
+            size -= len(piece)
+        return b"".join(pieces)
 
     def discard(self, size: int, deadline: float | None) -> None:
         """Skip `size` bytes. Blocks."""

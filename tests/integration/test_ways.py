@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -182,6 +183,23 @@ def test_a_client_that_stops_in_the_middle_of_a_body_is_cut_off() -> None:
         slow.sendall(stream.GREETING + head + b"push" + b"123")
         assert slow.recv(100) == b""
     assert "the client has sent nothing for 0.2 s in the middle of a frame" in str(reading.errors[0])
+    server.close()
+
+
+def test_a_header_that_is_only_announced_takes_no_memory() -> None:
+    server = TcpServer("127.0.0.1:0", stall=timedelta(milliseconds=200))
+    server.serve(Reading())
+    announced = server.limits.header_bytes
+    tracemalloc.start()
+    try:
+        with tcp.dial(server.address) as stranger:
+            stranger.sendall(
+                stream.GREETING + line.HEAD.pack(line.Kind.CALL, 0, 4, announced, 0, 0, 0) + b"push"
+            )
+            assert stranger.recv(100) == b""
+        assert tracemalloc.get_traced_memory()[1] < announced / 2
+    finally:
+        tracemalloc.stop()
     server.close()
 
 
