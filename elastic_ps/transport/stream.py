@@ -42,6 +42,9 @@ _EVERYTHING = 1 << 62
 class StreamServer(Server):
     """Answers calls on a listening socket, with a thread for each socket. Thread-safe.
 
+    Who connects is greeted at once, and waits until `serve` is called: that may take long, while a checkpoint
+    is loaded, and a port that is silent would be taken for one that is blocked.
+
     Args:
         listener: bound and listening; closed by `close`.
         address: what clients connect to.
@@ -65,11 +68,12 @@ class StreamServer(Server):
         self._listener, self._address = listener, address
         self._stall, self._admit, self._hello = stall, admit, hello
         self._handler: Handler | None = None
-        self._accepting: threading.Thread | None = None
         self._changed = threading.Condition()
         self._lines: dict[Line, threading.Thread] = {}
         self._busy: set[Line] = set()
         self._closed = False
+        self._accepting = threading.Thread(target=self._accept, name=f"accept {address}", daemon=True)
+        self._accepting.start()
 
     @property
     def address(self) -> str:
@@ -78,9 +82,9 @@ class StreamServer(Server):
 
     def serve(self, handler: Handler) -> None:
         """Start to answer calls with `handler`. Does not block."""
-        self._handler = handler
-        self._accepting = threading.Thread(target=self._accept, name=f"accept {self._address}", daemon=True)
-        self._accepting.start()
+        with self._changed:
+            self._handler = handler
+            self._changed.notify_all()
 
     def close(self, grace: timedelta = timedelta(0)) -> None:
         """Take no new call and end those that run; see `Server.close`."""
@@ -90,11 +94,11 @@ class StreamServer(Server):
             self._closed = True
             for line in self._lines.keys() - self._busy:
                 line.hang_up()
+            self._changed.notify_all()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes up who accepts
         self._listener.close()
-        if self._accepting is not None:
-            self._accepting.join()
+        self._accepting.join()
         with self._changed:
             self._changed.wait_for(lambda: not self._lines, grace.total_seconds())
             for line in self._lines:
@@ -153,8 +157,10 @@ class StreamServer(Server):
         """Answer a call; returns whether there may be another one."""
         head = line.head(None)
         with self._changed:
-            if self._closed:
+            self._changed.wait_for(lambda: self._handler is not None or self._closed)
+            if self._closed or self._handler is None:
                 return False
+            handler = self._handler
             self._busy.add(line)
         try:
             incoming = line.frame(self._require(head, Kind.CALL), self.limits, None)
@@ -162,8 +168,7 @@ class StreamServer(Server):
             line.tell(Kind.REFUSAL, Refusal.of(error).to_bytes())
             line.discard(_EVERYTHING, None)  # closed at once, a client that still sends might not see why
             return False
-        assert self._handler is not None, "accepted only after `serve`"
-        with contextlib.closing(answers(self._handler, incoming.method, incoming, alive=line.alive)) as items:
+        with contextlib.closing(answers(handler, incoming.method, incoming, alive=line.alive)) as items:
             for item in items:
                 if isinstance(item, Refusal):
                     line.tell(Kind.REFUSAL, item.to_bytes())

@@ -112,6 +112,30 @@ def test_another_host_is_reached_at_its_data_port(far: str) -> None:
         assert way_to(connection) == "tcp"
 
 
+def test_a_server_that_does_not_serve_yet_is_reached_at_its_data_port(
+    far: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that loads a checkpoint, when the workers look for it again."""
+    monkeypatch.setattr(tcp, "CONNECT", timedelta(seconds=0.5))
+    server = ways.listen(f"0.0.0.0:{tcp.split(far)[1]}")
+    serve = threading.Timer(1, server.serve, [name_the_way])
+    serve.start()
+    with contextlib.closing(server), contextlib.closing(ways.connect(far)) as connection:
+        assert way_to(connection) == "tcp"
+        serve.join()
+
+
+@pytest.mark.parametrize("scheme", ["shm", "tcp"])
+def test_a_server_that_is_closed_before_it_serves_lets_its_clients_go(scheme: str) -> None:
+    (address,) = free_addresses(1)
+    server = ways.listen(f"{scheme}:{address}")
+    with contextlib.closing(ways.connect(f"{scheme}:{address}")) as connection:
+        answers = connection.call("ask", Frame(b""), timeout=LONG)
+        server.close()
+        with pytest.raises(ConnectionLost):
+            next(answers)
+
+
 def silent(sock: socket.socket) -> None:
     """A port that accepts, and says nothing."""
 
