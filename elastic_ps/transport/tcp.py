@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from datetime import timedelta
 
 from elastic_ps.errors import CannotListen
@@ -31,6 +32,9 @@ GONE = timedelta(seconds=30)
 """A host that does not answer for so long, to probes or to what was sent, is gone."""
 
 _PROBES = 4
+
+_AT_ONCE = 0.001
+"""Seconds. Zero would mean that a socket does not block."""
 
 _HELLO = b"elastic-ps/1 %05d\n"
 """What a server says first: the port that its clients know."""
@@ -99,8 +103,10 @@ def _prepare(sock: socket.socket) -> None:
 
 
 def dial(address: str, *, known: str = "") -> socket.socket:
-    """A socket that is connected to the `TcpServer` at `address`, `host:port`. Blocks for `CONNECT` at most,
-    and while the host's name is looked up.
+    """A socket that is connected to the `TcpServer` at `address`, `host:port`.
+
+    Blocks while the host's name is looked up, for `CONNECT` at most for each address that it has, and for
+    `CONNECT` at most until the server has spoken.
 
     Args:
         known: the address of which this must be the data port. Default: any server will do, since a relay,
@@ -114,8 +120,9 @@ def dial(address: str, *, known: str = "") -> socket.socket:
         sock = socket.create_connection(split(address), timeout=CONNECT.total_seconds())
         stack.callback(sock.close)
         _prepare(sock)
-        said = b""
+        said, until = b"", time.monotonic() + CONNECT.total_seconds()
         while len(said) < len(expected):
+            sock.settimeout(max(until - time.monotonic(), _AT_ONCE))
             received = sock.recv(len(expected) - len(said))
             if not received:
                 raise ConnectionRefusedError(f"{address} hung up")

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
@@ -141,6 +142,10 @@ def _make(scheme: str, place: str, limits: Limits | None) -> Connection:
     return GrpcConnection(place, limits=limits)
 
 
+_Way = tuple[str, Callable[[], Connection]]
+"""A scheme, and what makes a connection in that way."""
+
+
 class _Fastest(Connection):
     """Calls in the fastest way that leads there, which is looked for again when the server was lost.
 
@@ -156,19 +161,25 @@ class _Fastest(Connection):
 
     def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
         """See `Connection.call`."""
+        began = time.monotonic()
         way = self._way or self._find(method)
+        left = timeout - timedelta(seconds=time.monotonic() - began)
         try:
-            return _Watched(way.call(method, frame, timeout=timeout), partial(self._forget, way))
+            return _Watched(way.call(method, frame, timeout=left), partial(self._forget, way))
         except ConnectionLost:
             self._forget(way)
             raise
 
     def _find(self, method: str) -> Connection:
+        """Several threads look at the same time: none waits for another one's look, and `close` for none."""
+        scheme, make = self._near() or self._far(method)
         with self._lock:
             if self._closed:
                 raise ConnectionLost(f"{method} at {self._address}: the connection was closed")
             if self._way is None:
-                self._way = self._near() or self._far(method)
+                if scheme not in self._made:
+                    self._made[scheme] = make()
+                self._way = self._made[scheme]
             return self._way
 
     def _forget(self, way: Connection) -> None:
@@ -177,13 +188,13 @@ class _Fastest(Connection):
             if self._way is way:
                 self._way = None
 
-    def _near(self) -> Connection | None:
+    def _near(self) -> _Way | None:
         with contextlib.suppress(OSError):
             local.dial(self._address).close()
-            return self._keep("shm", lambda: local.connect(self._address, limits=self._limits))
+            return "shm", partial(local.connect, self._address, limits=self._limits)
         return None
 
-    def _far(self, method: str) -> Connection:
+    def _far(self, method: str) -> _Way:
         """By the data port, or gRPC; a server that is not up yet may still be found in a faster way."""
         try:
             socket.create_connection(tcp.split(self._address), timeout=LOOK).close()
@@ -193,15 +204,13 @@ class _Fastest(Connection):
         try:
             tcp.dial(data, known=self._address).close()
         except OSError as error:
-            if "grpc" not in self._made:
-                logger.info("%s is reached over gRPC, because not at its data port: %s", self._address, error)
-            return self._keep("grpc", lambda: _make("grpc", self._address, self._limits))
-        return self._keep("tcp", lambda: tcp.connect(data, known=self._address, limits=self._limits))
+            return "grpc", partial(self._over_grpc, error)
+        return "tcp", partial(tcp.connect, data, known=self._address, limits=self._limits)
 
-    def _keep(self, scheme: str, make: Callable[[], Connection]) -> Connection:
-        if scheme not in self._made:
-            self._made[scheme] = make()
-        return self._made[scheme]
+    def _over_grpc(self, because: OSError) -> Connection:
+        text = "%s is reached over gRPC, because not at its data port: %s"
+        logger.info(text, self._address, because)
+        return _make("grpc", self._address, self._limits)
 
     def close(self) -> None:
         """See `Connection.close`."""

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from datetime import timedelta
@@ -171,6 +172,74 @@ def test_without_the_data_port_grpc_is_used_and_the_log_says_so(
     said = [r.getMessage() for r in caplog.records if "is reached over gRPC" in r.getMessage()]
     assert len(said) == 1
     assert f"{far} is reached over gRPC, because not at its data port: " in said[0]
+
+
+def test_no_call_and_no_close_waits_for_another_calls_look(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that does not answer: all threads have to learn it in the time that one needs."""
+    looking = threading.Barrier(4)
+    released = threading.Event()
+
+    def vanished(*_: Any, **__: Any) -> socket.socket:
+        looking.wait(20)
+        released.wait(20)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr("socket.create_connection", vanished)
+    connection = ways.connect(far)
+    errors = list[Exception]()
+
+    def call() -> None:
+        try:
+            way_to(connection)
+        except ConnectionLost as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    looking.wait(20)
+    connection.close()
+    released.set()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 3
+
+
+def test_the_time_of_a_look_counts_as_the_calls(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = list[timedelta]()
+    with everywhere(far), contextlib.closing(ways.connect(far)) as connection:
+        dial, call = tcp.dial, stream.StreamConnection.call
+
+        def slow(*args: Any, **options: Any) -> socket.socket:
+            time.sleep(0.2)
+            return dial(*args, **options)
+
+        def noting(self: stream.StreamConnection, method: str, frame: Frame, *, timeout: timedelta) -> Any:
+            given.append(timeout)
+            return call(self, method, frame, timeout=timeout)
+
+        monkeypatch.setattr(tcp, "dial", slow)
+        monkeypatch.setattr(stream.StreamConnection, "call", noting)
+        assert way_to(connection) == "tcp"
+    assert given[0] <= LONG - timedelta(seconds=0.2)
+
+
+def test_a_data_port_that_speaks_slowly_is_a_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "CONNECT", timedelta(seconds=0.3))
+    ended = threading.Event()
+
+    def speak(listener: socket.socket) -> None:
+        with listener.accept()[0] as client, contextlib.suppress(OSError):
+            while not ended.wait(0.1):
+                client.sendall(b"e")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=speak, args=(listener,))
+        thread.start()
+        with pytest.raises(TimeoutError):
+            tcp.dial(f"127.0.0.1:{listener.getsockname()[1]}")
+        ended.set()
+        thread.join()
 
 
 def test_a_server_that_comes_back_is_reached_at_its_data_port_again(far: str) -> None:
