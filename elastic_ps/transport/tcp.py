@@ -58,7 +58,7 @@ class TcpServer(StreamServer):
     def __init__(
         self, bind: str, *, known: str = "", limits: Limits | None = None, stall: timedelta = STALL
     ) -> None:
-        """Listen on `bind`, `host:port`; port 0 picks one.
+        """Listen on `bind`, `host:port`; port 0 picks one. Every address is one of IPv4 and of IPv6.
 
         Args:
             known: the address that clients know, if this is its data port. Default: `bind`.
@@ -69,13 +69,16 @@ class TcpServer(StreamServer):
             CannotListen: the port is taken, or the host is not an address of this machine.
         """
         host, port = split(bind)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        everywhere = host in ("", "0.0.0.0", "::")
+        both = everywhere and socket.has_dualstack_ipv6()  # as gRPC does, whichever of them is named
+        family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+        place = ("", port) if everywhere else (host, port)
         try:
-            listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+            listener = socket.create_server(place, family=family, backlog=BACKLOG, dualstack_ipv6=both)
         except (OSError, OverflowError) as error:
             raise CannotListen(f"cannot listen on {bind}: {error}") from error
         _, at, *_ = listener.getsockname()
-        here = f"{'127.0.0.1' if host in ('', '0.0.0.0') else host}:{at}"
+        here = f"{'127.0.0.1' if everywhere else bind.rpartition(':')[0]}:{at}"
         _, number = split(known or here)
         super().__init__(listener, here, limits=limits, stall=stall, admit=_admit, hello=_HELLO % number)
 

@@ -87,9 +87,10 @@ def _listen_faster(bind: str, address: str) -> list[Server]:
     ways: list[Callable[[], Server]] = []
     if local.name_of(address):
         ways.append(lambda: local.LocalServer(address))
-    host, _ = tcp.split(bind)
-    if not (host in ("localhost", "::1") or host.startswith("127.")):
-        ways.append(lambda: tcp.TcpServer(tcp.data_address(bind), known=address))
+    host, _, _ = bind.rpartition(":")
+    if not (host in ("localhost", "[::1]") or host.startswith("127.")):
+        port = tcp.split(address)[1]  # in `bind` it may be 0
+        ways.append(lambda: tcp.TcpServer(tcp.data_address(f"{host}:{port}"), known=address))
     servers = []
     for way in ways:
         try:

@@ -113,6 +113,37 @@ def test_another_host_is_reached_at_its_data_port(far: str) -> None:
         assert way_to(connection) == "tcp"
 
 
+def test_a_port_that_was_picked_has_its_data_port_beside_it(far: str) -> None:
+    with (
+        serving(ways.listen("0.0.0.0:0")) as server,
+        contextlib.closing(ways.connect(server.address)) as connection,
+    ):
+        assert way_to(connection) == "tcp"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("bind", ["0.0.0.0", "[::]"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_server_on_every_address_is_reached_with_both_protocols(far: str, bind: str, host: str) -> None:
+    """As gRPC's port is, whichever of them is named."""
+    port = tcp.split(far)[1]
+    with (
+        serving(ways.listen(f"{bind}:{port}")),
+        contextlib.closing(ways.connect(f"{host}:{port}")) as connection,
+    ):
+        assert way_to(connection) == "tcp"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_the_address_of_a_server_on_ipv6_leads_to_it() -> None:
+    with (
+        serving(TcpServer("[::1]:0")) as server,
+        contextlib.closing(ways.connect(f"tcp:{server.address}")) as connection,
+    ):
+        assert server.address.startswith("[::1]:")
+        assert way_to(connection) == "tcp"
+
+
 def test_a_server_that_does_not_serve_yet_is_reached_at_its_data_port(
     far: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
