@@ -40,6 +40,10 @@ _HELLO = b"elastic-ps/1 %05d\n"
 """What a server says first: the port that its clients know."""
 
 
+class SilentError(TimeoutError):
+    """A data port has taken a connection, and says nothing."""
+
+
 def split(address: str) -> tuple[str, int]:
     """Host, without brackets, and port of `host:port`."""
     host, _, port = address.rpartition(":")
@@ -116,6 +120,7 @@ def dial(address: str, *, known: str = "") -> socket.socket:
             or a port that is forwarded, has another number.
 
     Raises:
+        SilentError.
         OSError: nobody answers, or it is another server.
     """
     expected = _HELLO % split(known)[1] if known else _HELLO % 0
@@ -126,7 +131,10 @@ def dial(address: str, *, known: str = "") -> socket.socket:
         said, until = b"", time.monotonic() + CONNECT.total_seconds()
         while len(said) < len(expected):
             sock.settimeout(max(until - time.monotonic(), _AT_ONCE))
-            received = sock.recv(len(expected) - len(said))
+            try:
+                received = sock.recv(len(expected) - len(said))
+            except TimeoutError:
+                raise SilentError(f"{address} says nothing") from None
             if not received:
                 raise ConnectionRefusedError(f"{address} hung up")
             said += received

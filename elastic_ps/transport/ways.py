@@ -205,6 +205,9 @@ class _Fastest(Connection):
         try:
             tcp.dial(data, known=self._address).close()
         except OSError as error:
+            if isinstance(error, tcp.SilentError) and "tcp" in self._made:
+                # It has spoken before: no stranger's, but a server that stands still, as gRPC's would, too.
+                raise ConnectionLost(f"{method} at {self._address}: {error}") from error
             return "grpc", partial(self._over_grpc, error)
         return "tcp", partial(tcp.connect, data, known=self._address, limits=self._limits)
 

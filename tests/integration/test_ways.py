@@ -284,6 +284,26 @@ def test_a_server_that_comes_back_is_reached_at_its_data_port_again(far: str) ->
                 way_to(connection)
 
 
+def test_a_server_that_stood_still_is_reached_at_its_data_port_again(
+    far: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ports of a process that is stopped take connections, and say nothing."""
+    monkeypatch.setattr(tcp, "CONNECT", timedelta(seconds=0.2))
+    with contextlib.closing(ways.connect(far)) as connection:
+        with everywhere(far):
+            assert way_to(connection) == "tcp"
+        with (
+            socket.create_server(tcp.split(far)),
+            socket.create_server(tcp.split(data_address(far))),
+        ):
+            with pytest.raises(ConnectionLost):
+                way_to(connection)
+            with pytest.raises(ConnectionLost, match="says nothing"):
+                unary(connection, "ask", b"", timeout=timedelta(seconds=2))
+        with everywhere(far):
+            assert way_to(connection) == "tcp"
+
+
 def test_a_server_that_comes_back_without_its_data_port_is_reached_over_grpc(far: str) -> None:
     with contextlib.closing(ways.connect(far)) as connection:
         with everywhere(far):
