@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -41,6 +42,13 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def take_descriptors() -> None:
+    """Let this process have as many as the system permits: of a server, each call of a worker takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def end_soon() -> None:

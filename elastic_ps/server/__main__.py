@@ -36,6 +36,7 @@ def main() -> int:
     try:
         environment = env.read()
         process.begin(environment)
+        process.take_descriptors()
         process.end_if_a_thread_fails()
         compiler.defer()
         transport = listen(environment.bind)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import resource
 import socket
 import threading
 import time
@@ -35,6 +36,10 @@ JOIN = timedelta(seconds=10)
 
 SOCKETS = 4096
 """How many sockets a server has at a time, each with a thread; those that come then are closed."""
+
+SHARE = 4
+"""A server has one of so many of the process's descriptors at most. Others need some: gRPC, which is used
+instead by those that were closed, and checkpoints."""
 
 _EVERYTHING = 1 << 62
 
@@ -71,6 +76,9 @@ class StreamServer(Server):
         self._changed = threading.Condition()
         self._lines: dict[Line, threading.Thread] = {}
         self._busy: set[Line] = set()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        unlimited = descriptors == resource.RLIM_INFINITY
+        self._most = SOCKETS if unlimited else min(SOCKETS, descriptors // SHARE)
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name=f"accept {address}", daemon=True)
         self._accepting.start()
@@ -128,7 +136,7 @@ class StreamServer(Server):
             admitted = False
             try:
                 with self._changed:
-                    if not self._closed and len(self._lines) < SOCKETS:
+                    if not self._closed and len(self._lines) < self._most:
                         thread.start()
                         self._lines[line] = thread
                         admitted = True

@@ -318,6 +318,16 @@ def test_a_server_that_comes_back_without_its_data_port_is_reached_over_grpc(far
             assert way_to(connection) in ("tcp", "grpc")
 
 
+def test_sockets_do_not_take_all_descriptors_of_a_server(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are for gRPC, which is used then, and for checkpoints."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (2 * stream.SHARE, 1000))
+    with everywhere(far), contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(tcp.dial(data_address(far))).sendall(stream.GREETING)
+        connection = stack.enter_context(contextlib.closing(ways.connect(far)))
+        assert way_to(connection) == "grpc"
+
+
 def test_a_client_that_stops_in_the_middle_of_a_body_is_cut_off() -> None:
     reading = Reading()
     server = TcpServer("127.0.0.1:0", stall=timedelta(milliseconds=200))

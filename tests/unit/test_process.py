@@ -29,3 +29,15 @@ threading.Event().wait(60)
     assert "in work" in ended.stderr, "the traceback"
     assert "error: the thread ticker has failed:" in ended.stderr
     assert "no room" in ended.stderr.splitlines()[-1]
+
+
+def test_a_server_takes_the_descriptors_that_it_may_have() -> None:
+    program = (
+        "import resource\n"
+        "from elastic_ps import process\n"
+        "_, most = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))\n"
+        "process.take_descriptors()\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
