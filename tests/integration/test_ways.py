@@ -28,6 +28,7 @@ from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.tcp import TcpServer, data_address
 from tests.integration.transports import LONG, Reading
+from tests.polling import eventually
 
 
 def name_the_way(method: str, incoming: Incoming) -> Iterator[Frame]:
@@ -336,6 +337,7 @@ def test_a_client_that_stops_in_the_middle_of_a_body_is_cut_off() -> None:
     with tcp.dial(server.address) as slow:
         slow.sendall(stream.GREETING + head + b"push" + b"123")
         assert slow.recv(100) == b""
+        eventually(lambda: reading.errors, "the handler is told")
     assert "the client has sent nothing for 0.2 s in the middle of a frame" in str(reading.errors[0])
     server.close()
 
