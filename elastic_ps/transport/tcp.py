@@ -25,6 +25,9 @@ BACKLOG = 512
 CONNECT = timedelta(seconds=1)
 """How long a client waits for a data port. What does not answer by then is taken for blocked."""
 
+SPEAK = timedelta(seconds=5)
+"""How long a client waits for a server to speak at a data port that it has chosen: the server may be busy."""
+
 PROBE = timedelta(seconds=10)
 """A connection on which nothing has happened for so long is probed."""
 
@@ -109,15 +112,16 @@ def _prepare(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def dial(address: str, *, known: str = "") -> socket.socket:
+def dial(address: str, *, known: str = "", speaks: timedelta | None = None) -> socket.socket:
     """A socket that is connected to the `TcpServer` at `address`, `host:port`.
 
     Blocks while the host's name is looked up, for `CONNECT` at most for each address that it has, and for
-    `CONNECT` at most until the server has spoken.
+    `speaks` at most until the server has spoken.
 
     Args:
         known: the address of which this must be the data port. Default: any server will do, since a relay,
             or a port that is forwarded, has another number.
+        speaks: default: `CONNECT`.
 
     Raises:
         SilentError.
@@ -128,7 +132,7 @@ def dial(address: str, *, known: str = "") -> socket.socket:
         sock = socket.create_connection(split(address), timeout=CONNECT.total_seconds())
         stack.callback(sock.close)
         _prepare(sock)
-        said, until = b"", time.monotonic() + CONNECT.total_seconds()
+        said, until = b"", time.monotonic() + (speaks or CONNECT).total_seconds()
         while len(said) < len(expected):
             sock.settimeout(max(until - time.monotonic(), _AT_ONCE))
             try:
@@ -146,4 +150,4 @@ def dial(address: str, *, known: str = "") -> socket.socket:
 
 def connect(address: str, *, known: str = "", limits: Limits | None = None) -> StreamConnection:
     """Calls to the `TcpServer` at `address`. Nothing is sent before the first one."""
-    return StreamConnection(lambda: dial(address, known=known), address, limits=limits)
+    return StreamConnection(lambda: dial(address, known=known, speaks=SPEAK), address, limits=limits)

@@ -274,6 +274,23 @@ def test_a_data_port_that_speaks_slowly_is_a_strangers(monkeypatch: pytest.Monke
         thread.join()
 
 
+def test_a_server_that_is_busy_is_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its data port has been chosen, so it is no stranger's."""
+    monkeypatch.setattr(tcp, "CONNECT", timedelta(seconds=0.1))
+    prepare = tcp._admit
+
+    def busy(sock: socket.socket) -> bool:
+        time.sleep(0.5)
+        return prepare(sock)
+
+    monkeypatch.setattr(tcp, "_admit", busy)
+    with (
+        serving(TcpServer("127.0.0.1:0")) as server,
+        contextlib.closing(tcp.connect(server.address)) as connection,
+    ):
+        assert way_to(connection) == "tcp"
+
+
 def test_a_server_that_comes_back_is_reached_at_its_data_port_again(far: str) -> None:
     with contextlib.closing(ways.connect(far)) as connection:
         for _ in range(2):
