@@ -70,7 +70,7 @@ class Lead:
             raise
         self._ticker.start()
 
-    def close(self, *, keep: bool = True) -> None:
+    def close(self, *, keep: bool) -> None:
         """Stop committing and end the threads; with `keep`, first write a last checkpoint. Blocks."""
         with self._job.changed:
             self._job.closing = True

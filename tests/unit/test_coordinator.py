@@ -71,7 +71,7 @@ def running(shards: Sequence[Notes], **fields: Any) -> Iterator[Coordinator]:
     finally:
         for shard in shards:
             shard.refuse = lambda _: None
-        lead.close()
+        lead.close(keep=False)
 
 
 def join(coordinator: Coordinator, worker: int, *, instance: str = "", call: int = 0) -> Joined | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -299,6 +300,12 @@ def test_a_shard_that_is_to_end_waits_until_shard_0_has_no_more_to_order(node: N
     node.advance(Advance(2, 0, {}, last=True, term=1))
     released.join(10)
     assert not released.is_alive()
+
+
+def test_a_shard_waits_no_longer_than_it_may(node: Node) -> None:
+    began = time.monotonic()
+    node.await_release(timedelta(milliseconds=300), quiet=timedelta(seconds=60))
+    assert time.monotonic() - began >= 0.3
 
 
 def test_a_shard_does_not_wait_for_a_shard_0_that_says_nothing(node: Node) -> None:
