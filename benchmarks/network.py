@@ -31,6 +31,9 @@ from elastic_ps.job import TrainingJobSpec
 
 PORT, HTTP, MASTER = 2222, 8080, 29500
 
+NAMES = "/run/netns"
+"""Where `ip netns` keeps the namespaces; it mounts the folder when it makes the first one."""
+
 
 def run(*words: object) -> None:
     subprocess.run([str(word) for word in words], check=True, capture_output=True)
@@ -40,12 +43,18 @@ def address(host: int) -> str:
     return f"10.77.0.{host + 1}"
 
 
+def mounted() -> bool:
+    """Whether `NAMES` is a mount. `os.path.ismount` sees none: it is mounted on itself."""
+    return any(line.split()[1] == NAMES for line in Path("/proc/mounts").read_text().splitlines())
+
+
 class Hosts:
     """Network namespaces, each with a link to a switch, which is one, too. Removed by `close`."""
 
     def __init__(self, count: int, gbit: float) -> None:
         self._name = f"eps{os.getpid()}"
         self._count = count
+        self._mounted = mounted()
         try:
             self._make(gbit)
         except BaseException:
@@ -92,6 +101,8 @@ class Hosts:
         for name in [*(self.namespace(host) for host in range(self._count)), f"{self._name}-sw"]:
             with contextlib.suppress(subprocess.CalledProcessError):
                 run("ip", "netns", "delete", name)
+        if not self._mounted and mounted():
+            run("umount", NAMES)
 
 
 @contextlib.contextmanager
