@@ -499,7 +499,7 @@ class Shard:
             with self._changed:
                 self._buckets[part.bucket].load(arriving, self._log.version)
                 self._missing.discard(part.bucket)
-                self._arriving = None
+                self._arriving = None  # mutant: equal
 
     def load(self, stored: Source, version: int) -> None:
         """Take values and optimizer state over from a checkpoint of `version`, and read no more."""
