@@ -1,0 +1,168 @@
+"""Rounds that only a standby has become a checkpoint when another parameter server takes over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
+from elastic_ps.job import Consistency
+from elastic_ps.server import rescue as rescue_module
+from elastic_ps.server.follower import for_standby
+from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.node import Node
+from elastic_ps.server.orders import Advance, Application, Configuration, Report
+from elastic_ps.server.remote import RemoteShard
+from elastic_ps.server.rescue import held, rescue
+from elastic_ps.telemetry import Trace
+from tests.unit.shard_rig import LR, Body, one_bucket, ones, tensor
+
+TENSOR = {"name": "w", "shape": [4], "dtype": "float32", "rule": 0, "group": 0}
+STATE = json.dumps({"tensors": [TENSOR], "optimizer": "SGD"})
+
+
+def make_node(store: Store) -> Node:
+    return Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
+
+
+def configure(node: Node, *, term: int, load: int | None = None) -> None:
+    node.configure(Configuration(one_bucket(tensor("w", 4)), "SGD", Settings(LR.groups), term, load))
+
+
+def round_of(version: int) -> Advance:
+    """What makes `version`, of a gradient of ones."""
+    application = Application(0, [(0, 10, version - 1)], 1, LR)
+    return Advance(version, 0, {}, application, term=1, state=STATE)
+
+
+class Setting:
+    """A standby that has carried out version 1 and has the sum for version 2, a new shard, and a keeper."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = Store(directory)
+        self.store.next_term()
+        interval = timedelta(seconds=30)
+        self.keeper = Keeper(
+            self.store,
+            job="job",
+            term=self.store.next_term(),
+            shards=1,
+            interval=interval,
+            every=9,
+            keep=2,
+            now=0.0,
+        )
+        self.shard, self.standby = make_node(self.store), make_node(self.store)
+        configure(self.standby, term=1)
+        first, second = round_of(1), round_of(2)
+        self.standby.advance(Advance(0, 0, {}, term=1, next=first))
+        self.standby.take_sum(1, 0, 0, 0, [True], Body(ones(4)))
+        self.standby.advance(replace(for_standby(first), next=second))
+        self.standby.take_sum(1, 0, 1, 0, [True], Body(ones(4)))
+
+    def rescue(self) -> bool:
+        orders = held(cast(RemoteShard, self.standby), self.keeper.term)
+        return rescue(self.keeper, [self.shard], [cast(RemoteShard, self.standby)], orders)
+
+    def loaded(self, version: int) -> list[float]:
+        """The values of the checkpoint."""
+        node = make_node(self.store)
+        try:
+            configure(node, term=3, load=version)
+            ((_, values),) = node.shard.values()
+            return list(torch.Tensor.tolist(values))
+        finally:
+            node.close()
+
+    def close(self) -> None:
+        for each in (self.shard, self.standby, self.keeper):
+            each.close()
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Iterator[Setting]:
+    setting = Setting(tmp_path)
+    yield setting
+    setting.close()
+
+
+def test_the_newest_round_of_the_standby_becomes_a_checkpoint(setting: Setting) -> None:
+    assert setting.rescue()
+    assert setting.keeper.durable_version == 2
+    assert setting.loaded(2) == [-2.0] * 4
+
+
+def test_what_is_on_disk_is_not_saved_again(setting: Setting) -> None:
+    assert setting.rescue()
+    assert not setting.rescue()
+    assert setting.store.versions() == [2]
+
+
+def test_without_the_last_sum_the_version_before_is_saved(tmp_path: Path, setting: Setting) -> None:
+    orders = [round_of(1), round_of(3)]  # the standby is at version 1 and has the sum for 2
+    assert rescue(setting.keeper, [setting.shard], [cast(RemoteShard, setting.standby)], orders)
+    assert setting.keeper.durable_version == 1
+    assert setting.loaded(1) == [-1.0] * 4
+
+
+def test_nothing_is_saved_if_nobody_can_carry_an_order_out(setting: Setting) -> None:
+    assert not rescue(setting.keeper, [setting.shard], [cast(RemoteShard, setting.standby)], [round_of(3)])
+    assert setting.keeper.durable_version is None
+
+
+def test_a_shard_that_still_has_the_model_needs_no_standby(setting: Setting) -> None:
+    configure(setting.shard, term=2)
+    order = replace(round_of(0), apply=None)
+
+    class Nobody:
+        def advance(self, order: Advance) -> Report:
+            raise AssertionError("the standby is asked")
+
+    assert rescue(setting.keeper, [setting.shard], [cast(RemoteShard, Nobody())], [order])
+    assert setting.loaded(0) == [0.0] * 4
+
+
+def test_a_standby_that_a_newer_term_has_asked_fences_this_one(setting: Setting) -> None:
+    setting.standby.held(5)
+    with pytest.raises(Fenced, match="term 5 gives the orders now"):
+        setting.rescue()
+
+
+def test_a_standby_that_does_not_answer_is_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescue_module, "ANSWER", timedelta(seconds=0.3))
+    order = round_of(1)
+
+    class Late:
+        asked = 0
+
+        def held(self, term: int) -> list[Advance]:
+            self.asked += 1
+            if self.asked < 3:
+                raise ConnectionLost("not there yet")
+            return [order]
+
+    assert held(cast(RemoteShard, Late()), 2) == [order]
+
+    class Never:
+        def held(self, term: int) -> list[Any]:
+            raise ConnectionLost("nobody")
+
+    assert held(cast(RemoteShard, Never()), 2) == []
+
+
+def test_a_refusal_of_the_standby_is_no_answer() -> None:
+    class Busy:
+        def held(self, term: int) -> list[Any]:
+            raise Refused(RefusalCode.STALE_TERM, "term 9 gives the orders now")
+
+    with pytest.raises(Fenced, match="term 9"):
+        held(cast(RemoteShard, Busy()), 2)
