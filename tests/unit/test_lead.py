@@ -148,6 +148,31 @@ def test_a_model_that_goes_before_the_job_can_go_back_is_not_missed() -> None:
         assert joined.initialise
 
 
+def test_without_a_checkpoint_a_lost_model_is_brought_anew_by_a_worker_that_has_not_trained() -> None:
+    """A shard has lost it and says so when a round is to be applied. There is nothing to go back to."""
+    first, second = Notes(), Notes()
+    with leading([first, second], parameterServer={"replicas": 2}) as running:
+        coordinator = running.coordinator
+        stay = start(coordinator, 0)
+        taken = take(coordinator, stay, call=1)
+
+        def lost(advance: Advance) -> None:
+            if advance.apply is not None:
+                raise Refused(RefusalCode.NOT_READY, "shard 1 does not know the model yet")
+
+        second.refuse = lost
+        finish(coordinator, stay, taken)
+        eventually(lambda: coordinator.job.state.model is None, "the model is given up")
+        assert coordinator.job.state.term == 2
+        assert first.applied == []
+        with pytest.raises(Refused) as refused:
+            coordinator.heartbeat(0, stay.incarnation)
+        assert refused.value.code is RefusalCode.STALE_INCARNATION
+        joined = join(coordinator, 0, instance="another", call=1)
+        assert joined is not None
+        assert (joined.initialise, joined.term) == (True, 2)
+
+
 def test_how_long_a_worker_s_steps_take_is_reported_after_the_first_one(clock: Clock) -> None:
     with leading([Notes()], clock=clock) as lead:
         coordinator = lead.coordinator

@@ -31,6 +31,7 @@ from elastic_ps.errors import (
 )
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server import coordinator as coordinator_module
+from elastic_ps.server import shard as shard_module
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import ParameterServer, waiting_status
 from elastic_ps.transport import messages_pb2 as pb
@@ -470,6 +471,38 @@ def test_what_was_finished_is_not_stopped(worker: Worker) -> None:
     worker.ask(pb.StopRequest(caller=worker.caller(), reason="too late"))
     end = worker.take()
     assert (end.finished, end.stopped) == (True, "")
+
+
+def test_a_push_that_ends_a_step_is_known_again_when_its_version_is_there(worker: Worker) -> None:
+    """Its answer was lost; what it was part of is not added once more."""
+    taken = worker.take()
+    finish = worker.finishing(0, taken)
+    assert worker.push(0, taken.version, finish=finish).duplicate is False
+    assert worker.values(1) == [-1.0] * 4
+    assert worker.push(0, taken.version, finish=finish).duplicate is True
+    with pytest.raises(Refused) as refused:
+        worker.push(5, taken.version, finish=finish)
+    assert code(refused) is RefusalCode.STALE_ATTEMPT
+
+
+def test_a_pull_that_waits_in_vain_is_answered_before_long(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_module, "WAIT", timedelta(milliseconds=50))
+    ((reply, _),) = worker.pull(1)
+    assert reply.pending
+
+
+def test_values_that_a_script_assigns_are_the_next_version(worker: Worker) -> None:
+    taken = worker.take()
+    worker.calls += 1
+    worker.answer(pb.Done, pb.ReleaseRequest(caller=worker.caller(call=worker.calls)))
+    answer = worker.answer(pb.AssignReply, pb.AssignRequest(caller=worker.caller(), version=taken.version))
+    assert (answer.pending, answer.version) == (False, 0)
+    changed = {"ranges": [], "settings": "", "assigns": True, "samples": 0, "attempt": answer.attempt}
+    finish = worker.finishing(0, taken, **changed)
+    worker.push(0, 0, value=5.0, samples=1, attempt=answer.attempt, finish=finish)
+    assert worker.values(1) == [5.0] * 4
 
 
 def test_the_optimizer_s_state_is_sent_to_whoever_asks(tmp_path: Path) -> None:
