@@ -290,7 +290,7 @@ class Coordinator:
                 left = deadline - self.job.clock()
                 if left <= 0:
                     return Taken(pending=True)
-                self.job.changed.wait(min(left, TICK.total_seconds()))
+                self.job.changed.wait(min(left, TICK.total_seconds()))  # mutant: equal
 
     def _skip(self, state: JobState, stay: Stay, skipped: Sequence[Range]) -> None:
         """A script has left records out, and makes no step to tell so with; the lock is held."""
@@ -402,7 +402,7 @@ class Coordinator:
                 left = deadline - self.job.clock()
                 if left <= 0:
                     return None
-                self.job.changed.wait(min(left, TICK.total_seconds()))
+                self.job.changed.wait(min(left, TICK.total_seconds()))  # mutant: equal
         self._driver.drive()
         raise Refused(
             RefusalCode.LATE,
@@ -446,7 +446,7 @@ class Coordinator:
                 left = deadline - self.job.clock()
                 if left <= 0:
                     return None
-                self.job.changed.wait(min(left, TICK.total_seconds()))
+                self.job.changed.wait(min(left, TICK.total_seconds()))  # mutant: equal
 
     def finish(self, contribution: Contribution, *, version: int, attempt: int) -> bool:
         """A worker's step is complete on all shards. Returns False if that was known.

@@ -135,7 +135,8 @@ class Driver:
             with job.changed:
                 job.changed.wait_for(lambda: not self._driving)
                 state = job.state
-                if self.fenced or job.spoiled or not state.initialised or job.clock() > deadline:
+                late = job.clock() > deadline  # mutant: equal
+                if self.fenced or job.spoiled or not state.initialised or late:
                     return False
                 if not state.rounds.decided:
                     return True

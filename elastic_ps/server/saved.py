@@ -21,7 +21,7 @@ from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints, chec
 from elastic_ps.errors import CheckpointCorrupt, UserError
 from elastic_ps.job import Data, TrainingJobSpec
 from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
-from elastic_ps.server.values import WIDE
+from elastic_ps.server.values import WIDE, constructor_arguments
 
 
 class _Saved(BaseModel):
@@ -100,8 +100,9 @@ def _try_optimizer(reader: Reader, settings: Settings) -> None:
     def usual(group: int, dtype: str, whole: bool) -> dict[str, tuple[str, bool]]:
         """The state after one step: key -> (dtype, whether it is a scalar)."""
         parameter = torch.nn.Parameter(torch.zeros(() if whole else (2,), dtype=dtype_of(dtype)))
-        optimizer = getattr(torch.optim, manifest.optimizer)(
-            [{**settings.groups[group], "params": [parameter]}]
+        values, name = settings.groups[group], manifest.optimizer
+        optimizer = getattr(torch.optim, name)(
+            [{**values, "params": [parameter]}], **constructor_arguments(name, values)
         )
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()

@@ -95,10 +95,10 @@ class BucketValues:
         self._groups = sorted(members)
         self._rows = [tensors[piece.tensor].row for piece in self.bucket.pieces]
         kind = getattr(torch.optim, name)
-        # Some arguments are not looked up in the groups: Adagrad's first state is made by the constructor.
-        known = inspect.signature(kind).parameters
-        arguments = {key: value for key, value in groups[self._groups[0]].items() if key in known}
-        if "fused" in known:  # one pass over memory; it also divides the sum, see `apply`
+        arguments = constructor_arguments(name, groups[self._groups[0]])
+        if (
+            "fused" in inspect.signature(kind).parameters
+        ):  # one pass over memory; it also divides, see `apply`
             arguments["fused"] = self._divides = True
         try:
             self._optimizer = kind([{**groups[g], "params": members[g]} for g in self._groups], **arguments)
@@ -277,6 +277,15 @@ class BucketValues:
             if self._optimizer is not None and state:
                 self._optimizer.state[self._parameters[index]] = state
         self.version = self.changed = version
+
+
+def constructor_arguments(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group that the optimizer's constructor takes.
+
+    It checks them, and some it does not look up in the groups: Adagrad's first state is made by it.
+    """
+    known = inspect.signature(getattr(torch.optim, name)).parameters
+    return {key: value for key, value in group.items() if key in known}
 
 
 def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:

@@ -173,6 +173,17 @@ def test_without_a_checkpoint_a_lost_model_is_brought_anew_by_a_worker_that_has_
         assert (joined.initialise, joined.term) == (True, 2)
 
 
+def test_other_shards_are_told_that_they_may_end_if_they_know_a_model() -> None:
+    told, untold = [Notes(), Notes()], [Notes(), Notes()]
+    for shards, begins in ((told, True), (untold, False)):
+        with leading(shards, parameterServer={"replicas": 2}) as running:
+            if begins:
+                start(running.coordinator, 0)
+    assert [order.last for order in told[1].orders][-1:] == [True]
+    assert not any(order.last for order in told[0].orders), "shard 0 ends by itself"
+    assert untold[1].orders == []
+
+
 def test_how_long_a_worker_s_steps_take_is_reported_after_the_first_one(clock: Clock) -> None:
     with leading([Notes()], clock=clock) as lead:
         coordinator = lead.coordinator

@@ -1,0 +1,113 @@
+"""A checkpoint is input from outside: whatever no job can continue from is refused in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint.tensors import Reader
+from elastic_ps.errors import CheckpointCorrupt
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server.saved import require_usable
+from elastic_ps.transport import messages_pb2 as pb
+from tests.unit.test_service import Worker, environment, serving
+
+SPEC = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    """Of the checkpoint of a job with Adam that has made a step."""
+    with serving(environment(checkpoints=tmp_path)) as (listener, server):
+        worker = Worker(listener)
+        if worker.join(optimizer="Adam").initialise:
+            worker.ask(pb.InitRequest(caller=worker.caller(), bucket=0), torch.zeros(4))
+            worker.ask(pb.InitDoneRequest(caller=worker.caller()))
+        worker.step(0)
+        server.close(keep=True)
+    with Store(tmp_path).open(1) as reader:
+        yield reader
+
+
+def settings(**group: Any) -> Callable[[dict[str, Any]], None]:
+    """Changes the hyperparameters."""
+
+    def change(state: dict[str, Any]) -> None:
+        changed = json.loads(state["settings"])
+        changed["groups"][0].update(group)
+        state["settings"] = json.dumps(changed)
+
+    return change
+
+
+def member(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["members"][0].update(fields)
+
+
+def fields(**changed: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state.update(changed)
+
+
+def test_what_a_job_has_written_can_be_continued_from(reader: Reader) -> None:
+    require_usable(reader, spec=SPEC)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (member(steps=-1), "the numbers of a member are impossible"),
+        (member(records=-1), "the numbers of a member are impossible"),
+        (member(incarnation=1 << 60), "the numbers of a member are impossible"),
+        (fields(assigned=2), "cannot have been assigned in version 2"),
+        (fields(assigned=-1), "cannot have been assigned in version -1"),
+        (fields(loss="none"), "loss: Input should be a valid"),
+        (fields(settings="{"), "Expecting"),
+        (fields(ledger={"records": 20}), "KeyError"),
+        (settings(fused=True), "not hyperparameters: \\['fused'\\]"),
+        (settings(clamp=[2, 1]), "clamp"),
+        (settings(eps=-1.0), "Invalid epsilon"),
+        (settings(betas=[0.9]), "IndexError"),
+    ],
+)
+def test_a_state_that_is_impossible_is_refused(
+    reader: Reader, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    state = json.loads(json.dumps(reader.manifest.state))
+    change(state)
+    reader.manifest = replace(reader.manifest, state=state)
+    with pytest.raises(CheckpointCorrupt, match=message) as refused:
+        require_usable(reader, spec=SPEC)
+    assert str(refused.value).startswith("no job can continue from the checkpoint of version 1: ")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ({"group": 1}, "is in parameter group 1, but there are 1"),
+        ({"group": -1}, "is in parameter group -1"),
+        ({"dtype": "float64"}, "the optimizer's state has"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused(reader: Reader, tensor: dict[str, Any], message: str) -> None:
+    tensors = [{**reader.manifest.tensors[0], **tensor}]
+    reader.manifest = replace(reader.manifest, tensors=tensors)
+    with pytest.raises(CheckpointCorrupt, match=message):
+        require_usable(reader, spec=SPEC)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"), [("LBFGS", "LBFGS"), ("NAdam", "the optimizer's state has")]
+)
+def test_another_optimizer_than_the_state_is_of_is_refused(
+    reader: Reader, optimizer: str, message: str
+) -> None:
+    reader.manifest = replace(reader.manifest, optimizer=optimizer)
+    with pytest.raises(CheckpointCorrupt, match=message):
+        require_usable(reader, spec=SPEC)
