@@ -6,6 +6,7 @@ The worker here is played by hand, message by message, over the transport within
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -664,3 +665,28 @@ def test_a_server_that_waits_for_its_disk_says_what_for() -> None:
     status = waiting_status(given, patience)
     assert (status.job, status.shard, status.shards) == ("job", 1, 2)
     assert (status.term, status.ready, status.problem) == (0, False, patience.problem)
+
+
+def trained(directory: Path) -> None:
+    """A job of one version, on disk."""
+    with serving(environment(checkpoints=directory)) as (listener, server):
+        worker = Worker(listener)
+        worker.start()
+        worker.step(0)
+        server.close(keep=True)
+
+
+def test_a_checkpoint_that_was_copied_is_continued_from_in_a_later_term_than_its_own(tmp_path: Path) -> None:
+    """The new place knows nothing of the terms of the old one, in which workers have been told numbers."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    trained(old)
+    with serving(environment(checkpoints=old)) as (listener, server):
+        worker = Worker(listener)
+        worker.start()
+        worker.step(1)
+        server.close(keep=True)
+    new.mkdir()
+    (newest,) = old.glob("version-*2")
+    shutil.copytree(newest, new / newest.name)
+    with serving(environment(checkpoints=new)) as (_, server):
+        assert (server.term, server.status().progress.version) == (3, 2)
