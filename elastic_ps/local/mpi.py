@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -81,7 +81,7 @@ class _Ended:
 
 @dataclass(frozen=True)
 class _Finish:
-    """An order: the job is over."""
+    """An order: the job is over. The answer is the same, and the last message of a rank."""
 
 
 class World:
@@ -127,8 +127,13 @@ class World:
         return address
 
     def send(self, message: object, rank: int) -> None:
-        """Send a small message. Blocks for a moment."""
+        """Send a message. Blocks until the rank receives it, if it is not a small one."""
         self.comm.send(message, dest=rank)
+
+    def post(self, message: object, rank: int) -> Callable[[], bool]:
+        """Begin to send a message. Does not block; what is returned tells whether it is sent."""
+        sent: Callable[[], bool] = self.comm.isend(message, dest=rank).Test
+        return sent
 
     def receive(self) -> tuple[int, Any] | None:
         """The next message and the rank that has sent it; None if there is none. Does not block."""
@@ -173,7 +178,7 @@ class _Remote:
 
     def _signal(self, *, kill: bool) -> None:
         if self.status is None:
-            self.slots.world.send(_Signal(self.number, kill), self.rank)
+            self.slots.send(_Signal(self.number, kill), self.rank)
 
     def output(self) -> str:
         """The last lines that it wrote."""
@@ -187,6 +192,7 @@ class Slots:
     world: World
     _processes: dict[int, _Remote] = field(default_factory=dict)
     _problems: dict[int, str] = field(default_factory=dict)
+    _finished: set[int] = field(default_factory=set)
 
     @property
     def count(self) -> int:
@@ -208,7 +214,7 @@ class Slots:
         rank = min(ranks, key=running.count)
         remote = _Remote(self, rank, len(self._processes))
         self._processes[remote.number] = remote
-        self.world.send(_Start(remote.number, list(argv), dict(variables), str(log)), rank)
+        self.send(_Start(remote.number, list(argv), dict(variables), str(log)), rank)
         deadline = time.monotonic() + ANSWER.total_seconds()
         while not remote.pid:
             self.listen()
@@ -219,10 +225,21 @@ class Slots:
             time.sleep(0.001)
         return remote
 
+    def send(self, order: object, rank: int) -> None:
+        """Give a rank an order. Listens meanwhile: the rank may be about to tell something, and has to be
+        rid of that before it receives an order."""
+        sent = self.world.post(order, rank)
+        while not sent():
+            self.listen()
+            time.sleep(0.001)
+
     def listen(self) -> None:
         """Note what the ranks have told. Does not block."""
         while (found := self.world.receive()) is not None:
             rank, message = found
+            if isinstance(message, _Finish):
+                self._finished.add(rank)
+                continue
             remote = self._processes[message.number]
             if isinstance(message, _Ended):
                 remote.status, remote.last = message.status, message.output
@@ -235,9 +252,12 @@ class Slots:
                 remote.pid = message.pid if here else (rank << 22) + message.pid
 
     def close(self) -> None:
-        """Let the other ranks end; what still runs there is killed."""
+        """Let the other ranks end; what still runs there is killed. Blocks until they have told all."""
         for rank in range(1, self.world.size):
-            self.world.send(_Finish(), rank)
+            self.send(_Finish(), rank)
+        while len(self._finished) < self.count:
+            self.listen()
+            time.sleep(0.001)
 
 
 def serve(world: World) -> None:
@@ -256,6 +276,7 @@ def serve(world: World) -> None:
                     continue
                 _, order = found
                 if isinstance(order, _Finish):
+                    world.send(order, 0)
                     return
                 if isinstance(order, _Start):
                     world.send(_start(order, children, lifeline, beside), 0)

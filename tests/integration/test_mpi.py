@@ -44,9 +44,13 @@ class Ranks:
 
     def start(self, ranks: int, *arguments: object) -> subprocess.Popen[str]:
         """`mpirun -n ranks elastic-ps run arguments`."""
+        return self.start_module(ranks, "elastic_ps.cli", "run", *arguments)
+
+    def start_module(self, ranks: int, module: str, *arguments: object) -> subprocess.Popen[str]:
+        """`mpirun -n ranks python -m module arguments`."""
         allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         allowed |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        command = [MPIRUN, "--oversubscribe", "-n", ranks, sys.executable, "-m", "elastic_ps.cli", "run"]
+        command = [MPIRUN, "--oversubscribe", "-n", ranks, sys.executable, "-m", module]
         run = subprocess.Popen(
             [str(each) for each in (*command, *arguments)],
             env={**os.environ, **allowed, "XDG_STATE_HOME": str(self.directory), "PYTHONPATH": str(ROOT)},
@@ -152,6 +156,13 @@ def test_what_ends_mpirun_ends_everything_and_the_job_goes_on_with_resume(ranks:
     code, out, err = ranks.run(2, job, "--resume", ranks.directory / "kept")
     assert code == 0, err
     assert "800 of 800 in the model" in out
+
+
+def test_an_order_and_an_answer_that_are_both_large_do_not_wait_for_each_other(ranks: Ranks) -> None:
+    run = ranks.start_module(2, "tests.integration.scripts.orders")
+    out, err = run.communicate(timeout=30)
+    assert run.returncode == 0, err
+    assert out == "closed\n"
 
 
 def test_a_job_that_is_wrong_ends_all_ranks_with_a_sentence(ranks: Ranks) -> None:
