@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -125,6 +126,10 @@ class World:
             text = f"rank {self.rank} does not know an address of {others[0]}, where another rank is: {error}"
             raise UserError(text) from error
         return address
+
+    def abort(self) -> None:
+        """End all ranks, and this process, with status 1."""
+        self.comm.Abort(1)
 
     def send(self, message: object, rank: int) -> None:
         """Send a message. Blocks until the rank receives it, if it is not a small one."""
@@ -261,7 +266,20 @@ class Slots:
 
 
 def serve(world: World) -> None:
-    """What a rank but 0 does: start processes and say what becomes of them, until the job is over. Blocks."""
+    """What a rank but 0 does: start processes and say what becomes of them, until the job is over. Blocks.
+
+    If that fails, it ends all ranks: rank 0 would wait for ever to be told.
+    """
+    try:
+        _serve(world)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        world.abort()
+        raise
+
+
+def _serve(world: World) -> None:
     beside = sum(host == world.hosts[world.rank] for host in world.hosts)
     children: dict[int, Child] = {}
     for number in (signal.SIGINT, signal.SIGTERM):  # mpirun sends them to all ranks, and rank 0 decides

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -156,6 +157,17 @@ def test_what_ends_mpirun_ends_everything_and_the_job_goes_on_with_resume(ranks:
     code, out, err = ranks.run(2, job, "--resume", ranks.directory / "kept")
     assert code == 0, err
     assert "800 of 800 in the model" in out
+
+
+def test_a_rank_that_fails_ends_all_ranks(ranks: Ranks) -> None:
+    run = ranks.start(3, ranks.job(**slow(2000)))
+    status = ranks.trains()
+    shutil.rmtree(ranks.directory / "elastic-ps" / "ranks" / "logs")  # a rank cannot read the last lines
+    os.kill(ranks.pids()["worker-0"], signal.SIGKILL)
+    _, err = run.communicate(timeout=30)
+    assert run.returncode != 0
+    assert "No such file or directory" in err
+    eventually(lambda: not any(psutil.pid_exists(p.pid) for p in status.processes), "nothing is left")
 
 
 def test_an_order_and_an_answer_that_are_both_large_do_not_wait_for_each_other(ranks: Ranks) -> None:
