@@ -56,6 +56,12 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
 
 The starter of the processes divides the cores with them, unless a person has set the first variable."""
 
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+"""A process that `mpirun` has started has one of these variables."""
+
+_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
+"""How the variables begin that would make a script that uses MPI take itself for a rank, and wait."""
+
 Role = Literal["ps", "standby", "worker"]
 Resume = Literal["no", "auto", "require"]
 Scheme = Literal["shm", "tcp", "grpc"]
@@ -184,8 +190,12 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
 
 
 def inherited() -> dict[str, str]:
-    """The own environment without the contract's variables, to start a process with another contract."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(PREFIX)}
+    """The own environment without the contract's variables, to start a process with another contract.
+
+    In a rank of an `mpirun`, also without those of MPI: what a rank starts is no rank itself.
+    """
+    left_out = (PREFIX, *_OF_MPI) if any(name in os.environ for name in RANKS) else (PREFIX,)
+    return {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
 
 
 def disable_grpc_fork_hooks() -> None:

@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from elastic_ps.env import PREFIX, inherited
+from elastic_ps.env import PREFIX, RANKS, inherited
 from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.local.processes import Child, Lifeline, with_threads
 
@@ -34,14 +34,8 @@ LOOK = timedelta(milliseconds=20)
 ANSWER = timedelta(seconds=30)
 """How long a rank may take to start a process."""
 
-RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-"""A process that `mpirun` has started has one of these variables."""
-
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 """How many there are, where it is said. A batch system may start a single process in the same way."""
-
-_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
-"""How the variables begin that would make a worker's script take itself for a rank."""
 
 
 @dataclass(frozen=True)
@@ -306,8 +300,8 @@ def _serve(world: World) -> None:
 
 
 def _start(order: _Start, children: dict[int, Child], lifeline: Lifeline, beside: int) -> _Started:
-    variables = {key: value for key, value in inherited().items() if not key.startswith(_OF_MPI)}
-    variables |= {"PYTHONUNBUFFERED": "1", **order.variables, f"{PREFIX}LIFELINE": str(lifeline.fd)}
+    variables = {"PYTHONUNBUFFERED": "1", **inherited(), **order.variables}
+    variables[f"{PREFIX}LIFELINE"] = str(lifeline.fd)
     try:
         Path(order.log).parent.mkdir(parents=True, exist_ok=True)
         child = Child(

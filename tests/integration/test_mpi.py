@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from elastic_ps import env
 from elastic_ps.local import JobDirectory, mpi
 from elastic_ps.local.state import LocalStatus
 from tests.polling import eventually
@@ -54,7 +55,12 @@ class Ranks:
         command = [MPIRUN, "--oversubscribe", "-n", ranks, sys.executable, "-m", module]
         run = subprocess.Popen(
             [str(each) for each in (*command, *arguments)],
-            env={**os.environ, **allowed, "XDG_STATE_HOME": str(self.directory), "PYTHONPATH": str(ROOT)},
+            env={
+                **os.environ,
+                **allowed,
+                "XDG_STATE_HOME": str(self.directory),
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{self.directory}",
+            },
             cwd=self.directory,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -159,6 +165,21 @@ def test_what_ends_mpirun_ends_everything_and_the_job_goes_on_with_resume(ranks:
     assert "800 of 800 in the model" in out
 
 
+def test_a_script_that_uses_mpi_itself_is_alone_there(ranks: Ranks) -> None:
+    (ranks.directory / "alone.py").write_text(
+        "from mpi4py import MPI\n"
+        "from tests.integration.scripts.steady import main as train\n"
+        "def main(**arguments):\n"
+        "    assert MPI.COMM_WORLD.Get_size() == 1\n"
+        "    train(**arguments)\n"
+    )
+    arguments = {"records": 40, "widths": [6, 16, 1]}
+    run = ranks.start(2, ranks.job(entrypoint="alone:main", arguments=arguments))
+    out, err = run.communicate(timeout=45)
+    assert run.returncode == 0, err
+    assert "40 of 40 in the model" in out
+
+
 def test_a_rank_that_fails_ends_all_ranks(ranks: Ranks) -> None:
     run = ranks.start(3, ranks.job(**slow(2000)))
     status = ranks.trains()
@@ -202,7 +223,7 @@ def test_a_job_that_is_wrong_ends_all_ranks_with_a_sentence(ranks: Ranks) -> Non
 def test_a_process_knows_whether_it_is_a_rank(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: bool
 ) -> None:
-    for name in (*mpi.RANKS, *mpi.SIZES):
+    for name in (*env.RANKS, *mpi.SIZES):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
