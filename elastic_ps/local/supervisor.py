@@ -81,7 +81,12 @@ class Launcher:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Start the supervisor; returns at once. Call it in the process that shall be the launcher."""
+        """Start the supervisor; returns at once. Call it in the process that shall be the launcher.
+
+        Raises:
+            CannotListen: this host has not enough free ports.
+        """
+        self._choose_addresses()
         self.directory.sign(self._lock_file)
         self._status = self._build_status(ended=False)
         self.directory.write_status(self._status)
@@ -146,8 +151,7 @@ class Launcher:
         given = self.job.spec.parameter_server.checkpoint.path
         return self.directory.new_checkpoints() if given is None else Path(given).resolve()
 
-    def _run(self) -> None:
-        """The supervisor thread: whatever happens in it, no process outlives it."""
+    def _choose_addresses(self) -> None:
         shards = self.job.spec.parameter_server.replicas
         standbys = shards if self._desired().standbys else 0
         ports = iter(free_ports(2 * shards + 2 * standbys))
@@ -155,6 +159,9 @@ class Launcher:
         self._standbys = tuple(f"{self.options.host}:{port}" for port in islice(ports, standbys))
         self._http = tuple(f"127.0.0.1:{port}" for port in islice(ports, shards))
         self._standbys_http = tuple(f"127.0.0.1:{port}" for port in ports)
+
+    def _run(self) -> None:
+        """The supervisor thread: whatever happens in it, no process outlives it."""
         self._lifeline, self._poller = Lifeline(), Poller(self._http)
         self._notices = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-gone")
         try:

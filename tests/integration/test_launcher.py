@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elastic_ps.errors import UserError
+from elastic_ps.errors import CannotListen, UserError
 from elastic_ps.job import TrainingJob
-from elastic_ps.local import Launcher, Options, Outcome, ScaleAt
+from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes
 from elastic_ps.local.report import build_report
 from elastic_ps.status import Member
 from tests.integration.launching import PROGRAMS, gone, make_job, wait_for_end, wait_for_workers, workers_of
@@ -157,6 +157,14 @@ def test_a_parameter_server_that_cannot_start_fails_the_job(tmp_path: Path) -> N
     assert outcome.verdict.reason == "BackoffLimitExceeded"
     assert "the fake server cannot start" in outcome.verdict.message
     assert outcome.record.last is None, "nobody trained"
+
+
+def test_a_machine_without_free_ports_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "PORTS", range(10_000, 10_000))
+    with pytest.raises(CannotListen, match="a job needs 2 free ports"), launched(make_job(), tmp_path):
+        pass
 
 
 def test_the_deadline_ends_the_job(tmp_path: Path) -> None:
