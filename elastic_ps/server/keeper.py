@@ -70,6 +70,7 @@ class Keeper:
         self.paused = timedelta(0)
         self._problem = ""
         self._unsure = ""  # why it is not known whether another parameter server has taken over
+        self._looks = self._last_look = 0
         self._store, self._check = store, check
         self._job, self._term, self._shards = job, term, shards
         self._interval, self._every, self._keep = interval, every, keep
@@ -145,6 +146,9 @@ class Keeper:
         False also if the file cannot be read at the moment, so that nobody can tell; `problem` says so.
         """
         term, unsure, leads = self.term, "", False
+        with self._lock:
+            self._looks += 1
+            look = self._looks
         try:
             self._store.require_term(term)
             leads = not self.fenced
@@ -156,9 +160,10 @@ class Keeper:
                 f"training waits until it is known whether another parameter server has taken over: {error}"
             )
         with self._lock:
-            if unsure and not self._unsure:
-                logger.warning("%s", unsure)
-            self._unsure = unsure
+            if look > self._last_look:  # else another thread has begun later, and found out before
+                if unsure and not self._unsure:
+                    logger.warning("%s", unsure)
+                self._last_look, self._unsure = look, unsure
         return leads
 
     def fence(self, reason: Exception) -> None:

@@ -113,6 +113,33 @@ def test_a_part_that_was_ordered_before_a_roll_back_is_none_of_the_checkpoint_af
     assert store.manifest(10).term == keeper.term
 
 
+def test_an_older_look_does_not_hide_what_a_newer_one_has_found(
+    store: Store, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads look who leads; the one that began before the volume went away ends last."""
+    began, go_on = threading.Event(), threading.Event()
+    require_term = store.require_term
+
+    def slowly(term: int) -> None:
+        if not began.is_set():
+            began.set()
+            assert go_on.wait(10)
+            return
+        raise StorageUnavailable("the volume is away")
+
+    monkeypatch.setattr(store, "require_term", slowly)
+    older = threading.Thread(target=keeper.leads)
+    older.start()
+    assert began.wait(10)
+    assert not keeper.leads()
+    go_on.set()
+    older.join(10)
+    assert "the volume is away" in keeper.problem(0, 0.0)
+    monkeypatch.setattr(store, "require_term", require_term)
+    assert keeper.leads()
+    assert keeper.problem(0, 0.0) == ""
+
+
 def test_an_old_checkpoint_is_a_problem_whatever_the_reason(store: Store, keeper: Keeper) -> None:
     """For whatever reason none comes, it must not go unseen."""
     keeper.begin(1, 0.0, dict(STATE), number=1)
