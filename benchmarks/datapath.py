@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from benchmarks.recovery import ROOT, torchrun
-from elastic_ps.env import Scheme
+from elastic_ps.schemes import Scheme
 
 LIMIT = 300.0
 LOOK = 0.5

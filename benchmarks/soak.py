@@ -36,9 +36,10 @@ import torch
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.wire import Wires
-from elastic_ps.env import Role, Scheme
+from elastic_ps.env import Role
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
+from elastic_ps.schemes import Scheme
 
 WORKERS, MOST_WORKERS, EPOCHS, BATCH = 3, 4, 2, 4
 CLOCK = 4096

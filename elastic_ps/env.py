@@ -64,8 +64,6 @@ _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
 
 Role = Literal["ps", "standby", "worker"]
 Resume = Literal["no", "auto", "require"]
-Scheme = Literal["shm", "tcp", "grpc"]
-"""Transports that an address may name; see `transport.ways`."""
 
 JOB_LABEL, ROLE_LABEL, INDEX_LABEL = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/index"
 """On a cluster, on every pod of a job: the job's name, the pod's role, and its index."""

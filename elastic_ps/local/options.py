@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from elastic_ps.env import Scheme
 from elastic_ps.local.gone import tell_parameter_server
 from elastic_ps.local.mpi import Slots
 from elastic_ps.local.plan import ScaleAt, Verdict
 from elastic_ps.local.processes import Programs
 from elastic_ps.local.record import Record
 from elastic_ps.local.state import LocalStatus
+from elastic_ps.schemes import Scheme
 
 WorkerGone = Callable[[str, tuple[str, ...], int, str], None]
 """Called with (job, addresses of the shards, worker index, instance) when a worker process has died."""

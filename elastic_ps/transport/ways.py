@@ -23,8 +23,8 @@ from datetime import timedelta
 from functools import partial
 from typing import get_args
 
-from elastic_ps.env import Scheme
 from elastic_ps.errors import CannotListen, ConnectionLost, UsageError
+from elastic_ps.schemes import Scheme
 from elastic_ps.transport import local, tcp
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
 

@@ -29,10 +29,10 @@ from elastic_ps.drill.faults import Kind, schedule
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.runner import Drill, Injection, run
-from elastic_ps.env import Scheme
 from elastic_ps.errors import CheckpointError, ElasticPSError, Fenced, Refused
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
+from elastic_ps.schemes import Scheme
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, unary
 from elastic_ps.transport.grpc import GrpcConnection
