@@ -26,10 +26,11 @@ from pathlib import Path
 
 from benchmarks.datapath import CASES, Measured, collect, make_model, median
 from benchmarks.recovery import ROOT
-from elastic_ps.env import ProcessEnvironment, Role
+from elastic_ps.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, ProcessEnvironment, Role
 from elastic_ps.job import TrainingJobSpec
 
-PORT, HTTP, MASTER = 2222, 8080, 29500
+MASTER = 29500
+"""The port of DistributedDataParallel's store."""
 
 NAMES = "/run/netns"
 """Where `ip netns` keeps the namespaces; it mounts the folder when it makes the first one."""
@@ -142,7 +143,7 @@ def measure_ours(
             }
         )
         # With a scheme the port is the one that is listened on; without one, that of gRPC.
-        places = tuple(f"{scheme}{address(host)}:{PORT}" for host in servers)
+        places = tuple(f"{scheme}{address(host)}:{DEFAULT_PORT}" for host in servers)
         roles: list[tuple[Role, int, int]] = [("ps", index, host) for index, host in enumerate(servers)]
         roles += [("worker", index, host) for index, host in enumerate(workers)]
         processes = []
@@ -154,7 +155,7 @@ def measure_ours(
                 index=index,
                 addresses=places,
                 bind=places[index] if role == "ps" else "",
-                http=f"127.0.0.1:{HTTP}",
+                http=f"127.0.0.1:{DEFAULT_HTTP_PORT}",
                 run="benchmark",
                 instance=uuid.uuid4().hex,
             )

@@ -187,12 +187,17 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
     )
 
 
+def is_rank() -> bool:
+    """Whether `mpirun`, or a batch system in the same way, has started this process."""
+    return any(name in os.environ for name in RANKS)
+
+
 def inherited() -> dict[str, str]:
     """The own environment without the contract's variables, to start a process with another contract.
 
     In a rank of an `mpirun`, also without those of MPI: what a rank starts is no rank itself.
     """
-    left_out = (PREFIX, *_OF_MPI) if any(name in os.environ for name in RANKS) else (PREFIX,)
+    left_out = (PREFIX, *_OF_MPI) if is_rank() else (PREFIX,)
     return {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
 
 

@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from elastic_ps.env import PREFIX, RANKS, inherited
+from elastic_ps.env import PREFIX, inherited, is_rank
 from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.local.processes import Child, Lifeline, with_threads
 
@@ -148,7 +148,7 @@ class World:
 def started_by_mpirun() -> bool:
     """Whether this process is a rank, and not the only one."""
     alone = any(os.environ.get(name) == "1" for name in SIZES)
-    return not alone and any(name in os.environ for name in RANKS)
+    return not alone and is_rank()
 
 
 @dataclass
@@ -161,6 +161,7 @@ class _Remote:
     pid: int = 0
     status: int | None = None
     last: str = ""
+    problem: str = ""
 
     def poll(self) -> int | None:
         """Its exit status once it has ended."""
@@ -190,7 +191,6 @@ class Slots:
 
     world: World
     _processes: dict[int, _Remote] = field(default_factory=dict)
-    _problems: dict[int, str] = field(default_factory=dict)
     _finished: set[int] = field(default_factory=set)
 
     @property
@@ -217,8 +217,8 @@ class Slots:
         deadline = time.monotonic() + ANSWER.total_seconds()
         while not remote.pid:
             self.listen()
-            if problem := self._problems.get(remote.number):
-                raise ElasticPSError(f"rank {rank} cannot start worker {index}: {problem}")
+            if remote.problem:
+                raise ElasticPSError(f"rank {rank} cannot start worker {index}: {remote.problem}")
             if time.monotonic() > deadline:
                 raise ElasticPSError(f"rank {rank} has not started worker {index} within {ANSWER}")
             time.sleep(0.001)
@@ -243,8 +243,7 @@ class Slots:
             if isinstance(message, _Ended):
                 remote.status, remote.last = message.status, message.output
             elif message.problem:
-                remote.status = 1
-                self._problems[message.number] = message.problem
+                remote.status, remote.problem = 1, message.problem
             else:
                 # Two hosts may use the same number for a process; the launcher tells processes apart by it.
                 here = self.world.hosts[rank] == self.world.hosts[0]

@@ -27,12 +27,17 @@ CONNECT = timedelta(seconds=5)
 """How long a client waits for a server whose backlog is full."""
 
 
+def is_loopback(host: str) -> bool:
+    """Whether only this host has that address; IPv6 in brackets."""
+    return host in ("localhost", "[::1]") or host.startswith("127.")
+
+
 def name_of(address: str) -> str | None:
     """The socket of the server that listens on `address`, `host:port`; None if that may be another host."""
     host, _, port = address.rpartition(":")
     if host in ("", "0.0.0.0", "[::]", "localhost"):
         host = "127.0.0.1"
-    return f"\0elastic-ps {host}:{port}" if host.startswith("127.") or host == "[::1]" else None
+    return f"\0elastic-ps {host}:{port}" if is_loopback(host) else None
 
 
 def _same_user(sock: socket.socket) -> bool:

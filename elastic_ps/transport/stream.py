@@ -25,7 +25,10 @@ from elastic_ps.transport.refusal import Refusal, answers
 
 _LOG = logging.getLogger(__name__)
 
-GREETING = b"elastic-ps/1\n"
+PROTOCOL = b"elastic-ps/1"
+"""Its name and version."""
+
+GREETING = PROTOCOL + b"\n"
 """What a client says first, so that a stranger is told apart."""
 
 STALL = timedelta(seconds=5)

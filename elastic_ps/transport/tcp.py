@@ -18,7 +18,7 @@ from datetime import timedelta
 
 from elastic_ps.errors import CannotListen
 from elastic_ps.transport.base import Limits
-from elastic_ps.transport.stream import STALL, StreamConnection, StreamServer
+from elastic_ps.transport.stream import PROTOCOL, STALL, StreamConnection, StreamServer
 
 BACKLOG = 512
 
@@ -39,7 +39,7 @@ _PROBES = 4
 _AT_ONCE = 0.001
 """Seconds. Zero would mean that a socket does not block."""
 
-_HELLO = b"elastic-ps/1 %05d\n"
+_HELLO = PROTOCOL + b" %05d\n"
 """What a server says first: the port that its clients know."""
 
 
@@ -142,7 +142,7 @@ def dial(address: str, *, known: str = "", speaks: timedelta | None = None) -> s
             if not received:
                 raise ConnectionRefusedError(f"{address} hung up")
             said += received
-        if said != expected and (known or not said.startswith(expected.partition(b" ")[0])):
+        if said != expected and (known or not said.startswith(PROTOCOL)):
             raise ConnectionRefusedError(f"{address} is not the data port of {known or 'a parameter server'}")
         stack.pop_all()
     return sock

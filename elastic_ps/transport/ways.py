@@ -88,7 +88,7 @@ def _listen_faster(bind: str, address: str) -> list[Server]:
     if local.name_of(address):
         ways.append(lambda: local.LocalServer(address))
     host, _, _ = bind.rpartition(":")
-    if not (host in ("localhost", "[::1]") or host.startswith("127.")):
+    if not local.is_loopback(host):
         port = tcp.split(address)[1]  # in `bind` it may be 0
         ways.append(lambda: tcp.TcpServer(tcp.data_address(f"{host}:{port}"), known=address))
     servers = []
@@ -162,11 +162,13 @@ class _Fastest(Connection):
 
     def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
         """See `Connection.call`."""
-        began = time.monotonic()
-        way = self._way or self._find(method)
-        left = timeout - timedelta(seconds=time.monotonic() - began)
+        way = self._way
+        if way is None:
+            began = time.monotonic()
+            way = self._find(method)
+            timeout -= timedelta(seconds=time.monotonic() - began)
         try:
-            return _Watched(way.call(method, frame, timeout=left), partial(self._forget, way))
+            return _Watched(way.call(method, frame, timeout=timeout), partial(self._forget, way))
         except ConnectionLost:
             self._forget(way)
             raise
