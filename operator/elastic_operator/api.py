@@ -117,7 +117,7 @@ class Api:
             headers["Authorization"] = authorization
         url = f"{self._client.configuration.host}{path}{f'?{urlencode(query)}' if query else ''}"
         try:
-            # The client.s connections without its calls: those differ between versions, and turn empty
+            # The client's connections without its calls: those differ between versions, and turn empty
             # strings of a body into nulls.
             response = self._client.rest_client.pool_manager.request(
                 _METHODS[verb],
