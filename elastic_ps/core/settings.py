@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from elastic_ps.errors import InvalidModel
@@ -105,6 +106,8 @@ class Settings:
         A hyperparameter may change its value, not its kind; one that is missing stays as it is, and
         schedulers may add keys of their own.
         """
+        if later.groups == self.groups:
+            return
         if len(later.groups) != len(self.groups):
             raise InvalidModel(
                 f"there are {len(later.groups)} parameter groups, but the model has {len(self.groups)}"
@@ -124,6 +127,12 @@ class Settings:
                         f"param_groups[{index}]: {key} is {theirs[key]!r}, which is not of the same kind as "
                         f"{value!r}"
                     )
+
+
+@lru_cache(maxsize=64)
+def read_settings(text: str) -> Settings:
+    """`Settings.from_json`, remembered: workers send the same text for long. Nobody may change the result."""
+    return Settings.from_json(text)
 
 
 def check_constraints(group: Mapping[str, Any], index: int) -> None:

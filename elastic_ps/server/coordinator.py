@@ -15,7 +15,7 @@ from elastic_ps.core.consistency import Contribution, Entry
 from elastic_ps.core.ledger import LedgerError, Range
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Layout, TensorSpec, difference
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Settings, read_settings
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
@@ -469,7 +469,7 @@ class Coordinator:
                     done = (*contribution.records, *contribution.skipped)
                     state.ledger.check(contribution.incarnation, done)
                 if contribution.settings:
-                    state.settings.check_follows(Settings.from_json(contribution.settings))
+                    state.settings.check_follows(read_settings(contribution.settings))
             except (LedgerError, InvalidModel) as error:
                 raise Refused(RefusalCode.INVALID, str(error)) from error
             new = state.rounds.finish(contribution, version=version, attempt=attempt)

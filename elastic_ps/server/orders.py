@@ -13,7 +13,7 @@ from typing import Protocol
 
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.core.partition import Layout
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Settings, read_settings
 from elastic_ps.errors import Malformed
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message, layout_to_message
@@ -276,6 +276,6 @@ def _written(part: pb.Written) -> Written:
 def settings_from_message(text: str) -> Settings:
     """Raises Malformed if `text` is not what `Settings.to_json` writes."""
     try:
-        return Settings.from_json(text)
+        return read_settings(text)
     except (ValueError, KeyError, TypeError) as error:
         raise Malformed(f"not the settings of an optimizer: {error}") from error

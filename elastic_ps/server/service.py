@@ -131,11 +131,14 @@ class Service:
         except Refused as refusal:
             if refusal.code is not RefusalCode.STALE_ATTEMPT or not self._is_applied(request):
                 raise
-            yield _done(duplicate=True)
-            return
-        if request.HasField("finish") and self._coordinator is not None:
-            added = self._finished(request.finish) or added
-        yield _done(duplicate=not added)
+            added = False
+        else:
+            if request.HasField("finish") and self._coordinator is not None:
+                added = self._finished(request.finish) or added
+        if request.HasField("pull"):
+            yield from self._pulled(request.pull, caller)
+        else:
+            yield _done(duplicate=not added)
 
     def _is_applied(self, request: pb.PushRequest) -> bool:
         """Whether a push that ends a step is repeated because its answer was lost; the version is there."""
@@ -146,7 +149,9 @@ class Service:
 
     def _pull(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.PullRequest, incoming.header)
-        caller = self._check(request.caller)
+        return self._pulled(request, self._check(request.caller))
+
+    def _pulled(self, request: pb.PullRequest, caller: pb.Caller) -> Iterator[Frame]:
         attempt = None
         if request.contributor and self._coordinator is not None:
             # Who was declared gone would wait in vain, and could not join again meanwhile.

@@ -325,7 +325,9 @@ class Shard:
                 if reached and stable:
                     self._require_part(contributor)
                 unchanged = reached and held is not None and values.changed <= held
-                data = values.values if stable or unchanged or not reached else values.values.clone()
+                data = EMPTY
+                if reached and not unchanged:
+                    data = values.memory if stable else as_bytes(values.values.clone())
                 reached_version, now = values.version, self._log.attempt
             if not arrived:
                 yield None
@@ -333,7 +335,7 @@ class Shard:
             if not reached:
                 yield RestartedAs(now)
                 return
-            yield Pulled(index, reached_version, EMPTY if unchanged else as_bytes(data), unchanged)
+            yield Pulled(index, reached_version, data, unchanged)
         if stable:
             with self._changed:
                 self._require_part(contributor)

@@ -22,7 +22,7 @@ from elastic_ps.core.membership import Membership, Stay
 from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.progress import Curve, Rate
-from elastic_ps.core.settings import Position, Settings
+from elastic_ps.core.settings import Position, Settings, read_settings
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused
 from elastic_ps.job import Consistency, Data
 from elastic_ps.status import Member, Progress
@@ -342,7 +342,7 @@ class JobState:
         if any(c.assigns for c in contributions):
             return self.settings  # no step is made, so that schedules make none
         sent = self.settings_of(contributions)
-        settings = Settings.from_json(sent) if sent else self.settings
+        settings = read_settings(sent) if sent else self.settings
         return replace(settings, position=self._position_after(contributions), first=self.settings.first)
 
     def _position_after(self, contributions: Sequence[Contribution]) -> Position:

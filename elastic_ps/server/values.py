@@ -43,6 +43,7 @@ class BucketValues:
     Attributes:
         bucket: what it is.
         values: flat, of the bucket's dtype; what workers pull.
+        memory: the bytes of `values`.
         master: what the optimizer steps; `values` itself unless they are of half precision.
         version: number of steps taken.
         changed: the first version that has the values of now.
@@ -51,10 +52,12 @@ class BucketValues:
     def __init__(self, bucket: Bucket, *, stale: bool = False, allocate: Allocate = plain) -> None:
         self.bucket = bucket
         self._stale = stale
-        self.values = as_tensor(allocate(bucket.nbytes), dtype_of(bucket.dtype))
+        self.memory = allocate(bucket.nbytes)
+        self.values = as_tensor(self.memory, dtype_of(bucket.dtype))
         self.master = self.values
         self.version = self.changed = 0
         self._sum: torch.Tensor | None = None
+        self._sums: list[torch.Tensor] = []  # of each piece
         self._sum_bound = 0.0
         self._blank = False  # nothing has been added to the open round's sum, whose memory holds anything
         self._weight = 0
@@ -118,6 +121,7 @@ class BucketValues:
         if self._sum is None:
             dtype = WIDE.get(self.bucket.dtype, self.values.dtype)
             self._sum = torch.empty(self.bucket.elements, dtype=dtype)
+            self._sums = [self._piece(self._sum, index) for index in range(len(self.bucket.pieces))]
         return self._sum
 
     @property
@@ -216,9 +220,9 @@ class BucketValues:
         for own, number in zip(self._optimizer.param_groups, self._groups, strict=True):
             own.update(groups[number])
         gradients = {
-            parameter: self._piece(total, index)
-            for index, parameter in enumerate(self._parameters)
-            if self._present[index]
+            parameter: piece
+            for parameter, piece, present in zip(self._parameters, self._sums, self._present, strict=True)
+            if present
         }
         zeros = [
             (parameter.data, parameter.data == 0)
@@ -229,7 +233,7 @@ class BucketValues:
         for part in self._parts(gradients):
             for parameter in self._parameters:
                 parameter.grad = gradients[parameter] if parameter in part else None
-            self._optimizer.step()
+            _step(self._optimizer)
         self._limit()
         for values, mask in zeros:
             values.masked_fill_(mask, 0)
@@ -296,6 +300,12 @@ def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:
     """
     mixed = mean * (1 - share) + value * share
     mean.copy_(torch.where(mean == value, mean, mixed))
+
+
+def _step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()` without what torch wraps around it, for hooks and profilers: there are none here."""
+    step = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
 
 
 def require_finite(contribution: torch.Tensor, who: str, *, usual: torch.Tensor | None = None) -> float:

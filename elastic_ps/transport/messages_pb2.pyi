@@ -254,7 +254,7 @@ class AssignReply(_message.Message):
     def __init__(self, version: _Optional[int] = ..., attempt: _Optional[int] = ..., done: bool = ..., takes_part: bool = ..., pending: bool = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("caller", "step", "bucket", "version", "attempt", "samples", "present", "codec", "finish")
+    __slots__ = ("caller", "step", "bucket", "version", "attempt", "samples", "present", "codec", "finish", "pull")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +264,7 @@ class PushRequest(_message.Message):
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    PULL_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     step: int
     bucket: int
@@ -273,7 +274,8 @@ class PushRequest(_message.Message):
     present: _containers.RepeatedScalarFieldContainer[bool]
     codec: str
     finish: FinishRequest
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ..., codec: _Optional[str] = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ...) -> None: ...
+    pull: PullRequest
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ..., codec: _Optional[str] = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
 
 class FinishRequest(_message.Message):
     __slots__ = ("caller", "step", "version", "attempt", "samples", "ranges", "settings", "metrics", "skipped", "assigns")

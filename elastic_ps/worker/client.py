@@ -139,6 +139,39 @@ class Ending:
     assigns: bool = False
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a worker asks a shard for.
+
+    Attributes:
+        version: at least that.
+        buckets: their indexes, in the order in which they are wanted.
+        attempt: of the round that the worker pushes for; it is told when the round starts again.
+        contributor: the worker takes part in that round.
+        held: the worker has the values of this version: what has not changed since need not be sent.
+    """
+
+    version: int
+    buckets: Sequence[int]
+    attempt: int
+    contributor: bool
+    held: int | None = None
+
+    def request(self) -> pb.PullRequest:
+        """The message, which does not say who asks."""
+        return pb.PullRequest(
+            version=self.version,
+            buckets=self.buckets,
+            attempt=self.attempt,
+            contributor=self.contributor,
+            held=self.held,
+        )
+
+
+Answers = Iterator[tuple[pb.PullReply, Incoming]]
+"""To a pull: (answer, body)."""
+
+
 def expelled(error: BaseException) -> bool:
     """Whether the parameter server does not know this worker (any more), so that it has to join again."""
     codes = (RefusalCode.STALE_TERM, RefusalCode.STALE_INCARNATION)
@@ -378,6 +411,28 @@ class Client:
         ending: Ending | None,
     ) -> None:
         """Send a gradient; with `ending`, end the step as well. Blocks until it is in the round's sum."""
+        request = self._push(bucket, step, attempt, present, ending)
+        header = request.SerializeToString()
+        self._retry(lambda: _only(self._call(shard, "Push", Frame(header, values))))
+
+    def push_and_pull(
+        self,
+        bucket: int,
+        step: Step,
+        attempt: int,
+        present: Sequence[bool],
+        values: memoryview,
+        ending: Ending,
+        wanted: Wanted,
+    ) -> Answers:
+        """One try of the step's last push to a shard that is alone, and of the pull after it, in one call."""
+        request = self._push(bucket, step, attempt, present, ending)
+        request.pull.CopyFrom(wanted.request())
+        return self._pulled(0, "Push", Frame(request.SerializeToString(), values))
+
+    def _push(
+        self, bucket: int, step: Step, attempt: int, present: Sequence[bool], ending: Ending | None
+    ) -> pb.PushRequest:
         request = pb.PushRequest(
             caller=step.stay.caller(),
             step=step.number,
@@ -390,8 +445,7 @@ class Client:
         )
         if ending is not None:
             request.finish.CopyFrom(self._finish(step, attempt, ending))
-        header = request.SerializeToString()
-        self._retry(lambda: _only(self._call(shard, "Push", Frame(header, values))))
+        return request
 
     def finish(self, step: Step, attempt: int, ending: Ending) -> None:
         """All buckets of the step are in the sums of their shards."""
@@ -421,27 +475,14 @@ class Client:
             pass
         return reply
 
-    def pull(
-        self,
-        stay: Stay,
-        shard: int,
-        version: int,
-        buckets: Sequence[int],
-        *,
-        attempt: int,
-        contributor: bool,
-        held: int | None = None,
-    ) -> Iterator[tuple[pb.PullReply, Incoming]]:
+    def pull(self, stay: Stay, shard: int, wanted: Wanted) -> Answers:
         """One try of a pull: (answer, body). Blocks. Raises TransportError: ask again for what is missing."""
-        request = pb.PullRequest(
-            caller=stay.caller(),
-            version=version,
-            buckets=buckets,
-            attempt=attempt,
-            contributor=contributor,
-            held=held,
-        )
-        for incoming in self._call(shard, "Pull", Frame(request.SerializeToString())):
+        request = wanted.request()
+        request.caller.CopyFrom(stay.caller())
+        return self._pulled(shard, "Pull", Frame(request.SerializeToString()))
+
+    def _pulled(self, shard: int, method: str, frame: Frame) -> Answers:
+        for incoming in self._call(shard, method, frame):
             yield pb.PullReply.FromString(incoming.header), incoming
 
     def optimizer_state(self, shard: int) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:

@@ -8,6 +8,9 @@ it carries the end of the step with it.
 Buckets stay as they are until the new version is there, so that a round that starts again is pushed again
 without computing anything again.
 
+If the model's gradients are one bucket on one shard, the training thread itself pushes the step when it is
+complete, and the new version is the answer to its last push: handing it to other threads would take longer.
+
 With bounded staleness nothing is sent before the script calls `optimizer.step()`: the round that the step
 goes into waits for it from its first push on, so others would have to wait for the rest of a slow backward.
 """
@@ -18,7 +21,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,7 +39,7 @@ from elastic_ps.errors import (
 from elastic_ps.job import Consistency
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import EMPTY
-from elastic_ps.worker.client import PATIENCE, Client, Ending, Stay, Step
+from elastic_ps.worker.client import PATIENCE, Answers, Client, Ending, Stay, Step, Wanted
 from elastic_ps.worker.model import Flat
 
 logger = logging.getLogger(__name__)
@@ -95,6 +99,9 @@ class Exchange:
         self._trace = trace
         self._history = history
         self._pushed = flat.layout.pushed
+        # With a single bucket of gradients nothing is there to be sent before backward ends.
+        gradients = sum(bucket.rule is Rule.GRADIENT for bucket in self._pushed)
+        self._at_once = client.shards == 1 and gradients == 1
         self._stepped = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
         self._changed = threading.Condition()
         self._step: Step | None = None
@@ -104,6 +111,7 @@ class Exchange:
         self._ready_at: dict[int, int] = {}
         self._present: dict[int, Sequence[bool]] = {}
         self._acknowledged = 0
+        self._owing = False  # the pull thread, or who is in its place, is to push the step first
         self._ending: Ending | None = None
         self._missing: set[int] = set()
         self._versions: dict[
@@ -138,7 +146,7 @@ class Exchange:
         """Forget the step under way and what went wrong: this worker has joined again."""
         with self._changed:
             self._generation += 1
-            self._step, self._error, self._ending = None, None, None
+            self._step, self._error, self._ending, self._owing = None, None, None, False
             self._missing.clear()
 
     @property
@@ -167,6 +175,8 @@ class Exchange:
             limit = self._ready
         else:
             limit = 0 if self._bounded else min(self._ready, len(self._pushed) - 1)
+        if self._at_once:
+            return
         while self._queued < limit:
             bucket = self._pushed[self._queued]
             assert self._step is not None
@@ -186,12 +196,19 @@ class Exchange:
         if self._bounded:
             version, self._attempt = self._client.begin(step)
             self._step = step = replace(step, version=version)
+        elif self._backup and self._at_once:
+            self._client.begin(step)
         with self._changed:
             self._ending = ending
             self._versions.clear()
-            self._pull(step.version + 1, self._stepped, contributor=True, held=self.version)
-            self._missing.add(_FINISH)
-            self._queue_ready()
+            pulls = self._expect(step.version + 1, self._stepped, contributor=True, held=self.version)
+            self._owing = self._at_once
+            if not self._at_once:
+                self._missing.add(_FINISH)
+                self._ask_for(pulls)
+                self._queue_ready()
+        if self._at_once:
+            self._receive(0, pulls[0])
         self._wait()
         self._step = None
         self._arrived_at(step.version + 1)
@@ -231,7 +248,7 @@ class Exchange:
         self._versions.clear()
         for _ in range(FETCHES):
             with self._changed:
-                self._pull(version, wanted, contributor=contributor)
+                self._ask_for(self._expect(version, wanted, contributor=contributor))
             self._wait()
             newest = max(self._versions.values(), default=version)
             wanted = [b for b in every if self._versions.get(b.index, newest) < newest]
@@ -261,16 +278,23 @@ class Exchange:
             except Refused as refusal:
                 logger.debug("%s", refusal)  # the next call is refused, too
 
-    def _pull(
+    def _expect(
         self, version: int, wanted: Sequence[Bucket], *, contributor: bool, held: int | None = None
-    ) -> None:
+    ) -> dict[int, _Pull]:
+        """Nothing of `wanted` has arrived; returns what to ask which shard for. The lock is held."""
         self._flat.expect()
         self._missing = {bucket.index for bucket in wanted}
-        for shard, channel in enumerate(self._to_pull):
+        pulls = {}
+        for shard in range(self._client.shards):
             own = [b.index for b in wanted if b.shard == shard]
             if own or shard == 0:
                 self._missing.add(_FINISH - 1 - shard)
-                channel.put(_Pull(self._client.stay, self._generation, version, contributor, own, held))
+                pulls[shard] = _Pull(self._client.stay, self._generation, version, contributor, own, held)
+        return pulls
+
+    def _ask_for(self, pulls: Mapping[int, _Pull]) -> None:
+        for shard, pull in pulls.items():
+            self._to_pull[shard].put(pull)
 
     def _wait(self) -> None:
         """Until nothing is missing any more, or something has gone wrong."""
@@ -309,17 +333,7 @@ class Exchange:
                 return
             last = bucket is self._pushed[-1]
             along = self._ending if last and self._client.shards == 1 else None
-            queued, present = self._ready_at[bucket.index], self._present[bucket.index]
-        started = time.monotonic_ns()
-        self._trace.complete("queue", queued, started, lane=f"queue-{bucket.shard}", bucket=bucket.index)
-        self._record_push(step, bucket, push.attempt)
-        absent = bool(present) and not any(present)
-        data = EMPTY if absent else self._flat.contribution_bytes(bucket)
-        self._client.push(bucket.index, bucket.shard, step, push.attempt, present, data, along)
-        now = time.monotonic_ns()
-        self._trace.complete(
-            "push", started, now, bucket=bucket.index, step=step.number, attempt=push.attempt
-        )
+        self._push(bucket, step, push.attempt, along)
         with self._changed:
             if not self._current(push):
                 return
@@ -329,6 +343,29 @@ class Exchange:
             if along is None:
                 self._client.finish(step, push.attempt, ending)
             self._arrived(_FINISH, push.generation)
+
+    def _push(self, bucket: Bucket, step: Step, attempt: int, ending: Ending | None) -> None:
+        present, data = self._contribution(bucket, step, attempt)
+        with self._traced(bucket, step, attempt):
+            self._client.push(bucket.index, bucket.shard, step, attempt, present, data, ending)
+
+    def _contribution(self, bucket: Bucket, step: Step, attempt: int) -> tuple[Sequence[bool], memoryview]:
+        """What is sent of a bucket: which pieces are there, and the bytes. It is recorded as sent."""
+        self._record_push(step, bucket, attempt)
+        present = self._present[bucket.index]
+        absent = bool(present) and not any(present)
+        return present, EMPTY if absent else self._flat.contribution_bytes(bucket)
+
+    @contextmanager
+    def _traced(self, bucket: Bucket, step: Step, attempt: int) -> Iterator[None]:
+        """The block pushes a bucket."""
+        started, index = time.monotonic_ns(), bucket.index
+        self._trace.complete(
+            "queue", self._ready_at[index], started, lane=f"queue-{bucket.shard}", bucket=index
+        )
+        yield
+        now = time.monotonic_ns()
+        self._trace.complete("push", started, now, bucket=index, step=step.number, attempt=attempt)
 
     def _record_push(self, step: Step, bucket: Bucket, attempt: int) -> None:
         self._history.record(
@@ -358,44 +395,43 @@ class Exchange:
         with self._changed:
             if generation == self._generation and attempt > self._attempt:
                 self._attempt, self._queued, self._acknowledged = attempt, 0, 0
+                self._owing = self._at_once
                 self._queue_ready()
 
     # --- pull threads
 
     def _pull_loop(self, shard: int) -> None:
         while (pull := self._to_pull[shard].get()) is not None:
-            answered = time.monotonic()
-            while pull.generation == self._generation and self._error is None:
-                try:
-                    if self._pull_once(shard, pull):
-                        break
-                    answered = time.monotonic()
-                except (ConnectionLost, DeadlineExceeded) as error:
-                    self._client.notice(answered, error)
-                    over = time.monotonic() > answered + PATIENCE.total_seconds()
-                    if over or self._closing.wait(0.1):
-                        self._fail(error, pull.generation)
-                except Refused as refusal:
-                    if refusal.code is not RefusalCode.NOT_READY or self._closing.wait(0.1):
-                        self._fail(refusal, pull.generation)
-                except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
+            self._receive(shard, pull)
+
+    def _receive(self, shard: int, pull: _Pull) -> None:
+        """Ask until all has arrived, or something has gone wrong. Blocks."""
+        answered = time.monotonic()
+        while pull.generation == self._generation and self._error is None:
+            try:
+                if self._pull_once(shard, pull):
+                    break
+                answered = time.monotonic()
+            except (ConnectionLost, DeadlineExceeded) as error:
+                self._client.notice(answered, error)
+                over = time.monotonic() > answered + PATIENCE.total_seconds()
+                if over or self._closing.wait(0.1):
                     self._fail(error, pull.generation)
+            except Refused as refusal:
+                if refusal.code is not RefusalCode.NOT_READY or self._closing.wait(0.1):
+                    self._fail(refusal, pull.generation)
+            except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
+                self._fail(error, pull.generation)
 
     def _pull_once(self, shard: int, pull: _Pull) -> bool:
         """One try to get what is still missing. Returns whether all of it has arrived."""
         with self._changed:
-            missing, attempt = [b for b in pull.buckets if b in self._missing], self._attempt
+            missing = [b for b in pull.buckets if b in self._missing]
+            wanted = Wanted(pull.version, missing, self._attempt, pull.contributor, pull.held)
         started = time.monotonic_ns()
         ended = complete = False
-        for reply, incoming in self._client.pull(
-            pull.stay,
-            shard,
-            pull.version,
-            missing,
-            attempt=attempt,
-            contributor=pull.contributor,
-            held=pull.held,
-        ):  # to the end of the call, so that its connection can be used again
+        for reply, incoming in self._answers(shard, pull, wanted):
+            # To the end of the call, so that its connection can be used again.
             kind = reply.WhichOneof("kind")
             if kind == "bucket":
                 bucket = self._flat.layout.buckets[reply.bucket]
@@ -419,6 +455,35 @@ class Exchange:
         if complete:
             self._arrived(_FINISH - 1 - shard, pull.generation)
         return complete
+
+    def _answers(self, shard: int, pull: _Pull, wanted: Wanted) -> Answers:
+        """The answers to one call for what is wanted; it makes the step's pushes before, if they are due."""
+        if not self._owing:
+            return self._client.pull(pull.stay, shard, wanted)
+        return self._push_at_once(pull, wanted)
+
+    def _push_at_once(self, pull: _Pull, wanted: Wanted) -> Answers:
+        step, ending = self._step, self._ending
+        assert step is not None
+        assert ending is not None
+        *others, last = self._pushed
+        try:
+            for bucket in others:
+                self._push(bucket, step, wanted.attempt, None)
+            present, data = self._contribution(last, step, wanted.attempt)
+            with self._traced(last, step, wanted.attempt):
+                answers = self._client.push_and_pull(
+                    last.index, step, wanted.attempt, present, data, ending, wanted
+                )
+                first = next(answers, None)
+        except Refused as refusal:
+            if refusal.code is not RefusalCode.STALE_ATTEMPT:
+                raise
+            answers, first = self._client.pull(pull.stay, last.shard, wanted), None  # it tells which is open
+        self._owing = False
+        if first is not None:
+            yield first
+        yield from answers
 
     def _arrived(self, what: int, generation: int, *, version: int | None = None) -> None:
         with self._changed:

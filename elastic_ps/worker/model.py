@@ -251,6 +251,14 @@ class Flat:
             ((spec.dtype, spec.rule), starts.get(index, 0), spec.elements)
             for index, spec in enumerate(layout.tensors)
         ]
+        self._contribution = [
+            torch.empty(0) if spec.rule is Rule.CONSTANT else self._view(self._contributions, index)
+            for index, spec in enumerate(layout.tensors)
+        ]
+        self._value_bytes = [self._bytes(self._values, bucket) for bucket in layout.buckets]
+        self._contribution_bytes = {
+            bucket.index: self._bytes(self._contributions, bucket) for bucket in layout.pushed
+        }
         self.buckets_of: list[list[int]] = [[] for _ in layout.tensors]
         for bucket in layout.buckets:
             for piece in bucket.pieces:
@@ -286,18 +294,18 @@ class Flat:
 
     def value(self, index: int) -> torch.Tensor:
         """The pulled values of a tensor, in its shape."""
+        return self._view(self._values, index)
+
+    def _view(self, memory: dict[tuple[str, Rule], torch.Tensor], index: int) -> torch.Tensor:
         key, start, elements = self._places[index]
         if not elements:
             return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key[0]))
-        return self._values[key][start : start + elements].view(self.layout.tensors[index].shape)
+        return memory[key][start : start + elements].view(self.layout.tensors[index].shape)
 
     def contribution(self, index: int) -> torch.Tensor:
         """Where a tensor's gradient (or buffer) is put to be pushed, in its shape."""
-        key, start, elements = self._places[index]
         self._written.add(index)
-        if not elements:
-            return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key[0]))
-        return self._contributions[key][start : start + elements].view(self.layout.tensors[index].shape)
+        return self._contribution[index]
 
     def clear_contribution(self, index: int) -> None:
         """Make a tensor's contribution zero, if anything was put there since it was."""
@@ -305,17 +313,17 @@ class Flat:
             self.contribution(index).zero_()
             self._written.discard(index)
 
-    def _slice(self, memory: dict[tuple[str, Rule], torch.Tensor], bucket: Bucket) -> memoryview:
+    def _bytes(self, memory: dict[tuple[str, Rule], torch.Tensor], bucket: Bucket) -> memoryview:
         start = self._offsets[bucket.index]
         return as_bytes(memory[bucket.dtype, bucket.rule][start : start + bucket.elements])
 
     def value_bytes(self, bucket: Bucket) -> memoryview:
         """A bucket's values, to receive into."""
-        return self._slice(self._values, bucket)
+        return self._value_bytes[bucket.index]
 
     def contribution_bytes(self, bucket: Bucket) -> memoryview:
         """A bucket's contribution, to send."""
-        return self._slice(self._contributions, bucket)
+        return self._contribution_bytes[bucket.index]
 
     def check(self, *, thorough: bool = False) -> None:
         """Raise UsageError if the script has changed what only the job can change.

@@ -26,18 +26,22 @@ MOST_RECORDS = 1 << 60
 """Up to here all numbers of the computation fit into 64 bits with a sign."""
 
 _CHUNK = 1 << 16
+_BLOCK = 1 << 11
+"""Positions that are computed at a time for short slices: one batch alone would take nearly as long."""
+
 _LOW_31_BITS = (1 << 31) - 1
 
 
 def permutation(records: int, epoch: int, *, shuffle: bool, seed: int) -> Sequence[int]:
     """The index of the record at each position of an epoch; the same in every worker."""
-    return Shuffled(records, seed=seed, epoch=epoch) if shuffle else range(records)
+    return _shuffled(records, seed, epoch) if shuffle else range(records)
 
 
 class Shuffled(Sequence[int]):
-    """A permutation of `range(records)` that looks random. It takes no memory. Thread-safe.
+    """A permutation of `range(records)` that looks random. It takes little memory. Thread-safe.
 
-    A slice is computed at once and is a list; element by element takes far longer.
+    A slice is computed at once and is a list; element by element takes far longer. What is computed for a
+    short slice is kept for the next one.
 
     Args:
         records: how many there are; `MOST_RECORDS` at most.
@@ -51,6 +55,7 @@ class Shuffled(Sequence[int]):
         self._low = math.isqrt(max(1, records) - 1) + 1  # the square root, rounded up
         self._high = -(-records // self._low)
         self._keys = _keys(seed, epoch)
+        self._block: tuple[int, list[int]] = (-1, [])  # the one computed last, and its number
 
     def __len__(self) -> int:
         return self._records
@@ -63,8 +68,19 @@ class Shuffled(Sequence[int]):
         if isinstance(position, slice):
             start, stop, step = position.indices(self._records)
             length = len(range(start, stop, step))
+            number, offset = divmod(start, _BLOCK)
+            if step == 1 and 0 < length <= _BLOCK - offset:
+                return self._of_block(number)[offset : offset + length]
             return self._records_at(start + step * torch.arange(length))
         return self._records_at(torch.tensor([range(self._records)[position]]))[0]
+
+    def _of_block(self, number: int) -> list[int]:
+        known, records = self._block
+        if known != number:
+            start = number * _BLOCK
+            records = self._records_at(torch.arange(start, min(start + _BLOCK, self._records)))
+            self._block = number, records
+        return records
 
     def __iter__(self) -> Iterator[int]:
         for start in range(0, self._records, _CHUNK):
@@ -83,6 +99,11 @@ class Shuffled(Sequence[int]):
             base = self._high if number % 2 else self._low
             first, second = second, (first + _hash(second, key)) % base
         return second * self._low + first
+
+
+@lru_cache(maxsize=4)
+def _shuffled(records: int, seed: int, epoch: int) -> Shuffled:
+    return Shuffled(records, seed=seed, epoch=epoch)
 
 
 @lru_cache(maxsize=16)

@@ -108,4 +108,5 @@ def _sum(flat: torch.Tensor) -> int:
     """A number that is another one when a bit has changed, but for rare accidents."""
     raw = flat.view(torch.uint8)
     whole = len(raw) // 8 * 8
-    return int(raw[:whole].view(torch.int64).sum()) + int(raw[whole:].sum())
+    total = int(raw[:whole].view(torch.int64).sum())
+    return total + int(raw[whole:].sum()) if whole < len(raw) else total

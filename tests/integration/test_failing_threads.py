@@ -1,4 +1,4 @@
-"""A thread of a worker that meets what nobody foresaw."""
+"""A worker that meets what nobody foresaw, in one of its threads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import mse
 
 
-@pytest.mark.parametrize("call", ["push", "pull"])
-def test_the_script_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+@pytest.mark.parametrize(
+    ("call", "bucket_bytes"), [("push", 1024), ("pull", 1024), ("push_and_pull", 1 << 20)]
+)
+def test_the_script_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, bucket_bytes: int
+) -> None:
     """Else the step would wait for the thread for ever."""
     usual = getattr(Client, call)
 
@@ -38,7 +42,7 @@ def test_the_script_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cal
     counted: list[str] = []
     told: list[str] = []
     monkeypatch.setattr(Client, call, fail)
-    with running_job(tmp_path) as job:
+    with running_job(tmp_path, parameterServer={"bucketBytes": bucket_bytes}) as job:
         job.start(0, script)
         job.join()
     assert told == ["nobody foresaw this"]

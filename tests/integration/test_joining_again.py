@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.worker.client import Wanted
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, mse
@@ -64,7 +65,7 @@ def test_who_was_declared_gone_does_not_wait_for_a_version(tmp_path: Path) -> No
                 job.coordinator.gone(0, instance_of(job, 0))
                 stay, version = session._engine.client.stay, session.version + 1
                 with pytest.raises(Refused) as refusal:
-                    list(session._engine.client.pull(stay, 0, version, [0], attempt=9, contributor=True))
+                    list(session._engine.client.pull(stay, 0, Wanted(version, [0], 9, contributor=True)))
                 refused.append(refusal.value.code)
             optimizer.step()
 

@@ -85,10 +85,15 @@ class Unreliable(Connection):
 
 
 @pytest.mark.parametrize("transport", ["inproc", "grpc"])
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    ("shards", "bucket_bytes", "probability"), [(1, 1024, 0.1), (2, 1024, 0.1), (1, 1 << 20, 0.3)]
+)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_everything_is_applied_once(tmp_path: Path, seed: int, shards: int, transport: str) -> None:
-    data, models, network = Numbers(240), Models(), Network(seed, probability=0.1)
+def test_everything_is_applied_once(
+    tmp_path: Path, seed: int, shards: int, bucket_bytes: int, probability: float, transport: str
+) -> None:
+    """With large buckets, a step is a single call."""
+    data, models, network = Numbers(240), Models(), Network(seed, probability)
 
     def script(session: Session) -> None:
         model = make_mlp()
@@ -99,7 +104,7 @@ def test_everything_is_applied_once(tmp_path: Path, seed: int, shards: int, tran
             mse(model, x, y).backward()
             optimizer.step()
 
-    server = {"replicas": shards, "bucketBytes": 1024}
+    server = {"replicas": shards, "bucketBytes": bucket_bytes}
     with running_job(tmp_path, transport=transport, parameterServer=server) as job:
         reliable = job.open_connections
         job.open_connections = lambda: [Unreliable(inner, network) for inner in reliable()]

@@ -1,0 +1,126 @@
+"""A model whose gradients are one bucket on one shard: a step is one call of the training thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.worker.client import Answers, Step
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, events, make_mlp, running_job
+from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.integration.trained import Models, sgd
+from tests.polling import eventually
+
+
+class Counting(Connection):
+    """Counts calls."""
+
+    def __init__(self, inner: Connection, counter: Counter[str]) -> None:
+        self._inner, self._counter = inner, counter
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        self._counter[method] += 1
+        return self._inner.call(method, frame, timeout=timeout)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def with_buffers() -> torch.nn.Module:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear
+    return torch.nn.Sequential(linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), linear(16, 1))
+
+
+@pytest.mark.parametrize(("make", "pushes"), [(make_mlp, 1), (with_buffers, 3)])
+def test_a_step_is_one_call(tmp_path: Path, make: Any, pushes: int) -> None:
+    """And one more for each bucket of buffers: they are pushed before."""
+    calls: Counter[str] = Counter()
+    before: list[Counter[str]] = []
+
+    def script(session: Session) -> None:
+        model = make()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(80), 8):
+            before.append(calls.copy())
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path) as job:
+        open_connections = job.open_connections
+        job.open_connections = lambda: [Counting(inner, calls) for inner in open_connections()]
+        job.start(0, script)
+        job.join()
+    made = before[-1] - before[0]
+    assert made["Push"] == 9 * pushes
+    assert set(made) <= {"Push", "Take", "Heartbeat"}
+
+
+class Halt(Exception):
+    """A worker's end."""
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_step_is_pushed_again_if_another_worker_vanishes(tmp_path: Path, deterministic: bool) -> None:
+    """One worker waits for the answer to its push; the other has pushed, and dies before its step ends."""
+    data, models = Numbers(160), Models()
+    pushed = threading.Event()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        if session.worker == 1 and not pushed.is_set():
+            vanish(session)
+        else:
+            models[session.worker] = model
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    def vanish(session: Session) -> None:
+        client = session._engine.client
+        usual = client.push_and_pull
+
+        def half(bucket: int, step: Step, attempt: int, present: Sequence[bool], *rest: Any) -> Answers:
+            if step.number < 3:
+                return usual(bucket, step, attempt, present, *rest)
+            client.push(bucket, 0, step, attempt, present, rest[0], None)
+            eventually(lambda: waits(step.version), "the other one has pushed")
+            pushed.set()
+            raise Halt
+
+        client.push_and_pull = half  # type: ignore[method-assign,assignment]
+
+    def waits(version: int) -> bool:
+        found = events(job.history, "worker-0")
+        return any(e["event"] == "push" and e["version"] == version for e in found)
+
+    def halting(session: Session) -> None:
+        with suppress(Halt):
+            script(session)
+
+    consistency = {"mode": "sync", "deterministic": deterministic}
+    with running_job(tmp_path, consistency=consistency, worker={"replicas": 2}) as job:
+        job.start(0, script)
+        job.start(1, halting)
+        job.until(pushed.is_set, "worker 1 vanishes")
+        if deterministic:
+            job.start(1, script)  # its records are for nobody else
+        job.join()
+        commits = job.commits()
+        attempts = [e["attempt"] for e in events(job.history, "worker-0") if e["event"] == "push"]
+    assert max(attempts) == 1
+    assert_each_record_once(commits, records=len(data), epochs=1)
+    assert_equal_up_to_round_off(models[0], make_mlp(), lambda m: replay(commits, data, m, sgd, job.spec))
