@@ -6,6 +6,8 @@ systems move the same bytes through each link. It prints the median step of the 
 ratio, and the least time that the bytes of a step need: first the gradients, then the values. They take
 turns.
 
+`--codec int8` also measures elastic-ps with gradients encoded so; it may be given several times.
+
 `--workers 1` measures a single worker with a parameter server on another host, beside that least time.
 """
 
@@ -27,7 +29,7 @@ from pathlib import Path
 from benchmarks.datapath import CASES, Measured, collect, make_model, median
 from benchmarks.recovery import ROOT
 from elastic_ps.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, ProcessEnvironment, Role
-from elastic_ps.job import TrainingJobSpec
+from elastic_ps.job import CODECS, TrainingJobSpec
 
 MASTER = 29500
 """The port of DistributedDataParallel's store."""
@@ -128,7 +130,7 @@ def require_alive(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def measure_ours(
-    hosts: Hosts, case: str, servers: Sequence[int], workers: Sequence[int], scheme: str
+    hosts: Hosts, case: str, servers: Sequence[int], workers: Sequence[int], scheme: str, codec: str
 ) -> Measured:
     """`servers`, `workers`: on which hosts they are."""
     with tempfile.TemporaryDirectory() as name:
@@ -140,6 +142,7 @@ def measure_ours(
                 "worker": {"replicas": len(workers)},
                 "parameterServer": {"replicas": len(servers)},
                 "data": {"shuffle": False},
+                "compression": {"codec": codec},
             }
         )
         # With a scheme the port is the one that is listened on; without one, that of gRPC.
@@ -195,6 +198,7 @@ def main() -> None:
     parser.add_argument("--gbit", type=float, default=1.0, help="of each link, each way")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, choices=(1, 4), default=4)
+    parser.add_argument("--codec", action="append", default=[], choices=CODECS[1:], help="another row")
     parser.add_argument("--json", type=Path, help="write the results there, too")
     parsed = parser.parse_args()
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
@@ -202,6 +206,8 @@ def main() -> None:
     four = range(4)
     servers, workers = ([0], [1]) if parsed.workers == 1 else (four, four)
     found: dict[str, list[Measured]] = {"elastic-ps": [], "elastic-ps over gRPC": []}
+    codecs = {f"elastic-ps, {codec}": codec for codec in parsed.codec}
+    found |= {name: [] for name in codecs}
     if parsed.workers == 4:
         found["DDP"] = []
     hosts = Hosts(4, parsed.gbit)
@@ -212,7 +218,8 @@ def main() -> None:
                     results.append(measure_ddp(hosts, parsed.case, workers))
                 else:
                     scheme = "grpc:" if "gRPC" in name else ""
-                    results.append(measure_ours(hosts, parsed.case, servers, workers, scheme))
+                    codec = codecs.get(name, "none")
+                    results.append(measure_ours(hosts, parsed.case, servers, workers, scheme, codec))
     finally:
         hosts.close()
     least = least_seconds(parsed.case, 4 if parsed.workers == 4 else 1, parsed.gbit)

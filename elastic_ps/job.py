@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -264,11 +265,52 @@ class Consistency(CamelModel):
         return self
 
 
+CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "signsgd")
+"""Names of codecs; a codec of the user's own is named as module:Class."""
+
+CODEC = Annotated[str, AfterValidator(lambda name: _check_codec(name))]
+
+
+def _check_codec(name: str) -> str:
+    own = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name)
+    if name in CODECS or own:
+        return name
+    nearest = difflib.get_close_matches(name, CODECS, 1)
+    hint = f"; {nearest[0]} is the nearest" if nearest else ""
+    raise ValueError(
+        f"there is no codec {name!r}; expected one of {', '.join(CODECS)}, or module:Class{hint}"
+    )
+
+
+class CompressionRule(CamelModel):
+    """A codec for some of the parameters."""
+
+    match: str = Field(
+        min_length=1,
+        description="A pattern of parameter names, as of files: *.bias matches layer1.bias. The first rule "
+        "that matches a parameter counts.",
+    )
+    codec: CODEC = Field(description="As compression.codec.")
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="As compression.options.")
+
+
 class Compression(CamelModel):
     """What a gradient looks like on the wire."""
 
-    codec: Literal["none"] = Field(
-        default="none", description="How gradients are encoded. With none, they are sent as they are."
+    codec: CODEC = Field(
+        default="none",
+        description="How workers encode gradients. With none, they are sent as they are. bf16 and fp16 take "
+        "half the bytes, int8 a quarter, int4 an eighth, signsgd a twentieth, and topk sends only the "
+        "largest ones. With topk and signsgd, what a step does not send is added to the worker's next step. "
+        "A codec of your own is named as module:Class.",
+    )
+    options: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Arguments of the codec: block, the number of elements that share a scale (int8, int4, "
+        "signsgd), or ratio, the share of elements that is sent (topk).",
+    )
+    rules: list[CompressionRule] = Field(
+        default_factory=list, description="Other codecs for some of the parameters, by their names."
     )
 
 

@@ -103,13 +103,13 @@ def prepare_file(path: Path, *, option: str) -> None:
 
 
 def check_entrypoint(job: TrainingJob, programs: Programs) -> None:
-    """Import the entrypoint in a process like a worker's. Blocks for as long as that takes.
+    """Import the entrypoint and the codecs in a process like a worker's. Blocks for as long as that takes.
 
     Raises:
-        UserError: it cannot be imported, with the script's own traceback, or does not take the arguments.
+        UserError: one cannot be imported, with the script's own traceback, or does not take its arguments.
     """
     entrypoint = job.spec.entrypoint
-    argv = programs.check(entrypoint, job.spec.arguments)
+    argv = programs.check(job.spec)
     try:
         done = subprocess.run(
             argv,

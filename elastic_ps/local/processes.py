@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import JsonValue
-
 from elastic_ps.env import THREAD_VARIABLES
 from elastic_ps.errors import CannotListen
+from elastic_ps.job import TrainingJobSpec
 
 OUTPUT_LINES = 30
 
@@ -40,9 +39,10 @@ class Programs:
     server: Sequence[str] = (sys.executable, "-m", "elastic_ps.server")
     worker: Sequence[str] = (sys.executable, "-m", "elastic_ps.worker")
 
-    def check(self, entrypoint: str, arguments: Mapping[str, JsonValue]) -> list[str]:
-        """The command that tries to import `entrypoint`, and whether it takes these arguments."""
-        return [*self.worker, "--check", entrypoint, json.dumps(arguments)]
+    def check(self, spec: TrainingJobSpec) -> list[str]:
+        """The command that tries to import the entrypoint and the codecs with their arguments."""
+        compression = spec.compression.model_dump_json(by_alias=True)
+        return [*self.worker, "--check", spec.entrypoint, json.dumps(spec.arguments), compression]
 
 
 class Lifeline:

@@ -10,8 +10,10 @@ from functools import partial
 
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
+from elastic_ps.codec.plan import Plan
 from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import InvalidJob, NoCheckpoint
+from elastic_ps.server.decoder import Decoder
 from elastic_ps.server.follower import Follower
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
@@ -64,6 +66,7 @@ class ParameterServer:
         patience: Patience | None = None,
     ) -> None:
         spec, index = environment.spec, environment.index
+        decoder = Decoder(Plan(spec.compression))
         shards = spec.parameter_server.replicas
         process = f"{environment.role}-{index}"
         self._trace = Trace(environment.trace, process)
@@ -96,7 +99,7 @@ class ParameterServer:
             if index == 0 and leads:
                 self._take_the_lead(environment, store, connect, connect_standby)
             coordinator = self.lead.coordinator if self.lead is not None else None
-            server.serve(Service(environment.job, self.node, coordinator))
+            server.serve(Service(environment.job, self.node, coordinator, decoder))
         except BaseException:
             self.close(keep=False)
             raise

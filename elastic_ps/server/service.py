@@ -11,11 +11,14 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from elastic_ps import codec
+from elastic_ps.codec.plan import Plan
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, Malformed, RefusalCode, Refused
+from elastic_ps.job import Compression
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.copying import Part
+from elastic_ps.server.decoder import Decoder
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import (
     OrderId,
@@ -49,8 +52,11 @@ def parse(kind: type[M], header: bytes) -> M:
 class Service:
     """A `transport.base.Handler` for one parameter server."""
 
-    def __init__(self, job: str, node: Node, coordinator: Coordinator | None) -> None:
+    def __init__(
+        self, job: str, node: Node, coordinator: Coordinator | None, decoder: Decoder | None = None
+    ) -> None:
         self._job = job
+        self._decoder = decoder or Decoder(Plan(Compression()))
         self._node = node
         self._coordinator = coordinator
         self._methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {
@@ -115,8 +121,6 @@ class Service:
     def _push(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.PushRequest, incoming.header)
         caller = self._check(request.caller)
-        if request.codec != codec.NONE:
-            raise Refused(RefusalCode.MALFORMED, f"codec {request.codec!r}; this job uses {codec.NONE!r}")
         key = PushKey(
             term=caller.term,
             worker=caller.worker,
@@ -127,7 +131,7 @@ class Service:
             attempt=request.attempt,
         )
         try:
-            added = self._node.shard.push(key, request.samples, request.present, incoming)
+            added = self._added(key, request, incoming)
         except Refused as refusal:
             if refusal.code is not RefusalCode.STALE_ATTEMPT or not self._is_applied(request):
                 raise
@@ -139,6 +143,12 @@ class Service:
             yield from self._pulled(request.pull, caller)
         else:
             yield _done(duplicate=not added)
+
+    def _added(self, key: PushKey, request: pb.PushRequest, incoming: Incoming) -> bool:
+        """Whether the gradient was not in the round's sum before."""
+        shard = self._node.shard
+        with self._decoder.open(request, shard.layout, shard.bucket(key.bucket), incoming) as body:
+            return shard.push(key, request.samples, request.present, body)
 
     def _is_applied(self, request: pb.PushRequest) -> bool:
         """Whether a push that ends a step is repeated because its answer was lost; the version is there."""

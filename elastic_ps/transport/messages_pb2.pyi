@@ -253,8 +253,28 @@ class AssignReply(_message.Message):
     pending: bool
     def __init__(self, version: _Optional[int] = ..., attempt: _Optional[int] = ..., done: bool = ..., takes_part: bool = ..., pending: bool = ...) -> None: ...
 
+class Run(_message.Message):
+    __slots__ = ("codec", "parts", "values")
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    codec: str
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    values: str
+    def __init__(self, codec: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., values: _Optional[str] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("name", "dtype", "elements")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    ELEMENTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    dtype: str
+    elements: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., elements: _Optional[int] = ...) -> None: ...
+
 class PushRequest(_message.Message):
-    __slots__ = ("caller", "step", "bucket", "version", "attempt", "samples", "present", "codec", "finish", "pull")
+    __slots__ = ("caller", "step", "bucket", "version", "attempt", "samples", "present", "codec", "finish", "runs", "pull")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +284,7 @@ class PushRequest(_message.Message):
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
     PULL_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     step: int
@@ -274,8 +295,9 @@ class PushRequest(_message.Message):
     present: _containers.RepeatedScalarFieldContainer[bool]
     codec: str
     finish: FinishRequest
+    runs: _containers.RepeatedCompositeFieldContainer[Run]
     pull: PullRequest
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ..., codec: _Optional[str] = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ..., codec: _Optional[str] = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
 
 class FinishRequest(_message.Message):
     __slots__ = ("caller", "step", "version", "attempt", "samples", "ranges", "settings", "metrics", "skipped", "assigns")

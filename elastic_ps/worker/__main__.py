@@ -1,7 +1,8 @@
 """`python -m elastic_ps.worker`: import the job's entrypoint and call it.
 
-`python -m elastic_ps.worker --check module:function ARGUMENTS` (in JSON) only imports it, to find out before
-anything is started whether that works and whether it takes these arguments.
+`python -m elastic_ps.worker --check module:function ARGUMENTS COMPRESSION` (in JSON) only imports it, to find
+out before anything is started whether that works, whether it takes these arguments, and whether there are the
+codecs of `spec.compression`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from elastic_ps.errors import InvalidJob, RefusalCode, Refused, UserError
 from elastic_ps.worker import entrypoint
 
 
-def check(name: str, arguments: str) -> int:
-    """Print what is wrong with the entrypoint or its arguments, if anything; returns the exit status."""
+def check(name: str, arguments: str, compression: str) -> int:
+    """Print what is wrong with the entrypoint, its arguments or the codecs; returns the exit status."""
     try:
         with process.importing():
+            from elastic_ps.codec.plan import Plan
+            from elastic_ps.job import Compression
+
             entrypoint.load(name, json.loads(arguments))
+            Plan(Compression.model_validate_json(compression))
     except InvalidJob as error:
         print(f"error: {error}", file=sys.stderr)
         return env.EXIT_INVALID
@@ -30,8 +35,8 @@ def check(name: str, arguments: str) -> int:
 
 def main() -> int:
     """Run the script; returns the exit status, see `elastic_ps.env`."""
-    if len(sys.argv) == 4 and sys.argv[1] == "--check":
-        return check(sys.argv[2], sys.argv[3])
+    if len(sys.argv) == 5 and sys.argv[1] == "--check":
+        return check(*sys.argv[2:])
     process.end_on_request(env.EXIT_LEFT)
     with process.importing():
         from elastic_ps import compiler

@@ -21,7 +21,6 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from elastic_ps import codec
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Layout, TensorSpec
 from elastic_ps.core.settings import Settings
@@ -41,6 +40,7 @@ from elastic_ps.transport.convert import (
     ranges_to_message,
     tensors_to_message,
 )
+from elastic_ps.worker.encoder import Payload
 
 logger = logging.getLogger(__name__)
 
@@ -407,13 +407,12 @@ class Client:
         step: Step,
         attempt: int,
         present: Sequence[bool],
-        values: memoryview,
+        payload: Payload,
         ending: Ending | None,
     ) -> None:
         """Send a gradient; with `ending`, end the step as well. Blocks until it is in the round's sum."""
-        request = self._push(bucket, step, attempt, present, ending)
-        header = request.SerializeToString()
-        self._retry(lambda: _only(self._call(shard, "Push", Frame(header, values))))
+        header = self._push(bucket, step, attempt, present, payload, ending).SerializeToString()
+        self._retry(lambda: _only(self._call(shard, "Push", Frame(header, payload.body))))
 
     def push_and_pull(
         self,
@@ -421,17 +420,23 @@ class Client:
         step: Step,
         attempt: int,
         present: Sequence[bool],
-        values: memoryview,
+        payload: Payload,
         ending: Ending,
         wanted: Wanted,
     ) -> Answers:
         """One try of the step's last push to a shard that is alone, and of the pull after it, in one call."""
-        request = self._push(bucket, step, attempt, present, ending)
+        request = self._push(bucket, step, attempt, present, payload, ending)
         request.pull.CopyFrom(wanted.request())
-        return self._pulled(0, "Push", Frame(request.SerializeToString(), values))
+        return self._pulled(0, "Push", Frame(request.SerializeToString(), payload.body))
 
     def _push(
-        self, bucket: int, step: Step, attempt: int, present: Sequence[bool], ending: Ending | None
+        self,
+        bucket: int,
+        step: Step,
+        attempt: int,
+        present: Sequence[bool],
+        payload: Payload,
+        ending: Ending | None,
     ) -> pb.PushRequest:
         request = pb.PushRequest(
             caller=step.stay.caller(),
@@ -441,7 +446,8 @@ class Client:
             attempt=attempt,
             samples=step.samples,
             present=present,
-            codec=codec.NONE,
+            codec=payload.codec,
+            runs=payload.runs,
         )
         if ending is not None:
             request.finish.CopyFrom(self._finish(step, attempt, ending))

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from elastic_ps.codec.plan import Plan
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import Settings
@@ -23,6 +24,7 @@ from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.batches import Batches
 from elastic_ps.worker.client import Client, Ending, Granted, Membership, Step, expelled
+from elastic_ps.worker.encoder import Encoder
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.member import Drained, Member
 from elastic_ps.worker.model import Described, Flat
@@ -93,6 +95,7 @@ class Engine:
         self.schedule: Schedule
         self._trace, self._history = trace, history
         self._phases = Phases(trace)
+        self._codecs = Plan(spec.compression)
         self._steps = 0
         self._computing = False
         self._stopping = False
@@ -129,8 +132,9 @@ class Engine:
         self.schedule = Schedule(optimizer)
         membership = self.member.join(described, self.schedule.current())
         flat = Flat(membership.layout, described.tensors)
+        encoder = Encoder(flat.layout, self._codecs, worker=self.client.worker, seed=self.spec.data.seed)
         self.exchange = Exchange(
-            self.client, flat, self.spec.consistency, trace=self._trace, history=self._history
+            self.client, flat, self.spec.consistency, encoder, trace=self._trace, history=self._history
         )
         membership = self._initialise(membership, flat)
         if not membership.initialise:

@@ -40,6 +40,7 @@ from elastic_ps.job import Consistency
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import EMPTY
 from elastic_ps.worker.client import PATIENCE, Answers, Client, Ending, Stay, Step, Wanted
+from elastic_ps.worker.encoder import Encoder, Payload
 from elastic_ps.worker.model import Flat
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Exchange:
     """One worker's pushes and pulls. `ready`, `finish` and `fetch` belong to the main thread.
 
     Args:
+        encoder: of the gradients.
         consistency: the job's. Where rounds may be made without this worker, it asks before each step.
 
     Attributes:
@@ -85,12 +87,20 @@ class Exchange:
     """
 
     def __init__(
-        self, client: Client, flat: Flat, consistency: Consistency, *, trace: Trace, history: History
+        self,
+        client: Client,
+        flat: Flat,
+        consistency: Consistency,
+        encoder: Encoder,
+        *,
+        trace: Trace,
+        history: History,
     ) -> None:
         self.version = 0
         self.settings = ""
         self.stopped = ""
         self._client = client
+        self._encoder = encoder
         self._flat = flat
         self._bounded = consistency.mode == "bounded"
         self._backup = consistency.backup_workers > 0
@@ -160,6 +170,7 @@ class Exchange:
             self._step, self._attempt, self._ending = step, 0, None
             self._ready = self._queued = self._acknowledged = 0
             self._present.clear()
+            self._encoder.begin(step.number)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete; send it when those before it are sent. Does not block."""
@@ -211,6 +222,7 @@ class Exchange:
             self._receive(0, pulls[0])
         self._wait()
         self._step = None
+        self._encoder.applied()
         self._arrived_at(step.version + 1)
         self._history.record(
             "applied",
@@ -232,8 +244,8 @@ class Exchange:
         """
         for bucket in self._pushed:
             self._record_push(step, bucket, attempt)
-            data = self._flat.contribution_bytes(bucket)
-            self._client.push(bucket.index, bucket.shard, step, attempt, (), data, None)
+            payload = Payload(self._flat.contribution_bytes(bucket))
+            self._client.push(bucket.index, bucket.shard, step, attempt, (), payload, None)
         self._client.finish(step, attempt, Ending(ranges=(), settings="", metrics={}, assigns=True))
 
     def fetch(self, version: int, *, contributor: bool) -> None:
@@ -345,19 +357,23 @@ class Exchange:
             self._arrived(_FINISH, push.generation)
 
     def _push(self, bucket: Bucket, step: Step, attempt: int, ending: Ending | None) -> None:
-        present, data = self._contribution(bucket, step, attempt)
-        with self._traced(bucket, step, attempt):
-            self._client.push(bucket.index, bucket.shard, step, attempt, present, data, ending)
+        present, payload = self._contribution(bucket, step, attempt)
+        with self._traced(bucket, step, attempt, payload):
+            self._client.push(bucket.index, bucket.shard, step, attempt, present, payload, ending)
 
-    def _contribution(self, bucket: Bucket, step: Step, attempt: int) -> tuple[Sequence[bool], memoryview]:
+    def _contribution(self, bucket: Bucket, step: Step, attempt: int) -> tuple[Sequence[bool], Payload]:
         """What is sent of a bucket: which pieces are there, and the bytes. It is recorded as sent."""
         self._record_push(step, bucket, attempt)
         present = self._present[bucket.index]
         absent = bool(present) and not any(present)
-        return present, EMPTY if absent else self._flat.contribution_bytes(bucket)
+        if absent:
+            return present, Payload(EMPTY)
+        raw, gradient = self._flat.contribution_bytes(bucket), self._flat.contribution_of(bucket)
+        payload = self._encoder.encode(bucket, gradient, raw, present, step=step.number, version=step.base)
+        return present, payload
 
     @contextmanager
-    def _traced(self, bucket: Bucket, step: Step, attempt: int) -> Iterator[None]:
+    def _traced(self, bucket: Bucket, step: Step, attempt: int, payload: Payload) -> Iterator[None]:
         """The block pushes a bucket."""
         started, index = time.monotonic_ns(), bucket.index
         self._trace.complete(
@@ -365,7 +381,9 @@ class Exchange:
         )
         yield
         now = time.monotonic_ns()
-        self._trace.complete("push", started, now, bucket=index, step=step.number, attempt=attempt)
+        self._trace.complete(
+            "push", started, now, bucket=index, step=step.number, attempt=attempt, bytes=len(payload.body)
+        )
 
     def _record_push(self, step: Step, bucket: Bucket, attempt: int) -> None:
         self._history.record(
@@ -470,10 +488,10 @@ class Exchange:
         try:
             for bucket in others:
                 self._push(bucket, step, wanted.attempt, None)
-            present, data = self._contribution(last, step, wanted.attempt)
-            with self._traced(last, step, wanted.attempt):
+            present, payload = self._contribution(last, step, wanted.attempt)
+            with self._traced(last, step, wanted.attempt, payload):
                 answers = self._client.push_and_pull(
-                    last.index, step, wanted.attempt, present, data, ending, wanted
+                    last.index, step, wanted.attempt, present, payload, ending, wanted
                 )
                 first = next(answers, None)
         except Refused as refusal:

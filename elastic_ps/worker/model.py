@@ -325,6 +325,11 @@ class Flat:
         """A bucket's contribution, to send."""
         return self._contribution_bytes[bucket.index]
 
+    def contribution_of(self, bucket: Bucket) -> torch.Tensor:
+        """A bucket's contribution, flat, of its dtype."""
+        start = self._offsets[bucket.index]
+        return self._contributions[bucket.dtype, bucket.rule][start : start + bucket.elements]
+
     def check(self, *, thorough: bool = False) -> None:
         """Raise UsageError if the script has changed what only the job can change.
 

@@ -1,0 +1,130 @@
+"""The interface of a codec: what a gradient looks like on the wire.
+
+`encode` makes named tensors and plain values of a gradient, `decode` makes a gradient of them. A codec that
+is biased is used with error feedback by the worker: what a step has lost is added to the next one's gradient
+(Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes
+SignSGD and other Gradient Compression Schemes").
+
+A codec of your own is a subclass, named as `module:Class`. It is imported by the workers and by the
+parameter server, so it has to be in the images of both.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from elastic_ps.codec.memory import as_bytes, as_tensor, dtype_of, name_of
+from elastic_ps.errors import Malformed
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What `encode` makes: tensors of any shape on the CPU, and values as JSON can carry them."""
+
+    tensors: Mapping[str, torch.Tensor]
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Codec(abc.ABC):
+    """Encodes gradients, and decodes them. One object serves all threads.
+
+    Attributes:
+        lossless: `decode` gives back exactly what was encoded.
+        unbiased: the mean of what `decode` gives back, over the generator's numbers, is what was encoded.
+        feedback: what is lost is added to the next step's gradient; for codecs that are biased.
+    """
+
+    lossless = False
+    unbiased = False
+    feedback = False
+
+    @abc.abstractmethod
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        """Encode a gradient.
+
+        Args:
+            tensor: flat, float32, on the CPU, finite. Not to be changed.
+            state: empty at first; the codec may keep here what it needs for the same part of the model in
+                the next step. It is lost with the worker.
+            random: for all random numbers, so that the same step gives the same bytes.
+        """
+
+    @abc.abstractmethod
+    def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
+        """Write the gradient into `out`: flat, float32, as long as what was encoded.
+
+        What `encoded` holds comes from the network. Raises ValueError, KeyError or RuntimeError if it does
+        not fit.
+        """
+
+    def error_bound(self, tensor: torch.Tensor) -> float:  # noqa: ARG002
+        """No element of `tensor` changes by more than this."""
+        return 0.0 if self.lossless else math.inf
+
+
+class Part(NamedTuple):
+    """A tensor of an encoded gradient: its name, dtype and number of elements."""
+
+    name: str
+    dtype: str
+    elements: int
+
+
+class Packed(NamedTuple):
+    """An encoded gradient as it travels: what it is made of, its values as JSON, and its bytes."""
+
+    parts: tuple[Part, ...]
+    values: str
+    body: list[memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(part) for part in self.body)
+
+
+def pack(encoded: Encoded) -> Packed:
+    """Raises TypeError if the values are not plain ones."""
+    flat = {name: tensor.detach().cpu().contiguous().view(-1) for name, tensor in encoded.tensors.items()}
+    parts = tuple(Part(name, name_of(tensor.dtype), tensor.numel()) for name, tensor in flat.items())
+    values = json.dumps(dict(encoded.values), sort_keys=True) if encoded.values else ""
+    return Packed(parts, values, [as_bytes(tensor) for tensor in flat.values()])
+
+
+DTYPES = (
+    "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"
+)  # fmt: skip
+"""Of the parts of an encoded gradient."""
+
+
+def unpack(parts: Sequence[Part], values: str, body: memoryview) -> tuple[Encoded, int]:
+    """What was packed, and how many bytes of `body` it takes. The tensors are views of `body`, if aligned.
+
+    Raises:
+        Malformed: the bytes do not fit the parts.
+    """
+    tensors, start = {}, 0
+    for part in parts:
+        if part.dtype not in DTYPES:
+            raise Malformed(f"part {part.name!r} has dtype {part.dtype!r}; known: {', '.join(DTYPES)}")
+        dtype = dtype_of(part.dtype)
+        stop = start + part.elements * dtype.itemsize
+        if stop > len(body):
+            raise Malformed(f"part {part.name!r} ends at byte {stop} of {len(body)}")
+        piece = body[start:stop]
+        if start % dtype.itemsize:
+            piece = memoryview(bytearray(piece))
+        tensors[part.name], start = as_tensor(piece, dtype), stop
+    try:
+        plain = json.loads(values) if values else {}
+    except ValueError as error:
+        raise Malformed(f"the values of an encoded gradient are no JSON: {error}") from error
+    if not isinstance(plain, dict):
+        raise Malformed("the values of an encoded gradient have no names")
+    return Encoded(tensors, plain), start

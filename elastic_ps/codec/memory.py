@@ -1,0 +1,42 @@
+"""The memory of tensors as bytes, and back."""
+
+from __future__ import annotations
+
+import warnings
+import zlib
+
+import torch
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, of any dtype, as writable bytes, without a copy."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
+
+
+def as_tensor(data: memoryview, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """A flat tensor over these bytes, without a copy. It must not be written to if they are read-only."""
+    return torch.frombuffer(data, dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype)
+
+
+with warnings.catch_warnings():  # torch says once that it does not know of read-only tensors
+    warnings.simplefilter("ignore")
+    as_tensor(memoryview(b"\0"))
+
+
+def checksum(data: memoryview) -> int:
+    """A number that differs if the bytes do, but for one case in four thousand million (CRC-32)."""
+    return zlib.crc32(data)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype with this name; the name is one of `core.partition.ITEM_SIZE`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The inverse of `dtype_of`."""
+    return str(dtype).removeprefix("torch.")

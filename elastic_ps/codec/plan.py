@@ -1,0 +1,138 @@
+"""Which codec each part of a model's gradients has: the same on workers and parameter servers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from elastic_ps.codec import NONE
+from elastic_ps.codec.base import Codec
+from elastic_ps.codec.builtin import Bf16, Fp16, Int4, Int8, SignSGD, TopK
+from elastic_ps.core.partition import Bucket, Layout, Rule
+from elastic_ps.errors import InvalidJob
+from elastic_ps.job import Compression
+
+BUILT_IN: Mapping[str, type[Codec]] = {
+    "bf16": Bf16,
+    "fp16": Fp16,
+    "int8": Int8,
+    "int4": Int4,
+    "topk": TopK,
+    "signsgd": SignSGD,
+}
+"""By the names that `spec.compression` knows, besides `none`."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Pieces of a bucket, one after the other, that are encoded together.
+
+    Attributes:
+        name: of the codec.
+        codec: None: the elements are sent as they are.
+        pieces: the first one's index in the bucket, and the index after the last one's.
+        elements: likewise.
+    """
+
+    name: str
+    codec: Codec | None
+    pieces: slice
+    elements: slice
+
+    @property
+    def length(self) -> int:
+        return int(self.elements.stop - self.elements.start)
+
+
+class Plan:
+    """Chooses codecs as `spec.compression` says.
+
+    Attributes:
+        name: of the codec that no rule replaces.
+    """
+
+    def __init__(self, compression: Compression) -> None:
+        """Raises InvalidJob: a codec does not exist, cannot be imported, or does not take its options."""
+        self.name = compression.codec
+        self._default = make(compression.codec, compression.options)
+        self._rules = [(rule.match, rule.codec, make(rule.codec, rule.options)) for rule in compression.rules]
+
+    @property
+    def encodes(self) -> bool:
+        """Whether anything is encoded at all."""
+        return self._default is not None or any(codec is not None for _, _, codec in self._rules)
+
+    def of(self, tensor: str) -> tuple[str, Codec | None]:
+        """The codec of a tensor with this name: the one of the first rule that matches."""
+        for match, name, codec in self._rules:
+            if fnmatchcase(tensor, match):
+                return name, codec
+        return self.name, self._default
+
+    def runs(self, layout: Layout, bucket: Bucket) -> list[Run]:
+        """The runs of a bucket; none if all of it is sent as it is. Only gradients are encoded."""
+        if bucket.rule is not Rule.GRADIENT or not bucket.dtype.endswith(("16", "32", "64")):
+            return []
+        runs: list[Run] = []
+        place = 0
+        for index, piece in enumerate(bucket.pieces):
+            name, codec = self.of(layout.tensors[piece.tensor].name)
+            first, start, stop = index, place, place + piece.length
+            if runs and runs[-1].codec is codec:
+                before = runs.pop()
+                first, start = before.pieces.start, before.elements.start
+            runs.append(Run(name, codec, slice(first, index + 1), slice(start, stop)))
+            place = stop
+        return runs if any(run.codec is not None for run in runs) else []
+
+
+def make(name: str, options: Mapping[str, Any]) -> Codec | None:
+    """A codec by its name, or by `module:Class`; None for `none`.
+
+    Raises:
+        InvalidJob: there is no such codec, or it does not take these options.
+    """
+    if name == NONE:
+        kind: type[Codec] | None = None
+    elif ":" in name:
+        kind = _imported(name)
+    elif name in BUILT_IN:
+        kind = BUILT_IN[name]
+    else:
+        known = ", ".join([NONE, *BUILT_IN])
+        raise InvalidJob(f"compression.codec is {name!r}; expected one of {known}, or module:Class")
+    if kind is None:
+        if options:
+            raise InvalidJob(f"compression: the codec {NONE} takes no options; given: {', '.join(options)}")
+        return None
+    try:
+        inspect.signature(kind).bind(**options)
+        return kind(**options)
+    except (TypeError, ValueError) as error:
+        takes = ", ".join(str(p).partition(":")[0] for p in inspect.signature(kind).parameters.values())
+        raise InvalidJob(
+            f"compression: the codec {name} does not take the options {dict(options)}: {error}. It takes: "
+            f"{takes or 'none'}"
+        ) from error
+
+
+def _imported(name: str) -> type[Codec]:
+    module, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise InvalidJob(
+            f"the codec {name} cannot be imported: {type(error).__name__}: {error}. It has to be there for "
+            "the workers and for the parameter server"
+        ) from error
+    if not (isinstance(kind, type) and issubclass(kind, Codec)):
+        raise InvalidJob(f"the codec {name} is no subclass of elastic_ps.codec.base.Codec")
+    return kind

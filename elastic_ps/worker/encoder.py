@@ -1,0 +1,166 @@
+"""Encodes a worker's gradients, and keeps what a step has not sent.
+
+A step's gradient is encoded once: if the round starts again, the same bytes are pushed again. What was not
+sent of it belongs to the worker's next step as soon as this one is in the model. If it never is, because it
+came too late or the worker had to join again, its records go to others, and what was left over before it
+stays for the next step. What is left over when the worker ends is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from elastic_ps.codec.base import Codec, Encoded, Packed, Part, pack
+from elastic_ps.codec.memory import as_bytes, name_of
+from elastic_ps.codec.plan import Plan, Run
+from elastic_ps.core.partition import Bucket, Layout
+from elastic_ps.transport import messages_pb2 as pb
+
+_Place = tuple[int, int]
+"""Index of a bucket, and of a run in it."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What is sent of a bucket.
+
+    Attributes:
+        body: the bytes.
+        codec: the name of the job's codec; `none` if the bucket is sent as it is.
+        runs: how it is encoded.
+    """
+
+    body: memoryview
+    codec: str = "none"
+    runs: Sequence[pb.Run] = ()
+
+
+class Encoder:
+    """Encodes the buckets of one step after the other. Thread-safe, but for the same bucket of a step.
+
+    Args:
+        worker, seed: with the version and the bucket they give the random numbers.
+    """
+
+    def __init__(self, layout: Layout, plan: Plan, *, worker: int, seed: int) -> None:
+        self._plan = plan
+        self._runs = {bucket.index: plan.runs(layout, bucket) for bucket in layout.pushed}
+        self._who = f"{seed}/{worker}"
+        self._states: dict[_Place, dict[str, Any]] = {}
+        self._left_over: dict[_Place, torch.Tensor] = {}
+        self._lock = threading.Lock()
+        self._step = -1
+        self._made: dict[int, Payload] = {}  # of this step's buckets
+        self._next: dict[_Place, torch.Tensor] = {}  # what this step leaves over
+
+    def begin(self, step: int) -> None:
+        """The step with this number begins. The one before is in the model by now, or never will be."""
+        with self._lock:
+            self._step = step
+            self._made.clear()
+            self._next.clear()
+
+    def applied(self) -> None:
+        """The step is in the model."""
+        with self._lock:
+            self._left_over |= self._next
+            self._next.clear()
+
+    def encode(
+        self,
+        bucket: Bucket,
+        gradient: torch.Tensor,
+        raw: memoryview,
+        present: Sequence[bool],
+        *,
+        step: int,
+        version: int,
+    ) -> Payload:
+        """What to send of a bucket's gradient. The second call in a step returns what the first one did.
+
+        Args:
+            gradient: flat, of the bucket's dtype; `raw` are its bytes.
+            present: for each piece, whether it has a gradient; empty: all have.
+            step: its number; what comes of an earlier one than the present is not kept.
+            version: that the step is computed on.
+        """
+        runs = self._runs[bucket.index]
+        if not runs:
+            return Payload(raw)
+        with self._lock:
+            if step == self._step and bucket.index in self._made:
+                return self._made[bucket.index]
+        random = torch.Generator()
+        digest = hashlib.blake2b(f"{self._who}/{version}/{bucket.index}".encode(), digest_size=8).digest()
+        random.manual_seed(int.from_bytes(digest, "little"))
+        packed, left_over = [], {}
+        with torch.no_grad():
+            for number, run in enumerate(runs):
+                place, own = (bucket.index, number), gradient[run.elements]
+                if run.codec is None:
+                    packed.append(Packed((Part("", name_of(own.dtype), run.length),), "", [as_bytes(own)]))
+                    continue
+                state = self._states.setdefault(place, {})
+                if not run.codec.feedback:
+                    packed.append(pack(run.codec.encode(own.to(torch.float32), state, random)))
+                    continue
+                absent = _absent(bucket, run, present)
+                total = self._total(place, own, absent)
+                encoded = run.codec.encode(total, state, random)
+                packed.append(pack(encoded))
+                left_over[place] = self._rest(place, run.codec, encoded, total, absent)
+        payload = self._payload(runs, packed)
+        with self._lock:
+            if step == self._step:
+                self._made[bucket.index] = payload
+                self._next |= left_over
+        return payload
+
+    def _total(self, place: _Place, own: torch.Tensor, absent: Sequence[slice]) -> torch.Tensor:
+        """A run's gradient and what was left over before, but for pieces without a gradient, in float32."""
+        total = own.to(torch.float32, copy=True)
+        if place in self._left_over:
+            total += self._left_over[place]
+        for piece in absent:
+            total[piece] = 0
+        return total
+
+    def _rest(
+        self, place: _Place, codec: Codec, encoded: Encoded, total: torch.Tensor, absent: Sequence[slice]
+    ) -> torch.Tensor:
+        """What is left over of `total`, which is written to. Pieces without a gradient keep what they had."""
+        decoded = torch.empty_like(total)
+        codec.decode(encoded, decoded)
+        rest = total.sub_(decoded)
+        for piece in absent:
+            rest[piece] = self._left_over[place][piece] if place in self._left_over else 0.0
+        return rest
+
+    def _payload(self, runs: Sequence[Run], packed: Sequence[Packed]) -> Payload:
+        messages = [
+            pb.Run(
+                codec=run.name,
+                parts=[pb.Part(name=p.name, dtype=p.dtype, elements=p.elements) for p in made.parts],
+                values=made.values,
+            )
+            for run, made in zip(runs, packed, strict=True)
+        ]
+        body = b"".join(part for made in packed for part in made.body)
+        return Payload(memoryview(body), self._plan.name, messages)
+
+
+def _absent(bucket: Bucket, run: Run, present: Sequence[bool]) -> list[slice]:
+    """Where in a run there are pieces without a gradient."""
+    absent, place = [], 0
+    for index in range(run.pieces.start, run.pieces.stop):
+        length = bucket.pieces[index].length
+        if present and not present[index]:
+            absent.append(slice(place, place + length))
+        place += length
+    return absent

@@ -1,0 +1,217 @@
+"""What the codecs promise, and what is refused of what others send."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ps.codec.base import Codec, Encoded, Part, pack, unpack
+from elastic_ps.codec.plan import BUILT_IN, Plan, make
+from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
+from elastic_ps.errors import InvalidJob, Malformed
+from elastic_ps.job import CODECS, Compression
+
+SHARE = {"bf16": 0.5, "fp16": 0.5, "int8": 0.27, "int4": 0.15, "topk": 0.021, "signsgd": 0.048}
+"""Of the plain bytes, at most, in a large tensor."""
+
+
+class Negative(Codec):
+    """A user's own."""
+
+    lossless = True
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        state["calls"] = state.get("calls", 0) + 1
+        return Encoded({"negative": -tensor}, {"factor": -1})
+
+    def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
+        out.copy_(encoded.tensors["negative"] * encoded.values["factor"])
+
+
+def through(codec: Codec, tensor: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """Encoded, packed as it travels, and decoded."""
+    random = torch.Generator()
+    random.manual_seed(seed)
+    before = tensor.clone()
+    packed = pack(codec.encode(tensor, {}, random))
+    assert torch.equal(tensor, before)
+    body = memoryview(b"".join(packed.body))
+    assert packed.nbytes == len(body)
+    encoded, used = unpack(packed.parts, packed.values, body)
+    assert used == len(body)
+    out = torch.full_like(tensor, math.nan)
+    codec.decode(encoded, out)
+    return out
+
+
+def gradient(elements: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    random = torch.Generator()
+    random.manual_seed(seed)
+    return torch.randn(elements, generator=random) * scale
+
+
+def test_all_names_are_known() -> None:
+    assert set(CODECS) == {"none", *BUILT_IN}
+    assert set(SHARE) == set(BUILT_IN)
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, "tests.unit.test_codecs:Negative"])
+@given(
+    elements=st.integers(1, 5000),
+    seed=st.integers(0, 1 << 30),
+    scale=st.sampled_from([1e-30, 1e-20, 1e-3, 1.0, 1e6, 1e30]),
+)
+def test_no_element_changes_by_more_than_the_bound(name: str, elements: int, seed: int, scale: float) -> None:
+    codec = make(name, {})
+    assert codec is not None
+    tensor = gradient(elements, seed, scale)
+    result = through(codec, tensor)
+    assert torch.isfinite(result).all()
+    difference = float((result.double() - tensor.double()).abs().max())
+    assert difference <= codec.error_bound(tensor) * (1 + 1e-6)
+    if codec.lossless:
+        assert torch.equal(result, tensor)
+    assert codec.unbiased or codec.lossless or codec.feedback or name in ("bf16", "fp16")
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_an_unbiased_codec_is_right_on_average(name: str) -> None:
+    codec = make(name, {"block": 64})
+    assert codec is not None
+    assert codec.unbiased
+    tensor = gradient(200, 1)
+    times = 4000
+    mean = sum(through(codec, tensor, seed).double() for seed in range(times)) / times
+    step = codec.error_bound(tensor)
+    assert float((mean - tensor.double()).abs().max()) < 5 * step / 2 / math.sqrt(times)
+
+
+@pytest.mark.parametrize("name", list(SHARE))
+def test_the_bytes_of_a_large_tensor(name: str) -> None:
+    codec = make(name, {})
+    assert codec is not None
+    tensor = gradient(1 << 18, 0)
+    packed = pack(codec.encode(tensor, {}, torch.Generator()))
+    assert packed.nbytes <= SHARE[name] * tensor.nbytes
+
+
+@pytest.mark.parametrize("name", list(SHARE))
+def test_zeros_stay_zeros(name: str) -> None:
+    codec = make(name, {})
+    assert codec is not None
+    assert not through(codec, torch.zeros(1000)).any()
+
+
+def test_what_is_left_over_comes_in_the_end() -> None:
+    """With error feedback the sum of what was sent is the sum of the gradients, but for the last rest."""
+    for name in ("topk", "signsgd"):
+        codec = make(name, {})
+        assert codec is not None
+        assert codec.feedback
+        sent, rest, total = torch.zeros(500), torch.zeros(500), torch.zeros(500)
+        for seed in range(300):
+            step = gradient(500, seed) + 0.5
+            total += step
+            decoded = through(codec, step + rest)
+            rest = step + rest - decoded
+            sent += decoded
+        assert torch.allclose(sent + rest, total, atol=1e-2)
+        assert float(rest.norm() / total.norm()) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("int9", {}, ["int9", "none, bf16", "module:Class"]),
+        ("none", {"ratio": 1}, ["no options", "ratio"]),
+        ("topk", {"ratio": 0}, ["ratio is 0", "above 0"]),
+        ("topk", {"share": 0.1}, ["takes: ratio", "share"]),
+        ("int8", {"block": 3}, ["block is 3"]),
+        ("int8", {"block": "a"}, ["block"]),
+        ("signsgd", {"block": 12}, ["multiple of 8"]),
+        ("no.such.module:Codec", {}, ["no.such.module:Codec", "cannot be imported", "parameter server"]),
+        ("tests.unit.test_codecs:Nobody", {}, ["Nobody", "cannot be imported"]),
+        ("tests.unit.test_codecs:through", {}, ["no subclass"]),
+    ],
+)
+def test_a_codec_that_cannot_be_is_refused(name: str, options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(InvalidJob) as error:
+        make(name, options)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("bf16", {"values": torch.zeros(9, dtype=torch.bfloat16)}),
+        ("bf16", {"values": torch.zeros(10)}),
+        ("fp16", {"other": torch.zeros(10)}),
+        ("int8", {"scale": torch.zeros(2)}),
+        ("int8", {"integers": torch.zeros(10, dtype=torch.uint8)}),
+        ("int4", {"pairs": torch.zeros(3, dtype=torch.uint8)}),
+        ("topk", {"places": torch.tensor([10], dtype=torch.int32)}),
+        ("topk", {"places": torch.tensor([-1], dtype=torch.int32)}),
+        ("topk", {"values": torch.zeros(2), "places": torch.zeros(2, dtype=torch.int32)}),
+        ("signsgd", {"signs": torch.zeros(9, dtype=torch.uint8)}),
+    ],
+)
+def test_what_does_not_fit_is_not_decoded(name: str, change: dict[str, torch.Tensor]) -> None:
+    codec = make(name, {})
+    assert codec is not None
+    encoded = codec.encode(torch.ones(10), {}, torch.Generator())
+    tensors = {**encoded.tensors, **change}
+    if "other" in change:
+        del tensors["values"]
+    with pytest.raises((ValueError, KeyError, RuntimeError)):
+        codec.decode(Encoded(tensors, encoded.values), torch.empty(10))
+
+
+@pytest.mark.parametrize(
+    ("parts", "values"),
+    [
+        ([Part("a", "float32", 3)], ""),
+        ([Part("a", "float128", 1)], ""),
+        ([Part("a", "__class__", 1)], ""),
+        ([Part("a", "uint8", 8)], "{"),
+        ([Part("a", "uint8", 8)], "[1]"),
+    ],
+)
+def test_bytes_that_do_not_fit_are_refused(parts: list[Part], values: str) -> None:
+    with pytest.raises(Malformed):
+        unpack(parts, values, memoryview(bytes(8)))
+
+
+def test_parts_need_not_be_aligned() -> None:
+    encoded, used = unpack([Part("a", "uint8", 1), Part("b", "float32", 1)], "", memoryview(bytes(5)))
+    assert used == 5
+    assert encoded.tensors["b"].tolist() == [0.0]
+
+
+def test_rules_choose_by_the_name_of_the_parameter() -> None:
+    """The first rule that matches counts. Neighbours with the same codec are encoded together."""
+    tensors = tuple(
+        TensorSpec(name, (4,), "float32", Rule.GRADIENT, 0)
+        for name in ("a.weight", "a.bias", "b.bias", "b.weight", "c.weight")
+    )
+    pieces = tuple(Piece(tensor=index, start=0, length=4) for index in range(5))
+    layout = Layout(tensors, (Bucket(0, 0, "float32", Rule.GRADIENT, pieces),), 1)
+    rules = [{"match": "*.bias", "codec": "none"}, {"match": "c.*", "codec": "topk", "options": {"ratio": 1}}]
+    plan = Plan(Compression.model_validate({"codec": "int8", "rules": rules}))
+    assert plan.encodes
+    runs = plan.runs(layout, layout.buckets[0])
+    assert [(run.name, run.elements.start, run.length) for run in runs] == [
+        ("int8", 0, 4),
+        ("none", 4, 8),
+        ("int8", 12, 4),
+        ("topk", 16, 4),
+    ]
+    nothing = Plan(Compression.model_validate({"rules": [{"match": "z*", "codec": "int8"}]}))
+    assert nothing.encodes
+    assert nothing.runs(layout, layout.buckets[0]) == []
+    assert not Plan(Compression()).encodes

@@ -1,0 +1,175 @@
+"""A worker encodes each step once, and what it leaves over belongs to steps that are in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.codec.memory import as_bytes
+from elastic_ps.codec.plan import Plan
+from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
+from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.job import Compression
+from elastic_ps.server.decoder import Decoder
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.worker.encoder import Encoder, Payload
+from tests.unit.shard_rig import Body
+
+TENSORS = tuple(TensorSpec(name, (4,), "float32", Rule.GRADIENT, 0) for name in ("weight", "bias"))
+BUCKET = Bucket(0, 0, "float32", Rule.GRADIENT, tuple(Piece(tensor=i, start=0, length=4) for i in range(2)))
+LAYOUT = Layout(TENSORS, (BUCKET,), 1)
+LARGEST = {"codec": "topk", "options": {"ratio": 1 / 8}}
+
+
+def plan(**compression: Any) -> Plan:
+    return Plan(Compression.model_validate(compression or LARGEST))
+
+
+class Worker:
+    """Pushes, and a parameter server that decodes."""
+
+    def __init__(self, used: Plan | None = None, *, server: Plan | None = None) -> None:
+        used = used or plan()
+        self.encoder = Encoder(LAYOUT, used, worker=3, seed=0)
+        self._decoder = Decoder(server or used)
+
+    def push(
+        self, values: Sequence[float], step: int, present: Sequence[bool] = (), version: int = 0
+    ) -> tuple[list[float], Payload]:
+        """What the shard gets, and what was sent."""
+        gradient = torch.tensor(values)
+        payload = self.encoder.encode(
+            BUCKET, gradient, as_bytes(gradient), present, step=step, version=version
+        )
+        return self.decoded(payload), payload
+
+    def decoded(self, payload: Payload) -> list[float]:
+        request = pb.PushRequest(codec=payload.codec, runs=payload.runs, caller=pb.Caller(worker=3))
+        body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
+        with self._decoder.open(request, LAYOUT, BUCKET, body) as incoming:
+            assert incoming.size == BUCKET.nbytes
+            target = memoryview(bytearray(BUCKET.nbytes))
+            incoming.read_into(target)
+        return torch.frombuffer(target, dtype=torch.float32).tolist()
+
+
+def test_what_is_not_sent_comes_with_the_next_step() -> None:
+    worker = Worker()
+    worker.encoder.begin(0)
+    assert worker.push([5, 0, 0, 0, 0, 3, 0, 0], 0)[0] == [5, 0, 0, 0, 0, 0, 0, 0]
+    worker.encoder.applied()
+    worker.encoder.begin(1)
+    assert worker.push([1, 0, 0, 0, 0, 1, 0, 0], 1)[0] == [0, 0, 0, 0, 0, 4, 0, 0]
+    worker.encoder.applied()
+    worker.encoder.begin(2)
+    assert worker.push([0.0] * 8, 2)[0] == [1, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_step_is_encoded_once() -> None:
+    """If the round starts again, the same bytes are sent, whatever the codec keeps or draws."""
+    worker = Worker(plan(codec="int8"))
+    worker.encoder.begin(0)
+    gradient = torch.randn(8).tolist()
+    first = worker.push(gradient, 0)[1]
+    assert worker.push([0.0] * 8, 0)[1] is first
+    worker.encoder.begin(1)
+    assert worker.push([0.0] * 8, 1)[0] == [0.0] * 8
+
+
+def test_a_step_that_is_not_made_leaves_nothing_over() -> None:
+    """Its records go to others; what was left over before stays."""
+    worker = Worker()
+    worker.encoder.begin(0)
+    worker.push([5, 0, 0, 0, 0, 3, 0, 0], 0)
+    worker.encoder.applied()
+    worker.encoder.begin(1)
+    worker.push([9, 9, 9, 9, 9, 9, 9, 9], 1)
+    worker.encoder.begin(2)
+    assert worker.push([0.0] * 8, 2)[0] == [0, 0, 0, 0, 0, 3, 0, 0]
+
+
+def test_a_thread_that_is_late_changes_nothing() -> None:
+    worker = Worker()
+    worker.encoder.begin(1)
+    worker.push([1, 2, 0, 0, 0, 0, 0, 0], 1)
+    worker.push([0, 0, 7, 6, 0, 0, 0, 0], 0)
+    worker.encoder.applied()
+    worker.encoder.begin(2)
+    assert worker.push([0.0] * 8, 2)[0] == [1, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_a_parameter_without_a_gradient_waits() -> None:
+    """What is left over of it is not sent while the parameter server would not step it."""
+    worker = Worker()
+    worker.encoder.begin(0)
+    worker.push([5, 0, 0, 0, 0, 3, 0, 0], 0)
+    worker.encoder.applied()
+    worker.encoder.begin(1)
+    assert worker.push([1, 0, 0, 0, 0, 0, 0, 0], 1, [True, False])[0] == [1, 0, 0, 0, 0, 0, 0, 0]
+    worker.encoder.applied()
+    worker.encoder.begin(2)
+    assert worker.push([0.0] * 8, 2)[0] == [0, 0, 0, 0, 0, 3, 0, 0]
+
+
+def test_the_same_step_gives_the_same_bytes_in_another_process() -> None:
+    gradient = torch.randn(8).tolist()
+    bodies = []
+    for _ in range(2):
+        worker = Worker(plan(codec="int4"))
+        worker.encoder.begin(0)
+        bodies.append(bytes(worker.push(gradient, 0, version=7)[1].body))
+    worker.encoder.begin(1)
+    other = bytes(worker.push(gradient, 1, version=8)[1].body)
+    assert bodies[0] == bodies[1] != other
+
+
+def test_rules_leave_some_as_they_are() -> None:
+    worker = Worker(plan(codec="topk", options={"ratio": 0.25}, rules=[{"match": "bias", "codec": "none"}]))
+    worker.encoder.begin(0)
+    values, payload = worker.push([1, 2, 3, 4, 5, 6, 7, 8], 0)
+    assert values == [0, 0, 0, 4, 5, 6, 7, 8]
+    assert [run.codec for run in payload.runs] == ["topk", "none"]
+
+
+def refused(worker: Worker, payload: Payload) -> str:
+    with pytest.raises(Refused) as refusal:
+        worker.decoded(payload)
+    assert refusal.value.code is RefusalCode.MALFORMED
+    assert "worker 3" in str(refusal.value)
+    return str(refusal.value)
+
+
+def test_another_codec_than_the_jobs_is_refused() -> None:
+    worker = Worker(plan(codec="bf16"), server=plan(codec="int8"))
+    worker.encoder.begin(0)
+    gradient = torch.ones(8)
+    payload = worker.encoder.encode(BUCKET, gradient, as_bytes(gradient), (), step=0, version=0)
+    assert "'bf16'" in refused(worker, payload)
+    assert "same spec.compression" in refused(worker, payload)
+
+
+def test_what_does_not_fit_is_refused_with_the_workers_name() -> None:
+    worker = Worker()
+    worker.encoder.begin(0)
+    _, payload = worker.push([1.0] * 8, 0)
+    [run] = payload.runs
+    body = bytes(payload.body)
+    for wrong in (
+        Payload(memoryview(body + b"1234"), payload.codec, [run]),
+        Payload(memoryview(body[:-1]), payload.codec, [run]),
+        Payload(memoryview(body[:4] + b"\xff" * 4), payload.codec, [run]),
+        Payload(memoryview(body), payload.codec, [pb.Run(codec="topk", parts=run.parts, values="{")]),
+        Payload(memoryview(body), payload.codec, [pb.Run(codec="topk", parts=run.parts[:1])]),
+        Payload(memoryview(body), payload.codec, [run, run]),
+        Payload(memoryview(bytes(1 << 16)), payload.codec, [run]),
+    ):
+        refused(worker, wrong)
+
+
+def test_values_that_a_script_assigns_are_sent_as_they_are() -> None:
+    worker = Worker()
+    values = torch.arange(8.0)
+    assert worker.decoded(Payload(as_bytes(values))) == values.tolist()
