@@ -68,6 +68,13 @@ class Fp16(Codec):
         return max(float(tensor.abs().max()) * 2.0**-10, self._scale(tensor) * 2.0**-25)
 
 
+_NOISE = 1 << 16
+"""How many different random numbers are used, and how many elements are rounded at a time."""
+
+_SAMPLE = 1 << 12
+"""Elements that are looked at to find out what is large, in a tensor of many more."""
+
+
 class _Integers(Codec):
     """Small integers and a scale for each block, rounded at random (Alistarh et al. 2017, "QSGD").
 
@@ -80,23 +87,46 @@ class _Integers(Codec):
 
     def __init__(self, block: int = 256) -> None:
         """`block`: how many elements share a scale."""
-        if not 2 <= block <= 1 << 20 or block % 2:
-            raise ValueError(f"block is {block}; expected an even number from 2 to {1 << 20}")
+        if not 2 <= block <= _NOISE or block % 2:
+            raise ValueError(f"block is {block}; expected an even number from 2 to {_NOISE}")
         self._block = block
+        random = torch.Generator()
+        random.manual_seed(0)
+        # Each number between 0 and 1 once, so that their mean is exact, in an order without a pattern; twice,
+        # so that there is a piece of any length that begins anywhere.
+        noise = (torch.randperm(_NOISE, generator=random) + 0.5) / _NOISE
+        self._noise = torch.cat((noise, noise))
 
-    def _round(self, tensor: torch.Tensor, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Integers as float32, in blocks, and the blocks' scales."""
-        blocks = self._in_blocks(tensor)
-        scale = blocks.abs().amax(dim=1)
-        factor = torch.where(scale > 0, self._most / scale, 0.0)
-        factor[torch.isinf(factor)] = 0.0  # so small that its inverse overflows: as good as zero
-        noise = torch.rand(blocks.shape, generator=random)
-        integers = noise.addcmul_(blocks, factor.unsqueeze(1)).floor_().clamp_(-self._most, self._most)
-        return integers, scale
+    def _round(
+        self, tensor: torch.Tensor, random: torch.Generator, dtype: torch.dtype, *, above: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The integers, in whole blocks, each with `above` added to it; and the blocks' scales.
 
-    def _in_blocks(self, tensor: torch.Tensor) -> torch.Tensor:
+        A few blocks at a time, which stay in the processor's cache. Random numbers take longer than all the
+        rest, so a piece of a fixed sequence of them is taken, which begins anywhere.
+        """
         missing = -tensor.numel() % self._block
-        return torch.nn.functional.pad(tensor, (0, missing)).view(-1, self._block)
+        blocks = torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+        blocks = blocks.view(-1, self._block)
+        integers, scales = torch.empty(blocks.shape, dtype=dtype), torch.empty(len(blocks))
+        rows = _NOISE // self._block
+        starts = torch.randint(_NOISE, (-(-len(blocks) // rows),), generator=random).tolist()
+        work = torch.empty(rows, self._block)
+        for number, start in enumerate(starts):
+            part = slice(number * rows, (number + 1) * rows)
+            values, scale = blocks[part], scales[part]
+            now = work[: len(values)]
+            torch.amax(torch.abs(values, out=now), 1, out=scale)
+            # A little less than the largest integer, so that rounding never gives the next one.
+            factor = (self._most * (1 - 2.0**-20)) / scale
+            factor[torch.isinf(factor)] = 0.0  # the block is zero, or so small that it is as good as that
+            torch.mul(values, factor.unsqueeze(1), out=now)
+            now += self._noise[start : start + now.numel()].view(now.shape)
+            now.floor_()
+            if above:
+                now += above
+            integers[part] = now
+        return integers, scales
 
     def _restore(self, integers: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
         """Write whole blocks of integers, times their scales, into `out`, which may end before them."""
@@ -116,8 +146,8 @@ class Int8(_Integers):
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
         """See `Codec.encode`."""
-        integers, scale = self._round(tensor, random)
-        return Encoded({"scale": scale, "integers": integers.to(torch.int8).view(-1)[: tensor.numel()]})
+        integers, scale = self._round(tensor, random, torch.int8)
+        return Encoded({"scale": scale, "integers": integers.view(-1)[: tensor.numel()]})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """See `Codec.decode`."""
@@ -134,8 +164,8 @@ class Int4(_Integers):
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
         """See `Codec.encode`."""
-        integers, scale = self._round(tensor, random)
-        pairs = (integers + self._most).to(torch.uint8).view(-1, 2)
+        integers, scale = self._round(tensor, random, torch.uint8, above=self._most)
+        pairs = integers.view(-1, 2)
         return Encoded({"scale": scale, "pairs": pairs[:, 0] | (pairs[:, 1] << 4)})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
@@ -149,28 +179,37 @@ class Int4(_Integers):
 class TopK(Codec):
     """The elements of largest magnitude, and their places; the others wait in the worker.
 
-    Stich et al. 2018, "Sparsified SGD with Memory".
+    Stich et al. 2018, "Sparsified SGD with Memory". In a large tensor it is estimated what is large, and
+    somewhat fewer elements may be sent.
     """
 
     feedback = True
 
     def __init__(self, ratio: float = 0.01) -> None:
-        """`ratio`: of the elements that are sent; at least one is."""
+        """`ratio`: of the elements that are sent, at most, but one."""
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio is {ratio}; expected a number above 0, and 1 at most")
         self._ratio = ratio
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
         """See `Codec.encode`."""
-        count = math.ceil(self._ratio * tensor.numel())
-        places = tensor.abs().topk(count, sorted=False).indices
+        count, size = math.ceil(self._ratio * tensor.numel()), tensor.abs()
+        if tensor.numel() < 16 * _SAMPLE or self._ratio * _SAMPLE < 16:
+            places = size.topk(count, sorted=False).indices
+        else:  # Lin et al. 2018, "Deep Gradient Compression": the limit is that of a sample
+            sample = size[torch.randint(size.numel(), (_SAMPLE,), generator=random)]
+            limit = sample.topk(math.ceil(self._ratio * _SAMPLE)).values[-1]
+            places = (size >= limit).nonzero().view(-1)
+            if len(places) > count:
+                places = places[size[places].topk(count, sorted=False).indices]
         return Encoded({"values": tensor[places], "places": places.to(torch.int32)})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """See `Codec.decode`."""
         values = encoded.tensors["values"]
         places = _require("places", encoded.tensors["places"], torch.int32, values.numel()).to(torch.int64)
-        _require("values", values, torch.float32, math.ceil(self._ratio * out.numel()))
+        if values.dtype is not torch.float32 or values.numel() > math.ceil(self._ratio * out.numel()):
+            raise ValueError(f"{values.numel()} values of {values.dtype} for {out.numel()} elements")
         if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < out.numel()):
             raise ValueError(f"places from {int(places.min())} to {int(places.max())} of {out.numel()}")
         out.zero_()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 
@@ -20,6 +21,9 @@ from elastic_ps.transport.base import Incoming
 AT_A_TIME = 4
 """Gradients that are decoded at the same time; the others wait, so memory does not grow with the workers."""
 
+PATIENCE = timedelta(seconds=10)
+"""How long one waits for its turn before the worker is asked to push again."""
+
 MORE = 4096
 """An encoded bucket has at most so many bytes more than twice its plain ones."""
 
@@ -29,7 +33,9 @@ class Decoder:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._places = threading.BoundedSemaphore(AT_A_TIME)
+        self._places: queue.SimpleQueue[_Memory] = queue.SimpleQueue()
+        for _ in range(AT_A_TIME):
+            self._places.put(_Memory())
 
     @contextmanager
     def open(
@@ -58,23 +64,59 @@ class Decoder:
         if not incoming.size:  # no piece has a gradient
             yield incoming
             return
-        with self._places:
-            yield _Decoded(request, bucket, runs, incoming)
+        try:
+            memory = self._places.get(timeout=PATIENCE.total_seconds())
+        except queue.Empty:
+            text = "too many gradients are being decoded; push again"
+            raise Refused(RefusalCode.NOT_READY, text) from None
+        try:
+            yield _Decoded(request, bucket, runs, incoming, memory)
+        finally:
+            self._places.put(memory)
+
+
+class _Memory:
+    """For one gradient, encoded and decoded. Memory that has been written to is had faster than new one."""
+
+    def __init__(self) -> None:
+        self._encoded = bytearray()
+        self._decoded = torch.empty(0, dtype=torch.uint8)
+
+    def encoded(self, nbytes: int) -> memoryview:
+        """That many bytes."""
+        if len(self._encoded) < nbytes:
+            self._encoded = bytearray(nbytes)
+        return memoryview(self._encoded)[:nbytes]
+
+    def decoded(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """That many elements."""
+        nbytes = elements * dtype.itemsize
+        if len(self._decoded) < nbytes:
+            self._decoded = torch.empty(nbytes, dtype=torch.uint8)
+        return self._decoded[:nbytes].view(dtype)
 
 
 class _Decoded:
     """An `Incoming` whose body is the decoded one."""
 
-    def __init__(self, request: pb.PushRequest, bucket: Bucket, runs: list[Run], incoming: Incoming) -> None:
+    def __init__(
+        self,
+        request: pb.PushRequest,
+        bucket: Bucket,
+        runs: list[Run],
+        incoming: Incoming,
+        memory: _Memory,
+    ) -> None:
         self.header, self.transport = incoming.header, incoming.transport
         self.size = bucket.nbytes
         self._request, self._bucket, self._runs, self._incoming = request, bucket, runs, incoming
+        self._memory = memory
 
     def view(self) -> memoryview | None:
         """The decoded body. Blocks until the encoded one is there. See `Incoming.view`."""
         body = self._incoming.view()
         if body is None:
-            body = memoryview(bytearray(self._incoming.size))
+            body = self._memory.encoded(self._incoming.size)
             self._incoming.read_into(body)
         try:
             return as_bytes(self._decode(body))
@@ -82,7 +124,7 @@ class _Decoded:
             raise _refused(self._request, f"cannot be decoded: {error}") from error
 
     def _decode(self, body: memoryview) -> torch.Tensor:
-        result = torch.empty(self._bucket.elements, dtype=dtype_of(self._bucket.dtype))
+        result = self._memory.decoded(self._bucket.elements, dtype_of(self._bucket.dtype))
         for run, message in zip(self._runs, self._request.runs, strict=True):
             parts = [Part(part.name, part.dtype, part.elements) for part in message.parts]
             encoded, used = unpack(parts, message.values, body)
@@ -91,9 +133,11 @@ class _Decoded:
                 (plain,) = encoded.tensors.values()
                 result[run.elements] = _require_length(plain, run.length)
                 continue
-            out = torch.empty(run.length, dtype=torch.float32)
+            own = result[run.elements]
+            out = own if own.dtype is torch.float32 else torch.empty(run.length)
             run.codec.decode(encoded, out)
-            result[run.elements] = out
+            if out is not own:
+                own.copy_(out)
         if len(body):
             raise Malformed(f"{len(body)} bytes more than the parts have")
         return result

@@ -58,6 +58,7 @@ class Encoder:
         self._step = -1
         self._made: dict[int, Payload] = {}  # of this step's buckets
         self._next: dict[_Place, torch.Tensor] = {}  # what this step leaves over
+        self._bodies: dict[int, bytearray] = {}  # memory that has been written to is had faster than new one
 
     def begin(self, step: int) -> None:
         """The step with this number begins. The one before is in the model by now, or never will be."""
@@ -115,7 +116,7 @@ class Encoder:
                 encoded = run.codec.encode(total, state, random)
                 packed.append(pack(encoded))
                 left_over[place] = self._rest(place, run.codec, encoded, total, absent)
-        payload = self._payload(runs, packed)
+        payload = self._payload(bucket, runs, packed)
         with self._lock:
             if step == self._step:
                 self._made[bucket.index] = payload
@@ -142,7 +143,7 @@ class Encoder:
             rest[piece] = self._left_over[place][piece] if place in self._left_over else 0.0
         return rest
 
-    def _payload(self, runs: Sequence[Run], packed: Sequence[Packed]) -> Payload:
+    def _payload(self, bucket: Bucket, runs: Sequence[Run], packed: Sequence[Packed]) -> Payload:
         messages = [
             pb.Run(
                 codec=run.name,
@@ -151,8 +152,15 @@ class Encoder:
             )
             for run, made in zip(runs, packed, strict=True)
         ]
-        body = b"".join(part for made in packed for part in made.body)
-        return Payload(memoryview(body), self._plan.name, messages)
+        size = sum(made.nbytes for made in packed)
+        memory = self._bodies.setdefault(bucket.index, bytearray())
+        if len(memory) < size:
+            memory = self._bodies[bucket.index] = bytearray(size)
+        body, place = memoryview(memory)[:size], 0
+        for part in (part for made in packed for part in made.body):
+            body[place : place + len(part)] = part
+            place += len(part)
+        return Payload(body, self._plan.name, messages)
 
 
 def _absent(bucket: Bucket, run: Run, present: Sequence[bool]) -> list[slice]:
