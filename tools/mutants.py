@@ -153,14 +153,22 @@ def _replaced(source: str, number: int, after: ast.AST) -> str:
     return ast.unparse(ast.fix_missing_locations(Replace().visit(tree)))
 
 
-def tests_for(file: Path) -> list[str]:
-    """The unit tests that speak of the module's package, those first that speak of the module."""
+def chosen_tests(file: Path, tree: Path) -> list[str]:
+    """The unit tests of the copy that speak of the module's package, those first that speak of the module."""
     package = ".".join(file.relative_to(ROOT).parts[-3:-1]).removeprefix("operator.")
-    texts = {path: path.read_text() for path in sorted((ROOT / "tests" / "unit").glob("test_*.py"))}
+    texts = {path: _with_helpers(path, tree) for path in sorted((tree / "tests" / "unit").glob("test_*.py"))}
     module = re.compile(rf"\b{package}(\.| import .*){file.stem}\b")
     near = [path for path, text in texts.items() if package in text]
     near.sort(key=lambda path: module.search(texts[path]) is None)
-    return [str(path.relative_to(ROOT)) for path in near]
+    return [str(path.relative_to(tree)) for path in near]
+
+
+def _with_helpers(test: Path, tree: Path) -> str:
+    """The text of a test file, and of the modules beside the tests that it imports."""
+    text = test.read_text()
+    names = re.findall(r"^from (tests[\w.]+) ", text, re.MULTILINE)
+    helpers = [tree / f"{name.replace('.', '/')}.py" for name in names]
+    return "\n".join([text, *(helper.read_text() for helper in helpers if helper.is_file())])
 
 
 def noticed(mutant: Mutant, tree: Path) -> bool:
@@ -171,7 +179,7 @@ def noticed(mutant: Mutant, tree: Path) -> bool:
     try:
         child = os.fork()
         if child == 0:
-            _test(tree, tests_for(mutant.file))
+            _test(tree, chosen_tests(mutant.file, tree))
         deadline = time.monotonic() + LIMIT
         while True:
             done, status = os.waitpid(child, os.WNOHANG)
