@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.mutants import ROOT, mutants, chosen_tests
+from tools.mutants import ROOT, chosen_tests, mutants
 
 SOURCE = """
 LIMIT = 2

@@ -17,7 +17,7 @@ from elastic_ps.errors import CheckpointCorrupt
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.saved import require_usable
 from elastic_ps.transport import messages_pb2 as pb
-from tests.unit.test_service import Worker, environment, serving
+from tests.unit.service_rig import Worker, environment, serving
 
 SPEC = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
 

@@ -6,160 +6,24 @@ The worker here is played by hand, message by message, over the transport within
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
-from google.protobuf.message import Message
 
-from elastic_ps.checkpoint.store import Store
-from elastic_ps.codec import as_bytes
 from elastic_ps.core.partition import Rule, TensorSpec
-from elastic_ps.core.settings import Settings
-from elastic_ps.env import ProcessEnvironment, Resume
-from elastic_ps.errors import (
-    InvalidJob,
-    Malformed,
-    NoCheckpoint,
-    RefusalCode,
-    Refused,
-)
-from elastic_ps.job import TrainingJobSpec
+from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server import shard as shard_module
-from elastic_ps.server.patience import Patience
-from elastic_ps.server.process import ParameterServer, waiting_status
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
-from elastic_ps.transport.convert import tensors_to_message
-from elastic_ps.transport.inproc import InprocServer, connect
+from elastic_ps.transport.inproc import InprocServer
 from tests.polling import eventually
-
-TENSORS = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
-GROUPS = Settings(({"lr": 1.0},)).to_json()
-M = TypeVar("M", bound=Message)
-
-
-def environment(
-    *, checkpoints: Path | None = None, resume: Resume = "auto", job: str = "job", index: int = 0, **spec: Any
-) -> ProcessEnvironment:
-    return ProcessEnvironment(
-        job=job,
-        spec=TrainingJobSpec.model_validate({"entrypoint": "train:main", **spec}),
-        role="ps",
-        index=index,
-        addresses=("here",),
-        checkpoints=checkpoints,
-        resume=resume,
-    )
-
-
-class Worker:
-    """A worker's side of the calls."""
-
-    def __init__(self, listener: InprocServer, index: int = 0, *, instance: str = "") -> None:
-        self._connection = connect(listener)
-        self.index, self.instance = index, instance or f"instance-{index}"
-        self.term = self.incarnation = self.calls = 0
-
-    def caller(self, **change: Any) -> pb.Caller:
-        fields = {"job": "job", "term": self.term, "worker": self.index, "incarnation": self.incarnation}
-        return pb.Caller(**{**fields, **change})
-
-    def ask(self, request: Message, body: torch.Tensor | None = None) -> list[tuple[bytes, torch.Tensor]]:
-        """All answers to a call: header, and the floats of the body."""
-        method = type(request).__name__.removesuffix("Request")
-        frame = Frame(request.SerializeToString(), *([] if body is None else [as_bytes(body)]))
-        answers = []
-        for incoming in self._connection.call(method, frame, timeout=timedelta(seconds=30)):
-            values = torch.empty(incoming.size // 4)
-            if incoming.size:
-                incoming.read_into(as_bytes(values))
-            answers.append((incoming.header, values))
-        return answers
-
-    def answer(self, kind: type[M], request: Message, body: torch.Tensor | None = None) -> M:
-        ((header, _),) = self.ask(request, body)
-        return kind.FromString(header)
-
-    def join(self, *, tensors: tuple[TensorSpec, ...] = TENSORS, **more: Any) -> pb.JoinReply:
-        self.calls += 1
-        reply = self.answer(
-            pb.JoinReply,
-            pb.JoinRequest(
-                caller=self.caller(call=self.calls, term=0, incarnation=0),
-                pid=100 + self.index,
-                host="here",
-                tensors=tensors_to_message(tensors),
-                optimizer=pb.Optimizer(name=more.pop("optimizer", "SGD"), groups=GROUPS),
-                instance=self.instance,
-                **more,
-            ),
-        )
-        self.term, self.incarnation = reply.term, reply.incarnation
-        return reply
-
-    def start(self, value: float = 0.0) -> None:
-        """Join, and bring the model if there is none."""
-        if self.join().initialise:
-            self.ask(pb.InitRequest(caller=self.caller(), bucket=0), torch.full((4,), value))
-            self.ask(pb.InitDoneRequest(caller=self.caller()))
-
-    def take(self, *, wait: bool = True, **more: Any) -> pb.TakeReply:
-        self.calls += 1
-        fields = {"records": 20, "epochs": 1, "batch": 10, **more}
-        return self.answer(
-            pb.TakeReply, pb.TakeRequest(caller=self.caller(call=self.calls), wait=wait, **fields)
-        )
-
-    def push(self, step: int, version: int, *, value: float = 1.0, **more: Any) -> pb.Done:
-        """A gradient whose elements are all `value`."""
-        fields = {"bucket": 0, "samples": 10, "attempt": 0, "codec": "none", **more}
-        request = pb.PushRequest(caller=self.caller(), step=step, version=version, **fields)
-        return self.answer(pb.Done, request, torch.full((4,), value))
-
-    def finishing(self, step: int, taken: pb.TakeReply, **more: Any) -> pb.FinishRequest:
-        return pb.FinishRequest(
-            **{
-                "caller": self.caller(),
-                "step": step,
-                "version": taken.version,
-                "samples": 10,
-                "ranges": taken.ranges,
-                "settings": GROUPS,
-                **more,
-            }
-        )
-
-    def step(self, step: int, **metrics: float) -> pb.TakeReply:
-        """Take records and push a step made of them; the push ends it."""
-        taken = self.take()
-        if not taken.finished:
-            self.push(step, taken.version, finish=self.finishing(step, taken, metrics=metrics))
-        return taken
-
-    def pull(self, version: int, **more: Any) -> list[tuple[pb.PullReply, torch.Tensor]]:
-        request = pb.PullRequest(caller=self.caller(), version=version, buckets=[0], **more)
-        return [(pb.PullReply.FromString(header), values) for header, values in self.ask(request)]
-
-    def values(self, version: int) -> list[float]:
-        return list(self.pull(version)[0][1])
-
-
-@contextmanager
-def serving(given: ProcessEnvironment) -> Iterator[tuple[InprocServer, ParameterServer]]:
-    listener = InprocServer()
-    server = ParameterServer(given, listener, lambda _: connect(listener))
-    try:
-        yield listener, server
-    finally:
-        server.close(keep=False)
+from tests.unit.service_rig import Worker, code, environment, serving
 
 
 @pytest.fixture
@@ -174,10 +38,6 @@ def worker(listener: InprocServer) -> Worker:
     worker = Worker(listener)
     worker.start()
     return worker
-
-
-def code(error: pytest.ExceptionInfo[Refused]) -> RefusalCode:
-    return error.value.code
 
 
 def test_a_whole_training_by_hand(listener: InprocServer, worker: Worker) -> None:
@@ -583,110 +443,3 @@ def test_a_pull_is_told_when_the_round_has_started_again() -> None:
         other.push(0, 1)
         other.ask(pb.GoneRequest(job="job", worker=1, instance=other.instance))
         assert worker.pull(2, contributor=True, attempt=0)[-1][0].attempt == 1
-
-
-# --- the process
-
-
-def test_a_job_begins_anew_only_where_no_checkpoint_is(tmp_path: Path) -> None:
-    with pytest.raises(NoCheckpoint), serving(environment(checkpoints=tmp_path, resume="require")):
-        pass
-    with serving(environment(checkpoints=tmp_path, resume="no")) as (listener, server):
-        Worker(listener).start(3.0)
-        eventually(lambda: server.status().progress.durable_version == 0, "the first values are on disk")
-    with (
-        pytest.raises(InvalidJob, match=r"up to version 0. Continue from them with --resume"),
-        serving(environment(checkpoints=tmp_path, resume="no")),
-    ):
-        pass
-    for resume in ("auto", "require"):
-        resumed: Resume = "auto" if resume == "auto" else "require"
-        with serving(environment(checkpoints=tmp_path, resume=resumed)) as (listener, _):
-            worker = Worker(listener)
-            assert not worker.join().initialise
-            assert worker.values(0) == [3.0] * 4
-            with pytest.raises(Refused, match="is not the one that brings the model") as refused:
-                worker.ask(pb.InitDoneRequest(caller=worker.caller()))
-            assert code(refused) is RefusalCode.STALE_INCARNATION
-
-
-def test_a_checkpoint_of_a_later_term_that_was_copied_here_is_gone_on_from(tmp_path: Path) -> None:
-    """Its term is above all that this directory has counted."""
-    first, copy = tmp_path / "first", tmp_path / "copy"
-    for _ in range(2):
-        with serving(environment(checkpoints=first)) as (listener, server):
-            worker = Worker(listener)
-            worker.start(3.0)
-            worker.step(int(worker.term))
-            server.close()
-    copy.mkdir()
-    for path in first.iterdir():
-        if path.is_dir():
-            (copy / path.name).mkdir()
-            for file in path.iterdir():
-                (copy / path.name / file.name).write_bytes(file.read_bytes())
-    with serving(environment(checkpoints=copy, resume="require")) as (listener, server):
-        assert server.term == 3
-        assert server.status().term == server.term
-        assert Worker(listener).join().term == server.term
-
-
-def test_a_server_that_is_replaced_knows_it_and_commits_nothing(tmp_path: Path) -> None:
-    with serving(environment(checkpoints=tmp_path)) as (listener, server):
-        worker = Worker(listener)
-        worker.start()
-        assert not server.fenced
-        taken = worker.take()
-        Store(tmp_path).next_term()
-        worker.push(0, 0, finish=worker.finishing(0, taken))
-        eventually(lambda: server.fenced, "it notices")
-        assert server.status().progress.version == 0
-
-
-def test_a_shard_that_is_not_the_first_knows_no_members(tmp_path: Path) -> None:
-    given = environment(index=1, parameterServer={"replicas": 2})
-    with serving(given) as (listener, server):
-        status = server.status()
-        assert (status.shard, status.shards, status.ready, status.members) == (1, 2, False, [])
-        assert server.loss() == []
-        assert not server.fenced
-        worker = Worker(listener)
-        with pytest.raises(Refused, match="shard 1 has no method Join") as refused:
-            worker.join()
-        assert code(refused) is RefusalCode.UNKNOWN_METHOD
-        with pytest.raises(Refused) as refused:
-            worker.pull(0)
-        assert code(refused) is RefusalCode.NOT_READY
-
-
-def test_a_server_that_waits_for_its_disk_says_what_for() -> None:
-    patience = Patience()
-    given = environment(index=1, parameterServer={"replicas": 2})
-    status = waiting_status(given, patience)
-    assert (status.job, status.shard, status.shards) == ("job", 1, 2)
-    assert (status.term, status.ready, status.problem) == (0, False, patience.problem)
-
-
-def trained(directory: Path) -> None:
-    """A job of one version, on disk."""
-    with serving(environment(checkpoints=directory)) as (listener, server):
-        worker = Worker(listener)
-        worker.start()
-        worker.step(0)
-        server.close(keep=True)
-
-
-def test_a_checkpoint_that_was_copied_is_continued_from_in_a_later_term_than_its_own(tmp_path: Path) -> None:
-    """The new place knows nothing of the terms of the old one, in which workers have been told numbers."""
-    old, new = tmp_path / "old", tmp_path / "new"
-    trained(old)
-    with serving(environment(checkpoints=old)) as (listener, server):
-        worker = Worker(listener)
-        worker.start()
-        worker.step(1)
-        server.close(keep=True)
-    new.mkdir()
-    (newest,) = old.glob("version-*2")
-    shutil.copytree(newest, new / newest.name)
-    with serving(environment(checkpoints=new)) as (_, server):
-        assert (server.term, server.status().progress.version) == (3, 2)

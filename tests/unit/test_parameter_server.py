@@ -1,0 +1,92 @@
+"""A parameter server's start and end: what it continues from, what it keeps, and who has taken its place."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.env import Resume
+from elastic_ps.errors import InvalidJob, NoCheckpoint, RefusalCode, Refused
+from elastic_ps.server.patience import Patience
+from elastic_ps.server.process import waiting_status
+from elastic_ps.transport import messages_pb2 as pb
+from tests.polling import eventually
+from tests.unit.service_rig import Worker, code, environment, serving
+
+
+def test_a_job_begins_anew_only_where_no_checkpoint_is(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpoint), serving(environment(checkpoints=tmp_path, resume="require")):
+        pass
+    with serving(environment(checkpoints=tmp_path, resume="no")) as (listener, server):
+        Worker(listener).start(3.0)
+        eventually(lambda: server.status().progress.durable_version == 0, "the first values are on disk")
+    with (
+        pytest.raises(InvalidJob, match=r"up to version 0. Continue from them with --resume"),
+        serving(environment(checkpoints=tmp_path, resume="no")),
+    ):
+        pass
+    for resume in ("auto", "require"):
+        resumed: Resume = "auto" if resume == "auto" else "require"
+        with serving(environment(checkpoints=tmp_path, resume=resumed)) as (listener, _):
+            worker = Worker(listener)
+            assert not worker.join().initialise
+            assert worker.values(0) == [3.0] * 4
+            with pytest.raises(Refused, match="is not the one that brings the model") as refused:
+                worker.ask(pb.InitDoneRequest(caller=worker.caller()))
+            assert code(refused) is RefusalCode.STALE_INCARNATION
+
+
+def test_a_checkpoint_that_was_copied_is_continued_from_in_a_later_term_than_its_own(tmp_path: Path) -> None:
+    """The new place knows nothing of the terms of the old one, in which workers have been told numbers."""
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    for _ in range(2):
+        with serving(environment(checkpoints=first)) as (listener, server):
+            worker = Worker(listener)
+            worker.start(3.0)
+            worker.step(int(worker.term))
+            server.close()
+    (newest,) = first.glob("version-*2")
+    shutil.copytree(newest, copy / newest.name)
+    with serving(environment(checkpoints=copy, resume="require")) as (listener, server):
+        assert server.term == 3
+        assert (server.status().term, server.status().progress.version) == (3, 2)
+        assert Worker(listener).join().term == server.term
+
+
+def test_a_server_that_is_replaced_knows_it_and_commits_nothing(tmp_path: Path) -> None:
+    with serving(environment(checkpoints=tmp_path)) as (listener, server):
+        worker = Worker(listener)
+        worker.start()
+        assert not server.fenced
+        taken = worker.take()
+        Store(tmp_path).next_term()
+        worker.push(0, 0, finish=worker.finishing(0, taken))
+        eventually(lambda: server.fenced, "it notices")
+        assert server.status().progress.version == 0
+
+
+def test_a_shard_that_is_not_the_first_knows_no_members(tmp_path: Path) -> None:
+    given = environment(index=1, parameterServer={"replicas": 2})
+    with serving(given) as (listener, server):
+        status = server.status()
+        assert (status.shard, status.shards, status.ready, status.members) == (1, 2, False, [])
+        assert server.loss() == []
+        assert not server.fenced
+        worker = Worker(listener)
+        with pytest.raises(Refused, match="shard 1 has no method Join") as refused:
+            worker.join()
+        assert code(refused) is RefusalCode.UNKNOWN_METHOD
+        with pytest.raises(Refused) as refused:
+            worker.pull(0)
+        assert code(refused) is RefusalCode.NOT_READY
+
+
+def test_a_server_that_waits_for_its_disk_says_what_for() -> None:
+    patience = Patience()
+    given = environment(index=1, parameterServer={"replicas": 2})
+    status = waiting_status(given, patience)
+    assert (status.job, status.shard, status.shards) == ("job", 1, 2)
+    assert (status.term, status.ready, status.problem) == (0, False, patience.problem)
