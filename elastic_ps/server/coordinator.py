@@ -273,6 +273,7 @@ class Coordinator:
                 state.calls.require_last(incarnation, call)
                 if (known := state.calls.answer(incarnation)) is not None:
                     return known
+                told = self.job.stale
                 held = self._hold(worker, incarnation, batch)
                 if early and not held:
                     state.early.add(worker)
@@ -287,6 +288,8 @@ class Coordinator:
                 if held and state.rounds.takes_part(worker) and not self._driver.behind:
                     state.rounds.computes_on(worker, state.version)
                     return state.calls.answered(incarnation, Taken(held, state.version))
+                if self.job.stale and not told:
+                    continue  # what is new here is told to the shards at once, not by the ticker
                 left = deadline - self.job.clock()
                 if left <= 0:
                     return Taken(pending=True)

@@ -17,6 +17,7 @@ from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server import guarded
 from elastic_ps.server.coordinator import Assigning, Coordinator, Joined
 from elastic_ps.server.driver import Driver
@@ -237,6 +238,17 @@ def test_an_answer_that_was_lost_is_given_again(coordinator: Coordinator) -> Non
     with pytest.raises(Refused) as refused:
         take(coordinator, stay, call=1)
     assert refused.value.code is RefusalCode.STALE_CALL
+
+
+def test_a_worker_that_is_admitted_does_not_wait_for_the_ticker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had waited for up to a quarter of a second before its first step, and whenever it had no records."""
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(0))
+    with running([Notes()]) as coordinator:
+        stay = start(coordinator)
+        for step in range(2):
+            taken = take(coordinator, stay, call=step + 1)
+            assert not taken.pending
+            finish(coordinator, stay, taken, step=step)
 
 
 def test_a_late_copy_of_a_call_does_not_take_a_worker_out_of_the_round(coordinator: Coordinator) -> None:
