@@ -44,10 +44,12 @@ def environment(
 
 
 class Worker:
-    """A worker's side of the calls."""
+    """A worker's side of the calls. There may be `more` shards than the first one."""
 
-    def __init__(self, listener: InprocServer, index: int = 0, *, instance: str = "") -> None:
-        self._connection = connect(listener)
+    def __init__(
+        self, listener: InprocServer, index: int = 0, *more: InprocServer, instance: str = ""
+    ) -> None:
+        self.connections = [connect(each) for each in (listener, *more)]
         self.index, self.instance = index, instance or f"instance-{index}"
         self.term = self.incarnation = self.calls = 0
 
@@ -55,12 +57,14 @@ class Worker:
         fields = {"job": "job", "term": self.term, "worker": self.index, "incarnation": self.incarnation}
         return pb.Caller(**{**fields, **change})
 
-    def ask(self, request: Message, body: torch.Tensor | None = None) -> list[tuple[bytes, torch.Tensor]]:
+    def ask(
+        self, request: Message, body: torch.Tensor | None = None, *, shard: int = 0
+    ) -> list[tuple[bytes, torch.Tensor]]:
         """All answers to a call: header, and the floats of the body."""
         method = type(request).__name__.removesuffix("Request")
         frame = Frame(request.SerializeToString(), *([] if body is None else [as_bytes(body)]))
         answers = []
-        for incoming in self._connection.call(method, frame, timeout=timedelta(seconds=30)):
+        for incoming in self.connections[shard].call(method, frame, timeout=timedelta(seconds=30)):
             values = torch.empty(incoming.size // 4)
             if incoming.size:
                 incoming.read_into(as_bytes(values))

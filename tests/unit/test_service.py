@@ -119,9 +119,9 @@ def test_requests_between_servers_are_for_one_job_too(worker: Worker) -> None:
 def test_what_is_no_message_or_no_method_is_refused(worker: Worker) -> None:
     frame = Frame(b"\xff\xff\xff")
     with pytest.raises((Malformed, Refused), match="HeartbeatRequest"):
-        list(worker._connection.call("Heartbeat", frame, timeout=timedelta(seconds=5)))
+        list(worker.connections[0].call("Heartbeat", frame, timeout=timedelta(seconds=5)))
     with pytest.raises(Refused, match="shard 0 has no method Dance") as refused:
-        list(worker._connection.call("Dance", Frame(b""), timeout=timedelta(seconds=5)))
+        list(worker.connections[0].call("Dance", Frame(b""), timeout=timedelta(seconds=5)))
     assert code(refused) is RefusalCode.UNKNOWN_METHOD
 
 
