@@ -13,7 +13,7 @@ import torch
 from elastic_ps.core.partition import Layout, Rule, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.job import Consistency
 from elastic_ps.server import follower as follower_module
 from elastic_ps.server.copying import Part
@@ -43,8 +43,8 @@ class Pair:
         self._listener = InprocServer()
         self._service = Service("job", self.standby, None)
         self._listener.serve(self._serve)
-        remote = RemoteShard("job", connect(self._listener), start=timedelta(0))
-        self.follower = Follower(remote)
+        self.connection = connect(self._listener)
+        self.follower = Follower(RemoteShard("job", self.connection, start=timedelta(0)))
         self.leader = self._node(self.follower)
         self.configure(term=1)
 
@@ -347,3 +347,46 @@ def test_a_newer_term_that_has_asked_gets_no_state_any_more(empty: Node) -> None
     gate.set()
     sending.join(10)
     assert [error.code for error in errors] == [RefusalCode.STALE_TERM]
+
+
+def test_a_round_that_a_newer_parameter_server_has_not_got_is_not_applied(pair: Pair) -> None:
+    """It has asked the standby for its rounds, and continues from them: this one would be shown and lost."""
+    pair.told()
+    pair.round()
+    pair.standby.held(2)
+    with pytest.raises(Refused, match="term 2 gives the orders now") as refused:
+        pair.round()
+    assert refused.value.code is RefusalCode.STALE_TERM
+    assert pair.leader.shard.version == 1
+
+
+def test_the_way_to_the_standby_ends_with_the_shard(pair: Pair) -> None:
+    remote = RemoteShard("job", pair.connection)
+    assert remote.held(1) == []
+    pair.leader.close()
+    with pytest.raises(ConnectionLost):
+        remote.held(1)
+
+
+def test_a_standby_that_is_not_there_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all the time: that would take a core."""
+    monkeypatch.setattr(follower_module, "PROBE", timedelta(hours=1))
+    asked = 0
+
+    class Nobody(RemoteShard):
+        def configure(self, configuration: Configuration) -> None:
+            nonlocal asked
+            asked += 1
+            raise ConnectionLost("nobody serves there")
+
+    follower = Follower(Nobody("job", connect(InprocServer())))
+    model = Configuration(one_bucket(tensor("w", 4)), "SGD", ADAM, 1, None)
+    try:
+        for _ in range(3):
+            follower.reset(model)
+            eventually(lambda: asked > 0, "it is asked")
+            threading.Event().wait(0.05)
+        assert asked == 1
+        assert follower.standing is Standing.AWAY
+    finally:
+        follower.close()

@@ -37,6 +37,17 @@ def test_a_lane_that_is_behind_keeps_the_epoch_and_the_job_open() -> None:
     assert lanes.open_lanes == {1}
 
 
+def test_more_epochs_are_more_records_in_every_lane() -> None:
+    lanes = Lanes(records=8, epochs=1, shard_records=4, lanes=2)
+    for worker in range(2):
+        drained(lanes, worker)
+    lanes.extend(2)
+    assert (lanes.expected, lanes.finished, lanes.open_lanes) == (16, False, {0, 1})
+    assert drained(lanes, 0) == [Range(1, 0, 4)]
+    assert drained(lanes, 1) == [Range(1, 4, 8)]
+    assert lanes.finished
+
+
 def test_a_worker_without_a_lane_is_handed_nothing() -> None:
     lanes = Lanes(records=2, epochs=1, shard_records=4, lanes=3)
     assert lanes.open_lanes == {0, 1}

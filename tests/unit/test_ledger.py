@@ -229,3 +229,10 @@ def test_a_description_in_which_a_record_is_in_two_places_is_refused(
 ) -> None:
     with pytest.raises(LedgerError, match=message):
         Ledger.from_state(described(*returned), shard_records=10)
+
+
+@pytest.mark.parametrize("change", [{"applied": 21}, {"applied": 19}, {"skipped": 1}, {"next": [3, 1]}])
+def test_a_description_whose_numbers_do_not_add_up_is_refused(change: dict[str, Any]) -> None:
+    """It would be finished too early, or never."""
+    with pytest.raises(LedgerError, match="records are in the model"):
+        Ledger.from_state(described() | change, shard_records=10)

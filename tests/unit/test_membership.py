@@ -114,3 +114,13 @@ def test_a_repeated_join_is_the_same_stay_and_a_late_one_is_refused(members: Mem
     assert refused.value.code is RefusalCode.STALE_CALL
     members.remove(0, outcome="left", version=6)
     assert members.known(0, "a", 5) is None
+
+
+def test_a_stay_is_found_also_when_it_has_ended(members: Membership) -> None:
+    first = members.join(0, pid=1, host="here", version=5, now=0.0)
+    members.remove(0, outcome="lost", version=6)
+    second = members.join(0, pid=2, host="here", version=6, now=1.0)
+    assert members.stay(first.incarnation) is first
+    assert members.stay(second.incarnation) is second
+    with pytest.raises(KeyError):
+        members.stay(second.incarnation + 1)

@@ -134,6 +134,13 @@ def test_a_row_that_is_larger_than_a_bucket_is_cut() -> None:
     assert [t.name for t in cut_rows(layout, [0])] == ["a"]
 
 
+def test_rows_that_are_larger_than_the_buckets_wanted_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ps.core.partition.SMALLEST_BUCKET_BYTES", 256)
+    layout = partition([spec("a", 4, 1000)], bucket_bytes=4 * 1024, shards=1)
+    assert [bucket.elements for bucket in layout.buckets] == [1000] * 4
+    assert cut_rows(layout, [0]) == []
+
+
 def test_a_small_model_gives_each_shard_something() -> None:
     layout = partition([spec(str(i), 50) for i in range(9)], bucket_bytes=4 * MIB, shards=3)
     assert {b.shard for b in layout.buckets} == {0, 1, 2}

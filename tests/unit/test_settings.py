@@ -11,7 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ps.core.settings import ALLOWED, Position, Settings, check_optimizer, plain, plain_group
+from elastic_ps.core.settings import (
+    ALLOWED,
+    Position,
+    Settings,
+    check_constraints,
+    check_optimizer,
+    plain,
+    plain_group,
+)
 from elastic_ps.errors import InvalidModel
 
 values = st.one_of(
@@ -29,6 +37,12 @@ def test_settings_survive_the_way(
 ) -> None:
     settings = Settings(tuple(groups), tuple(schedulers), position, first=tuple(groups[:1]))
     assert Settings.from_json(settings.to_json()) == settings
+
+
+def test_equal_settings_are_written_alike() -> None:
+    """Whatever the order in which a worker's optimizer has its options."""
+    one, other = {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.9, "lr": 0.1}
+    assert Settings((one,)).to_json() == Settings((other,)).to_json()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"groups": [{}], "schedulers": []}', "7", "null"])
@@ -111,3 +125,31 @@ def test_constraints_that_cannot_be_kept_cannot_come_later(group: dict[str, Any]
     with pytest.raises(InvalidModel, match=match):
         LIKE.check_follows(Settings(({**LIKE.groups[0], **group},)))
     LIKE.check_follows(Settings(({**LIKE.groups[0], "clamp": [0, 1], "keep_zeros": True},)))
+
+
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [
+        ({"max_norm": 0}, "a number above 0"),
+        ({"max_norm": -1.0}, "a number above 0"),
+        ({"max_norm": math.nan}, "a number above 0"),
+        ({"max_norm": True}, "a number above 0"),
+        ({"max_norm": "2"}, "a number above 0"),
+        ({"clamp": (1.0,)}, "two numbers"),
+        ({"clamp": (0.0, 1.0, 2.0)}, "two numbers"),
+        ({"clamp": (2.0, 1.0)}, "two numbers"),
+        ({"clamp": 3.0}, "two numbers"),
+        ({"keep_zeros": 1}, "True or False"),
+    ],
+)
+def test_a_constraint_that_means_nothing_is_refused_in_words(group: dict[str, Any], expected: str) -> None:
+    ((name, _),) = group.items()
+    with pytest.raises(InvalidModel, match=rf"param_groups\[3\] has {name}=.*expected {expected}"):
+        check_constraints(group, 3)
+
+
+@pytest.mark.parametrize(
+    "group", [{}, {"max_norm": 0.5}, {"clamp": (0.0, 0.0)}, {"clamp": [-1, 1]}, {"keep_zeros": False}]
+)
+def test_a_constraint_that_can_be_kept_is_none_to_be_refused(group: dict[str, Any]) -> None:
+    check_constraints({"lr": 0.1, **group}, 0)

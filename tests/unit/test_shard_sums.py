@@ -188,3 +188,16 @@ def test_finite_gradients_whose_weighted_sum_overflows_are_refused_by_name(dtype
     assert rig.push(1, gradient(-huge), samples=3), "the sum is as before"
     rig.commit(0, 1, samples=6)
     assert torch.equal(rig.values().float(), torch.tensor([-1.0, 0.0, -1.0, -1.0]))
+
+
+def test_a_sum_that_overflows_little_by_little_is_refused() -> None:
+    """No contribution is large by itself; a worker says how many samples it is made of."""
+    rig = Rig(one_bucket(tensor("w", 2)))
+    gradient, samples = torch.tensor([1.4 * 2.0**63, 0.0]), 2**63 - 1
+    for worker in (0, 1):
+        assert rig.push(worker, gradient, samples=samples)
+    with pytest.raises(Refused, match="worker 2, step 0, bucket 0: 1 of 2 values overflow"):
+        rig.push(2, gradient, samples=samples)
+    rig.commit(0, 1, samples=samples)
+    for worker in (0, 1):
+        assert rig.push(worker, gradient, samples=samples), "each round has a sum of its own"
