@@ -16,7 +16,7 @@ from elastic_operator.cluster import difference
 from elastic_operator.plan import Create, DeleteJob, DeletePod, Observed, Options, Plan, stamp
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status
-from elastic_ps.status import ServerStatus
+from elastic_ps.status import Member, Progress, ServerStatus
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -163,3 +163,29 @@ class Simulation:
     def condition(self, kind: str) -> dict[str, Any]:
         found: dict[str, Any] = next((c for c in self.status["conditions"] if c["type"] == kind), {})
         return found
+
+
+def running(**spec: Any) -> Simulation:
+    """A job of this spec that runs."""
+    simulation = Simulation(job_document(**spec))
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    return simulation
+
+
+def named(plan: Plan) -> list[str]:
+    """What the plan's actions are about."""
+    return [action.name for action in plan.actions if not isinstance(action, DeleteJob)]
+
+
+def finish(simulation: Simulation) -> None:
+    """The parameter server says that every record is in the model."""
+    progress = Progress(finished=True, records_expected=10, records_applied=10, percent=100)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
+
+
+def tell(simulation: Simulation, *members: Member) -> None:
+    """The parameter server says that these were members."""
+    simulation.server = ServerStatus(
+        job="digits", shard=0, shards=1, term=1, ready=True, members=list(members)
+    )

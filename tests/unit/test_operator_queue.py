@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from elastic_operator import queue as queue_module
 from elastic_operator.queue import Key, Queue
 from elastic_operator.watches import WatchMonitor
 
@@ -106,3 +110,22 @@ def test_a_watch_that_died_is_noticed() -> None:
     assert monitor.age(200.0) == 0.0
     monitor.listed([], now=300.0)
     assert monitor.age(400.0) == 0.0
+
+
+def test_what_is_due_at_this_very_moment_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock may stand still for a while."""
+    monkeypatch.setattr(queue_module, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    done = threading.Event()
+
+    def run(key: Key) -> timedelta | None:
+        done.set()
+        return None
+
+    async def main() -> None:
+        queue = Queue(run, concurrency=1)
+        queue.add(JOB)
+        assert len(queue) == 1
+        await _serve(queue, done)
+        assert len(queue) == 0
+
+    asyncio.run(main())

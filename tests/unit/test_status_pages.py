@@ -1,0 +1,90 @@
+"""What a parameter server answers over HTTP, and in Prometheus' text format."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_ps.errors import CannotListen
+from elastic_ps.server.status import StatusServer, metrics
+from elastic_ps.status import Member, Progress, ServerStatus
+
+
+def status_of(*, ready: bool) -> ServerStatus:
+    return ServerStatus(job="job", shard=0, shards=1, term=3, ready=ready)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[StatusServer]:
+    server = StatusServer("127.0.0.1:0", lambda: status_of(ready=False), list)
+    yield server
+    server.close()
+
+
+def get(server: StatusServer, path: str) -> tuple[int, str, str]:
+    """Code, type and text of a page."""
+    try:
+        answer = urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=10)
+    except urllib.error.HTTPError as error:
+        answer = error
+    with answer:
+        return answer.status, answer.headers["Content-Type"], answer.read().decode()
+
+
+def test_pages_are_those_of_the_moment(server: StatusServer) -> None:
+    server.show(lambda: status_of(ready=False), list)
+    assert get(server, "/readyz") == (503, "text/plain", "no\n")
+    assert get(server, "/healthz") == (200, "text/plain", "ok\n")
+    assert get(server, "/loss") == (200, "application/json", "[]")
+    server.show(lambda: status_of(ready=True), lambda: [(1, 0.5), (2, 0.25)])
+    assert get(server, "/readyz") == (200, "text/plain", "ok\n")
+    assert get(server, "/loss") == (200, "application/json", "[[1, 0.5], [2, 0.25]]")
+    code, kind, text = get(server, "/status")
+    assert (code, kind) == (200, "application/json")
+    assert ServerStatus.model_validate_json(text) == status_of(ready=True)
+    assert "checkpointPauseSeconds" in json.loads(text), "as Kubernetes writes names"
+    code, kind, text = get(server, "/metrics")
+    assert (code, kind, text) == (200, "text/plain; version=0.0.4", metrics(status_of(ready=True)))
+
+
+def test_a_page_that_does_not_exist_is_named(server: StatusServer) -> None:
+    assert get(server, "/else") == (404, "text/plain", "no /else here\n")
+
+
+def test_a_port_that_is_taken_is_said_in_words(server: StatusServer) -> None:
+    bind = f"127.0.0.1:{server.port}"
+    with pytest.raises(CannotListen, match=f"cannot listen on {bind}: Address already in use"):
+        StatusServer(bind, lambda: status_of(ready=True), list)
+
+
+def test_metrics_count_what_the_status_says() -> None:
+    def member(worker: int, state: str) -> Member:
+        fields = {"worker": worker, "incarnation": worker, "pid": 1, "host": "here", "joined_version": 0}
+        return Member.model_validate({**fields, "state": state})
+
+    status = status_of(ready=True).model_copy(
+        update={
+            "progress": Progress(version=7, records_applied=70, samples_per_second=2.5, durable_version=6),
+            "durable_age_seconds": 1.5,
+            "checkpoint_pause_seconds": 0.25,
+            "members": [member(0, "training"), member(1, "idle"), member(2, "lost")],
+        }
+    )
+    lines = metrics(status).splitlines()
+    values = dict(line.split(" ") for line in lines if not line.startswith("#"))
+    assert values == {
+        'elastic_ps_version{job="job"}': "7",
+        'elastic_ps_records_applied{job="job"}': "70",
+        'elastic_ps_workers{job="job"}': "2",
+        'elastic_ps_samples_per_second{job="job"}': "2.5",
+        'elastic_ps_durable_version{job="job"}': "6",
+        'elastic_ps_durable_age_seconds{job="job"}': "1.5",
+        'elastic_ps_term{job="job"}': "3",
+        'elastic_ps_checkpoint_pause_seconds{job="job"}': "0.25",
+    }, "no loss was reported"
+    assert "# TYPE elastic_ps_version counter" in lines
+    assert "# TYPE elastic_ps_workers gauge" in lines
