@@ -7,6 +7,7 @@ written there, so an operator that is killed at any point neither forgets a fail
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -34,7 +35,7 @@ ConditionType: TypeAlias = Literal["Created", "Running", "Degraded", "Suspended"
 
 def read_status(job: Mapping[str, Any]) -> TrainingJobStatus:
     """The status as it was written; fields that another version of the operator wrote are dropped."""
-    document = dict(job.get("status") or {})
+    document = copy.deepcopy(dict(job.get("status") or {}))
     for _ in range(64):
         try:
             return TrainingJobStatus.model_validate(document)

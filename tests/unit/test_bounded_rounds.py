@@ -102,6 +102,21 @@ def test_a_round_that_waits_for_the_slowest_is_open_to_all() -> None:
     assert rounds.begin(2, version=5) is Entry.IN
 
 
+def test_a_newcomer_that_came_when_the_round_was_decided_takes_part_when_it_starts_again() -> None:
+    rounds = opened(0)
+    push(rounds, 0)
+    rounds.begin_commit()
+    rounds.admit(1)
+    assert not rounds.takes_part(1)
+    rounds.committing = False  # a shard has not got all of it
+    rounds.undecide()
+    assert rounds.bases == {0: 5, 1: 5}
+    for worker in (0, 1):
+        assert rounds.begin(worker, version=5) is Entry.IN
+    push(rounds, 0, 1)
+    assert rounds.staleness == {0: 0, 1: 0}
+
+
 def test_a_newcomer_is_handed_the_current_version_and_waited_for_by_nobody() -> None:
     rounds = opened(0)
     for _ in range(9):

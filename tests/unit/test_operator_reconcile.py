@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.cluster import with_refusals
-from elastic_operator.plan import Create, DeletePod, Options, stamp
+from elastic_operator.plan import Create, DeletePod, Options, Plan, stamp
 from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import read_server_status, read_status
@@ -371,3 +371,50 @@ def test_what_the_parameter_server_says_is_wrong_makes_the_job_degraded() -> Non
     simulation.server = server
     simulation.step()
     assert simulation.condition("Degraded")["status"] == "False"
+
+
+def test_a_job_that_is_being_deleted_is_left_alone() -> None:
+    simulation = running()
+    assert simulation.job is not None
+    simulation.job["metadata"]["deletionTimestamp"] = stamp(simulation.now)
+    simulation.pods.clear()
+    assert simulation.plan() == Plan()
+
+
+def test_an_edit_of_what_may_change_that_is_invalid_is_told_and_the_job_goes_on_as_it_was() -> None:
+    simulation = running()
+    simulation.edit(runPolicy={"backoffLimit": -1})
+    plan = simulation.step()
+    assert plan.actions == ()
+    assert simulation.status["phase"] == "Running"
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "InvalidSpec")
+    assert "keeps running with its last valid spec until you correct this: " in degraded["message"]
+    assert "backoffLimit" in degraded["message"]
+    assert "DegradedInvalidSpec" in simulation.notes.values()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_parameter_server_that_is_silent_when_all_workers_are_done_is_waited_for(begun: bool) -> None:
+    """Its answer decides whether records are left. One that was asked and knows of no data set has none."""
+    simulation = running()
+    simulation.end("digits-worker-0", 0)
+    if begun:
+        tell(simulation)
+    else:
+        ready = simulation.pods["digits-ps-0"]["status"]["conditions"][0]
+        ready["status"] = "False"
+        simulation.now += timedelta(hours=1)
+        simulation.step()
+        assert simulation.condition("Succeeded") == {}, "it is not there, and will be"
+        ready["status"] = "True"
+        simulation.pods["digits-worker-0"]["status"]["containerStatuses"][0]["state"]["terminated"][
+            "finishedAt"
+        ] = stamp(simulation.now)
+        simulation.now += Options().answer_limit
+        simulation.step()
+        assert simulation.condition("Succeeded") == {}
+        simulation.now += timedelta(seconds=1)
+    simulation.step()
+    succeeded = simulation.condition("Succeeded")
+    assert (succeeded["reason"], succeeded["message"]) == ("Finished", "every worker has ended its script")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -10,11 +13,12 @@ import pytest
 from elastic_operator.plan import DeleteJob, Observed, Options, Plan
 from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
-from elastic_operator.status import with_counts
-from elastic_ps.status import TrainingJobStatus, WorkerStatus
+from elastic_operator.status import dump_status, read_status, with_counts
+from elastic_ps.status import Progress, TrainingJobStatus, WorkerStatus
 from tests.unit.simulation import START, job_document
 
 ENDED = "2026-01-01T00:00:00Z"
+SUCCEEDED = {"type": "Succeeded", "status": "True", "reason": "Finished", "lastTransitionTime": ENDED}
 
 
 def worker(index: int, **fields: Any) -> Pod:
@@ -40,10 +44,38 @@ def test_workers_that_completed_are_kept_when_the_job_is_over_and_their_pods_are
 
 @pytest.mark.parametrize(("seconds", "deleted"), [(9, False), (10, True), (11, True)])
 def test_a_finished_job_is_deleted_when_its_time_is_over(seconds: int, deleted: bool) -> None:
-    succeeded = {"type": "Succeeded", "status": "True", "reason": "Finished", "lastTransitionTime": ENDED}
     job = job_document(runPolicy={"ttlSecondsAfterFinished": 10})
-    job["status"] = {"phase": "Succeeded", "completionTime": ENDED, "conditions": [succeeded]}
+    job["status"] = {"phase": "Succeeded", "completionTime": ENDED, "conditions": [SUCCEEDED]}
     plan: Plan = reconcile(job, Observed(), START + timedelta(seconds=seconds), Options())
     assert [type(action) for action in plan.actions] == ([DeleteJob] if deleted else [])
     if not deleted:
         assert plan.requeue == timedelta(seconds=1)
+
+
+def test_what_json_or_the_api_server_cannot_hold_is_not_stored() -> None:
+    progress = Progress(version=3, loss=math.nan, metrics={"a": math.inf, "b": -math.inf, "c": 0.5})
+    stored = dump_status(TrainingJobStatus(progress=progress))
+    assert stored["progress"]["version"] == 3
+    assert stored["progress"]["metrics"] == {"c": 0.5}
+    assert not {"loss", "stopped", "percentage"} & stored["progress"].keys(), "no NaN, no empty text"
+    assert json.loads(json.dumps(stored, allow_nan=False)) == stored
+
+
+@pytest.mark.parametrize(
+    ("stored", "phase", "conditions"),
+    [
+        ({}, "Pending", 0),
+        ({"phase": "Running", "conditions": "none"}, "Running", 0),
+        ({"phase": "Running", "conditions": [{"type": "Running"}, 7]}, "Running", 0),
+        ({"phase": "Resting"}, "Pending", 0),
+        ({"phase": "Running", "progress": {"percent": 200, "version": "x"}}, "Running", 0),
+        ({"phase": "Running", "conditions": [SUCCEEDED | {"new": 1}]}, "Running", 1),
+    ],
+)
+def test_a_status_that_another_version_wrote_is_read_as_far_as_it_is_understood(
+    stored: dict[str, Any], phase: str, conditions: int
+) -> None:
+    before = copy.deepcopy(stored)
+    status = read_status({"status": stored})
+    assert (status.phase, len(status.conditions)) == (phase, conditions)
+    assert stored == before, "what the API server holds is not changed"
