@@ -23,8 +23,8 @@ from elastic_ps.server.node import Node
 from elastic_ps.server.state import Taken
 from elastic_ps.telemetry import History, Trace
 from tests.polling import eventually
+from tests.unit.coordinator_rig import finish, start, take
 from tests.unit.shard_rig import Body
-from tests.unit.test_coordinator import finish, start, take
 
 
 class Server:

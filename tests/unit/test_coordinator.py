@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from elastic_ps.core.consistency import Contribution
-from elastic_ps.core.membership import Stay
-from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
-from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server import guarded
-from elastic_ps.server.coordinator import Assigning, Coordinator, Joined
+from elastic_ps.server.coordinator import Begun, Coordinator, Joined
 from elastic_ps.server.driver import Driver
-from elastic_ps.server.lead import Lead
-from elastic_ps.server.orders import Advance, Configuration, Report
+from elastic_ps.server.orders import Advance
 from elastic_ps.server.state import Taken
-from elastic_ps.telemetry import History
 from tests.polling import eventually
-
-TENSORS = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
-SETTINGS = Settings(({"lr": 0.1},))
-
-
-class Notes:
-    """A `ShardControl` that does what it is told by noting it down, unless `refuse` raises."""
-
-    def __init__(self) -> None:
-        self.orders: list[Advance] = []
-        self.refuse: Callable[[Advance], None] = lambda _: None
-
-    def configure(self, configuration: Configuration) -> None:
-        pass
-
-    def advance(self, advance: Advance) -> Report:
-        self.orders.append(advance)
-        self.refuse(advance)
-        return Report()
-
-    @property
-    def applied(self) -> list[int]:
-        return [order.version for order in self.orders if order.apply is not None and not order.prepare]
+from tests.unit.coordinator_rig import Notes, finish, join, running, start, take
 
 
 @pytest.fixture
@@ -60,60 +31,6 @@ def shard() -> Notes:
 def coordinator(shard: Notes) -> Iterator[Coordinator]:
     with running([shard]) as coordinator:
         yield coordinator
-
-
-@contextmanager
-def running(shards: Sequence[Notes], **fields: Any) -> Iterator[Coordinator]:
-    spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
-    lead = Lead("job", spec, 1, shards, keeper=None, history=History(None, ""))
-    lead.start(None)
-    try:
-        yield lead.coordinator
-    finally:
-        for shard in shards:
-            shard.refuse = lambda _: None
-        lead.close(keep=False)
-
-
-def join(coordinator: Coordinator, worker: int, *, instance: str = "", call: int = 0) -> Joined | None:
-    return coordinator.join(
-        worker,
-        pid=worker,
-        host="here",
-        tensors=TENSORS,
-        optimizer="SGD",
-        settings=SETTINGS,
-        instance=instance,
-        call=call,
-    )
-
-
-def start(coordinator: Coordinator, worker: int = 0, *, instance: str = "", call: int = 0) -> Stay:
-    """A worker joins, and brings the model if there is none."""
-    joined = join(coordinator, worker, instance=instance, call=call)
-    assert joined is not None
-    if joined.initialise:
-        coordinator.initialised(worker, joined.stay.incarnation)
-    return joined.stay
-
-
-def take(coordinator: Coordinator, stay: Stay, *, call: int, wait: bool = True, **more: Any) -> Taken:
-    return coordinator.take(
-        stay.worker, stay.incarnation, call=call, records=100, epochs=1, batch=10, wait=wait, **more
-    )
-
-
-def finish(coordinator: Coordinator, stay: Stay, taken: Taken, *, step: int = 0) -> bool:
-    contribution = Contribution(
-        worker=stay.worker,
-        incarnation=stay.incarnation,
-        step=step,
-        samples=10,
-        records=tuple(taken.ranges),
-        settings=SETTINGS.to_json(),
-    )
-    attempt = coordinator.job.state.rounds.attempt
-    return coordinator.finish(contribution, version=taken.version, attempt=attempt)
 
 
 def test_one_worker_initialises_the_model_also_when_two_come_at_once(
@@ -283,73 +200,6 @@ def test_a_script_that_skips_a_step_which_was_late_leaves_its_records_to_others(
         assert coordinator.job.state.ledger.skipped == 0
 
 
-def assign(coordinator: Coordinator, stay: Stay, *, version: int, step: int) -> Assigning:
-    """A worker whose values are those of `version` assigns others."""
-    answer = coordinator.assign(stay.worker, stay.incarnation, version=version)
-    assert answer is not None
-    if answer.done:
-        return answer
-    contribution = Contribution(
-        worker=stay.worker, incarnation=stay.incarnation, step=step, samples=1, assigns=True
-    )
-    assert coordinator.finish(contribution, version=answer.version, attempt=answer.attempt)
-    done = coordinator.assign(stay.worker, stay.incarnation, version=version)
-    assert done is not None
-    return done
-
-
-def test_values_are_assigned_once_and_the_records_of_others_go_back(
-    coordinator: Coordinator, shard: Notes
-) -> None:
-    first, second = start(coordinator, 0), start(coordinator, 1)
-    taken = take(coordinator, first, call=1)
-    done = assign(coordinator, second, version=0, step=0)
-    assert (done.done, done.version, done.takes_part) == (True, 1, False)
-    apply = next(order.apply for order in shard.orders if order.apply is not None)
-    assert apply.assigns
-    assert apply.contributors == [(1, second.incarnation, 0)]
-    with pytest.raises(Refused) as refused:
-        finish(coordinator, first, taken)
-    assert refused.value.code is RefusalCode.LATE
-    again = coordinator.assign(0, first.incarnation, version=0)
-    assert again is not None
-    assert again.done, "what worker 0 assigns without knowing of that does not count"
-    more = take(coordinator, first, call=2)
-    assert (more.ranges, more.version) == (taken.ranges, 1)
-    done = assign(coordinator, first, version=1, step=1)
-    assert (done.version, done.takes_part) == (2, True)
-    assert finish(coordinator, first, replace(more, version=2), step=2)
-    state = coordinator.job.state
-    assert state.ledger is not None
-    assert (state.version, state.ledger.applied) == (3, sum(r.records for r in more.ranges))
-    assert state.settings.position.version == 1, "only one step was made"
-
-
-def test_an_assignment_begins_again_when_a_shard_lacks_some_of_it() -> None:
-    shards = [Notes(), Notes()]
-    with running(shards, parameterServer={"replicas": 2}) as coordinator:
-        stay = start(coordinator)
-
-        def refuse(advance: Advance) -> None:
-            if advance.prepare:
-                shards[1].refuse = lambda _: None
-                raise Refused(RefusalCode.INVALID, "it lacks contributions")
-
-        shards[1].refuse = refuse
-        again = assign(coordinator, stay, version=0, step=0)
-        assert (again.done, again.version, again.attempt) == (False, 0, 2)
-        assert assign(coordinator, stay, version=0, step=0).done
-        assert shards[0].applied == shards[1].applied == [1]
-
-
-def test_values_are_not_assigned_where_a_version_is_not_everybodys() -> None:
-    with running([Notes()], consistency={"backupWorkers": 1}) as coordinator:
-        stay = start(coordinator)
-        with pytest.raises(Refused) as refused:
-            coordinator.assign(0, stay.incarnation, version=0)
-        assert refused.value.code is RefusalCode.INVALID
-
-
 def test_a_process_that_was_replaced_does_not_expel_the_one_in_its_place(coordinator: Coordinator) -> None:
     """Both have the pid and the host of a pod of that name."""
     start(coordinator, instance="old", call=1)
@@ -426,3 +276,83 @@ def test_one_worker_is_the_chief_and_who_takes_its_place_after_its_end_is_not(
     coordinator.leave(0, stays[0].incarnation, call=call + 1)
     late = start(coordinator, 0, instance="0-2", call=1)
     assert [ended[0].chief, ended[1].chief, take(coordinator, late, call=1).chief] == [True, False, False]
+
+
+def test_a_step_that_cannot_be_let_in_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The round has all the steps that it needs and is not committed yet."""
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(0))
+    shard = Notes()
+    with running([shard], consistency={"mode": "bounded", "maxStaleness": 2}) as coordinator:
+        first, second = start(coordinator, 0), start(coordinator, 1)
+        taken = take(coordinator, first, call=1)
+        take(coordinator, second, call=1)
+        assert coordinator.begin(0, first.incarnation, version=0, step=0) == Begun(0, 0)
+
+        def lose(advance: Advance) -> None:
+            if advance.apply is not None:
+                raise ConnectionLost("reset")
+
+        shard.refuse = lose
+        finish(coordinator, first, taken)
+        assert coordinator.begin(1, second.incarnation, version=0, step=0) is None
+        shard.refuse = lambda _: None
+        eventually(lambda: coordinator.job.state.version == 1, "the round is committed")
+        eventually(
+            lambda: coordinator.begin(1, second.incarnation, version=0, step=0) == Begun(1, 0),
+            "it is let in to the next one",
+        )
+
+
+def test_who_has_pulled_a_newer_version_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(0))
+    with running([Notes()], consistency={"mode": "bounded", "maxStaleness": 1}) as coordinator:
+        first, second = start(coordinator, 0), start(coordinator, 1)
+        take(coordinator, second, call=1)
+        for step in range(2):
+            taken = take(coordinator, first, call=step + 1)
+            assert coordinator.begin(0, first.incarnation, version=step, step=step) is not None
+            finish(coordinator, first, taken, step=step)
+        assert coordinator.job.state.version == 1, "the second's step would be too stale"
+        coordinator.computes_on(1, second.incarnation, version=1)
+        assert coordinator.job.state.version == 2
+        with pytest.raises(Refused):
+            coordinator.computes_on(1, second.incarnation + 1, version=2)
+
+
+def test_a_join_whose_model_has_gone_meanwhile_is_asked_for_again(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard has lost it while it was laid out: the job goes back, to a state without a model."""
+    configure = Driver.configure
+
+    def lost(*arguments: Any) -> None:
+        configure(*arguments)
+        with coordinator.job.changed:
+            coordinator.job.state = coordinator.job.blank(2)
+
+    monkeypatch.setattr(Driver, "configure", lost)
+    with pytest.raises(Refused, match="join again") as refused:
+        join(coordinator, 0)
+    assert refused.value.code is RefusalCode.NOT_READY
+    monkeypatch.undo()
+    joined = join(coordinator, 0)
+    assert joined is not None
+    assert (joined.initialise, joined.term) == (True, 2)
+
+
+def test_the_model_that_was_brought_to_a_term_that_is_over_is_not_the_jobs(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = join(coordinator, 0)
+    assert joined is not None
+    drive = Driver.drive
+
+    def lose(driver: Driver) -> None:
+        monkeypatch.setattr(Driver, "drive", drive)
+        with coordinator.job.changed:
+            coordinator.job.state = coordinator.job.blank(2)
+
+    monkeypatch.setattr(Driver, "drive", lose)
+    with pytest.raises(Refused, match="term 1 is over") as refused:
+        coordinator.initialised(0, joined.stay.incarnation)
+    assert refused.value.code is RefusalCode.STALE_TERM

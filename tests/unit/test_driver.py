@@ -23,7 +23,7 @@ from elastic_ps.server.lead import Lead
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
 from elastic_ps.telemetry import History
 from tests.polling import eventually
-from tests.unit.test_coordinator import Notes, finish, join, start, take
+from tests.unit.coordinator_rig import Notes, finish, join, start, take
 
 
 class Part(Notes):

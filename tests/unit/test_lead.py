@@ -27,7 +27,7 @@ from elastic_ps.server.state import Taken
 from elastic_ps.status import Member
 from elastic_ps.telemetry import History
 from tests.polling import eventually
-from tests.unit.test_coordinator import SETTINGS, Notes, finish, join, start, take
+from tests.unit.coordinator_rig import SETTINGS, Notes, finish, join, start, take
 
 
 @contextmanager

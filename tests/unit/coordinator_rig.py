@@ -1,0 +1,95 @@
+"""Shard 0's coordinator with shards that only take notes, and what workers ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.membership import Stay
+from elastic_ps.core.partition import Rule, TensorSpec
+from elastic_ps.core.settings import Settings
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server.coordinator import Coordinator, Joined
+from elastic_ps.server.lead import Lead
+from elastic_ps.server.orders import Advance, Configuration, Report
+from elastic_ps.server.state import Taken
+from elastic_ps.telemetry import History
+
+TENSORS = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
+SETTINGS = Settings(({"lr": 0.1},))
+
+
+class Notes:
+    """A `ShardControl` that does what it is told by noting it down, unless `refuse` raises."""
+
+    def __init__(self) -> None:
+        self.orders: list[Advance] = []
+        self.refuse: Callable[[Advance], None] = lambda _: None
+
+    def configure(self, configuration: Configuration) -> None:
+        pass
+
+    def advance(self, advance: Advance) -> Report:
+        self.orders.append(advance)
+        self.refuse(advance)
+        return Report()
+
+    @property
+    def applied(self) -> list[int]:
+        return [order.version for order in self.orders if order.apply is not None and not order.prepare]
+
+
+@contextmanager
+def running(shards: Sequence[Notes], **fields: Any) -> Iterator[Coordinator]:
+    spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
+    lead = Lead("job", spec, 1, shards, keeper=None, history=History(None, ""))
+    lead.start(None)
+    try:
+        yield lead.coordinator
+    finally:
+        for shard in shards:
+            shard.refuse = lambda _: None
+        lead.close(keep=False)
+
+
+def join(coordinator: Coordinator, worker: int, *, instance: str = "", call: int = 0) -> Joined | None:
+    return coordinator.join(
+        worker,
+        pid=worker,
+        host="here",
+        tensors=TENSORS,
+        optimizer="SGD",
+        settings=SETTINGS,
+        instance=instance,
+        call=call,
+    )
+
+
+def start(coordinator: Coordinator, worker: int = 0, *, instance: str = "", call: int = 0) -> Stay:
+    """A worker joins, and brings the model if there is none."""
+    joined = join(coordinator, worker, instance=instance, call=call)
+    assert joined is not None
+    if joined.initialise:
+        coordinator.initialised(worker, joined.stay.incarnation)
+    return joined.stay
+
+
+def take(coordinator: Coordinator, stay: Stay, *, call: int, wait: bool = True, **more: Any) -> Taken:
+    return coordinator.take(
+        stay.worker, stay.incarnation, call=call, records=100, epochs=1, batch=10, wait=wait, **more
+    )
+
+
+def finish(coordinator: Coordinator, stay: Stay, taken: Taken, *, step: int = 0) -> bool:
+    contribution = Contribution(
+        worker=stay.worker,
+        incarnation=stay.incarnation,
+        step=step,
+        samples=10,
+        records=tuple(taken.ranges),
+        settings=SETTINGS.to_json(),
+    )
+    attempt = coordinator.job.state.rounds.attempt
+    return coordinator.finish(contribution, version=taken.version, attempt=attempt)
