@@ -145,6 +145,29 @@ def test_values_are_clamped_after_each_step() -> None:
     torch.testing.assert_close(rig.values(), torch.tensor([-0.5, 0.25, 0.25, -1.0, 1.1]))
 
 
+def test_rows_are_brought_within_their_norm_after_each_step() -> None:
+    """Each row by itself, in tensors of any number of dimensions; other groups are left alone."""
+    settings = Settings(({"lr": 1.0, "max_norm": 2.0}, {"lr": 1.0}))
+    tensors = (tensor("a", 2, 2), tensor("b", 1, 2, 2), replace(tensor("c", 1, 2), group=1))
+    rig = Rig(one_bucket(*tensors), settings=settings)
+    rig.fill(0, torch.tensor([3.0, 4.0, 0.3, 0.4, 0.0, 0.0, 2.0, 0.0, 3.0, 4.0]))
+    rig.push(0, torch.tensor([0.0] * 8 + [1.0, 1.0]), present=[True, False, True])
+    rig.commit(0, samples=1)
+    expected = torch.tensor([1.2, 1.6, 0.3, 0.4, 0.0, 0.0, 2.0, 0.0, 2.0, 3.0])
+    torch.testing.assert_close(rig.values(), expected)
+
+
+def test_zeros_are_kept_in_the_groups_that_ask_for_it() -> None:
+    """Pruned weights; also if momentum moves them. One that becomes zero by a step stays it, too."""
+    settings = Settings(({"lr": 1.0, "momentum": 0.5, "keep_zeros": True}, {"lr": 1.0, "momentum": 0.5}))
+    rig = Rig(one_bucket(tensor("a", 4), replace(tensor("b", 2), group=1)), settings=settings)
+    rig.fill(0, torch.tensor([0.0, 1.0, 2.0, -0.0, 0.0, 1.0]))
+    for _ in range(2):
+        rig.push(0, ones(6))
+        rig.commit(0, samples=1)
+    assert rig.values().tolist() == [0.0, 0.0, -0.5, 0.0, -2.5, -1.5]
+
+
 def test_state_is_copied_and_complete() -> None:
     settings = Settings(({"lr": 0.1},))
     rig = Rig(one_bucket(tensor("a", 2), tensor("b", 3)), optimizer="Adam", settings=settings)

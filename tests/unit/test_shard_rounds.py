@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,10 +13,11 @@ from elastic_ps.codec import as_bytes
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+from elastic_ps.job import Consistency
 from elastic_ps.server.orders import Application
 from elastic_ps.server.shard import Pulled, RestartedAs
 from elastic_ps.server.values import BucketValues
-from tests.unit.shard_rig import LR, TERM, Rig, one_bucket, ones, tensor
+from tests.unit.shard_rig import LR, TERM, Body, Rig, one_bucket, ones, refusal, tensor
 
 
 def test_nothing_is_applied_unless_the_sums_are_exactly_the_contributions() -> None:
@@ -214,3 +216,34 @@ def test_a_worker_that_is_dropped_while_it_reads_is_told_so() -> None:
     with pytest.raises(Refused) as refused:
         next(answers)
     assert refused.value.code is RefusalCode.STALE_INCARNATION
+
+
+class Shared(Body):
+    """Values that lie in memory which both processes have mapped."""
+
+    def view(self) -> memoryview:
+        return self._data
+
+    def read_into(self, target: memoryview) -> None:
+        raise AssertionError("they are copied")
+
+
+def test_values_in_shared_memory_are_added_where_they_lie() -> None:
+    rig = Rig(one_bucket(tensor("w", 4)), workers=(0,))
+    rig.fill(0, ones(4, 5.0))
+    with pytest.raises(Refused, match="NaN or Inf"):
+        rig.push(0, Shared(ones(4, math.nan)))
+    assert rig.push(0, Shared(ones(4, 2.0)))
+    rig.commit(0, samples=1)
+    assert rig.values().tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("code", [RefusalCode.STALE_TERM, RefusalCode.NOT_READY])
+def test_whoever_waits_is_told_when_the_shard_s_time_is_over(
+    threads: ThreadPoolExecutor, code: RefusalCode
+) -> None:
+    rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1), consistency=Consistency(deterministic=True))
+    pull = threads.submit(lambda: list(rig.shard.pull([0], 1, term=TERM, attempt=None, contributor=None)))
+    push = threads.submit(rig.push, 1, ones(4))
+    rig.shard.retire(code)
+    assert [refusal(call) for call in (pull, push)] == [code, code]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from elastic_ps.checkpoint.tensors import MASTER
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Rule
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.job import Consistency
 from elastic_ps.server.follower import for_standby, sum_key
 from elastic_ps.server.orders import Advance, Application
@@ -140,3 +142,31 @@ def test_no_worker_can_push_to_a_standby() -> None:
     standby = follow(rig)
     with pytest.raises(Refused, match="does not take part"):
         standby.push(rig.key(0), 1, [], Body(torch.ones(4)))
+
+
+def test_a_sum_is_taken_once_and_not_while_it_comes(threads: ThreadPoolExecutor) -> None:
+    rig = Rig(one_bucket(tensor("a", 4)), optimizer="Adam", settings=ADAM, workers=(0,))
+    standby = follow(rig)
+    gate, key = threading.Event(), sum_key(TERM, 0, 0, 0)
+    body = Body(torch.ones(4), gate=gate)
+    first = threads.submit(standby.take_sum, key, [True], body)
+    assert body.started.wait(10)
+    with pytest.raises(Refused, match="is being received") as refused:
+        standby.take_sum(key, [True], Body(torch.zeros(4)))
+    assert refused.value.code is RefusalCode.NOT_READY
+    gate.set()
+    first.result(10)
+    standby.take_sum(key, [True], Body(torch.zeros(4)))
+    ((_, _, total),) = standby.sums()
+    assert total.tolist() == [1.0] * 4
+
+
+def test_a_sum_that_is_cut_off_is_taken_again() -> None:
+    rig = Rig(one_bucket(tensor("a", 4)), optimizer="Adam", settings=ADAM, workers=(0,))
+    standby = follow(rig)
+    key = sum_key(TERM, 0, 0, 0)
+    with pytest.raises(ConnectionLost):
+        standby.take_sum(key, [True], Body(torch.zeros(4), cut_off=True))
+    standby.take_sum(key, [True], Body(torch.ones(4)))
+    ((_, _, total),) = standby.sums()
+    assert total.tolist() == [1.0] * 4
