@@ -237,10 +237,12 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
     notes = []
     for after in new.conditions:
         before = condition(old, after.type)
-        same = before is not None and before.status == after.status
-        if same and (before is None or before.reason == after.reason or after.status != "True"):
-            continue
-        since = before.last_transition_time if before is not None else "first"
+        since = "first"
+        if before is not None:
+            alike = before.reason == after.reason or after.status != "True"
+            if before.status == after.status and alike:
+                continue
+            since = before.last_transition_time
         key = f"{after.type}/{after.status}/{after.reason}/{since}"
         if after.status == "True" and after.type != "Created":
             bad = after.type in ("Degraded", "Failed")

@@ -356,3 +356,24 @@ def test_the_model_that_was_brought_to_a_term_that_is_over_is_not_the_jobs(
     with pytest.raises(Refused, match="term 1 is over") as refused:
         coordinator.initialised(0, joined.stay.incarnation)
     assert refused.value.code is RefusalCode.STALE_TERM
+
+
+def test_a_worker_that_was_too_late_and_gets_no_records_is_not_expected_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(0))
+    with running([Notes()], consistency={"backupWorkers": 1}) as coordinator:
+        first, late = start(coordinator, 0), start(coordinator, 1)
+        taken = take(coordinator, first, call=1)
+        take(coordinator, late, call=1)
+        assert coordinator.begin(0, first.incarnation, version=0, step=0) is not None
+        with pytest.raises(Refused):
+            coordinator.begin(1, late.incarnation, version=0, step=0)
+        call = 1
+        while take(coordinator, first, call=(call := call + 1), wait=False).ranges:
+            pass
+        rounds = coordinator.job.state.rounds
+        assert rounds.turned_away == {1}
+        assert take(coordinator, late, call=2).pending
+        assert rounds.turned_away == set()
+        assert finish(coordinator, first, taken)

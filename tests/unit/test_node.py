@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -16,18 +17,19 @@ import torch
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import MASTER, Stored
+from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.job import Consistency
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, OrderId, Written
 from elastic_ps.server.shard import Shard
-from elastic_ps.telemetry import Trace
+from elastic_ps.telemetry import History, Trace
 from tests.polling import eventually
-from tests.unit.shard_rig import Body
+from tests.unit.shard_rig import Body, tensor
 
 
 class InstantStore(Store):
@@ -327,3 +329,66 @@ def test_an_order_is_not_for_a_model_of_another_term() -> None:
         node.advance(Advance(0, 1, {}, term=2, rescue=True), OrderId("new", 2))
     finally:
         node.close()
+
+
+def test_an_order_that_arrives_late_opens_no_round(node: Node) -> None:
+    node.advance(Advance(2, 0, {0: 1}, term=1), OrderId("leader", 6))
+    report = node.advance(Advance(2, 1, {}, term=1), OrderId("leader", 5))
+    assert report == node.advance(Advance(2, 1, {}, term=1), OrderId("leader", 6))
+    push(node, 2)
+    node.advance(Advance(3, 0, {0: 1}, application(2), term=1), OrderId("leader", 7))
+    assert node.shard.version == 3
+
+
+def test_a_checkpoint_that_is_ordered_again_is_written_once(tmp_path: Path) -> None:
+    written: list[int] = []
+
+    class Counting(InstantStore):
+        def write_shard(self, *place: Any, number: int = 0) -> ShardFile:
+            written.append(number)
+            return super().write_shard(*place, number=number)
+
+    node = Node(0, 1, store=Counting(tmp_path), consistency=Consistency(), trace=Trace(None, ""))
+    try:
+        configure(node, term=1)
+        for number in (1, 1, 2, 1, 2):
+            node.advance(Advance(0, 0, {}, checkpoint=number, term=1))
+    finally:
+        node.close()
+    assert written == [1, 2]
+
+
+def test_a_shard_without_a_checkpoint_directory_loads_nothing() -> None:
+    node = Node(1, 2, store=None, consistency=Consistency(), trace=Trace(None, ""))
+    try:
+        with pytest.raises(CheckpointError, match="shard 1 has no checkpoint directory to load from"):
+            node.configure(Configuration(LAYOUT, "SGD", Settings(({"lr": 1.0},)), 1, 0))
+        assert not node.configured
+    finally:
+        node.close()
+
+
+def test_a_history_tells_the_values_of_each_version_that_was_made_or_kept(tmp_path: Path) -> None:
+    layout = partition([tensor("w", 4), tensor("c", 2, rule=Rule.CONSTANT)], bucket_bytes=1 << 20, shards=1)
+    (trained,) = layout.pushed
+    history = History(tmp_path, "ps-0")
+    store = InstantStore(tmp_path / "checkpoints")
+    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""), history=history)
+    try:
+        node.configure(Configuration(layout, "SGD", Settings(({"lr": 1.0},)), 1, None))
+        node.advance(Advance(0, 0, {0: 1}, term=1))
+        node.shard.initialise(trained.index, 0, 1, Body(torch.zeros(4)))
+        key = PushKey(term=1, worker=0, incarnation=1, step=0, bucket=trained.index, version=0, attempt=0)
+        node.shard.push(key, 1, (), Body(torch.ones(4)))
+        node.advance(Advance(1, 0, {0: 1}, application(0), term=1))
+        node.advance(Advance(1, 0, {0: 1}, application(0), term=1))
+        node.advance(Advance(1, 0, {0: 1}, checkpoint=1, term=1))
+    finally:
+        node.close()
+        history.close()
+    (file,) = tmp_path.glob("ps-0-*.jsonl")
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    expected = [trained.index, 1, checksum(as_bytes(torch.full((4,), -1.0)))]
+    assert [(event["event"], event["term"], event["values"]) for event in events] == [
+        ("values", 1, [expected])
+    ] * 2, "when it was made, and when it was kept"

@@ -165,3 +165,14 @@ def test_a_server_has_an_address_before_it_is_ready() -> None:
         "data": (2223, 2223),
         "http": (8080, 8080),
     }
+
+
+def test_a_server_has_five_minutes_to_start_and_one_to_answer() -> None:
+    """It may have to load a large model; and its threads may be held up for a while."""
+    main = container(build("ps"))
+    lasts = {}
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        probe = main[kind]
+        assert 0 < probe["timeoutSeconds"] <= probe["periodSeconds"], "one at a time"
+        lasts[kind] = probe["periodSeconds"] * probe["failureThreshold"]
+    assert lasts == {"startupProbe": 300, "livenessProbe": 60, "readinessProbe": 6}

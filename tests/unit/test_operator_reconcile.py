@@ -37,7 +37,8 @@ def test_second_pass_does_nothing() -> None:
     simulation = running(worker={"replicas": 2})
     before = simulation.writes
     simulation.now += timedelta(seconds=30)
-    assert simulation.step().actions == ()
+    plan = simulation.step()
+    assert (plan.actions, plan.notes) == ((), ())
     assert simulation.writes == before
 
 

@@ -15,7 +15,7 @@ from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, TensorSpec, partition
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Position, Settings
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused
 from elastic_ps.job import Consistency, Data
 from elastic_ps.server.state import JobState, Model
@@ -496,3 +496,39 @@ def test_a_late_copy_of_an_older_step_s_begin_is_refused() -> None:
             state.begin(stay, version=0, step=old)
         assert refused.value.code is RefusalCode.STALE_CALL
     assert state.begin(stay, version=0, step=4) is Entry.IN
+
+
+def test_when_a_decided_round_starts_again_the_records_of_who_has_gone_go_to_others(state: JobState) -> None:
+    first, second = join(state, 0), join(state, 1)
+    done = finish(state, first)
+    state.rounds.begin_commit()
+    state.drop(0, "lost")
+    assert state.ledger is not None
+    assert state.ledger.held(first.incarnation) == list(done.records), "they may be in the model"
+    state.rounds.committing = False
+    state.restart_round()
+    assert state.ledger.held(first.incarnation) == []
+    assert state.take(1, second.incarnation, 10) == list(done.records)
+
+
+def test_who_abandons_a_step_makes_the_steps_of_who_has_gone_void(state: JobState) -> None:
+    first, second = two(state)
+    done = finish(state, first)
+    state.drop(0, "lost")
+    assert state.ledger is not None
+    assert state.ledger.held(first.incarnation) == list(done.records)
+    state.stop_computing(second, abandoned=True)
+    assert state.rounds.attempt == 1
+    assert state.ledger.held(first.incarnation) == []
+    assert state.ledger.held(second.incarnation) == []
+
+
+def test_a_schedule_counts_steps_also_without_a_data_set() -> None:
+    state = JobState(term=1, lease=timedelta(seconds=10), initialised=True)
+    stay = state.members.join(0, pid=1, host="here", version=0, now=0)
+    sent = Settings(({"lr": 0.5},))
+    step = Contribution(worker=0, incarnation=stay.incarnation, step=0, samples=1, settings=sent.to_json())
+    for version in (1, 2):
+        state.settings = state.settings_after([step])
+        assert state.settings.groups == ({"lr": 0.5},)
+        assert state.settings.position == Position(version)
