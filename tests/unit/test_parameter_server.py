@@ -8,13 +8,18 @@ from pathlib import Path
 import pytest
 
 from elastic_ps.checkpoint.store import Store
+from elastic_ps.core.settings import Settings
 from elastic_ps.env import Resume
 from elastic_ps.errors import InvalidJob, NoCheckpoint, RefusalCode, Refused
+from elastic_ps.server.orders import Configuration
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import waiting_status
+from elastic_ps.server.remote import RemoteShard
 from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.inproc import connect
 from tests.polling import eventually
 from tests.unit.service_rig import Worker, code, environment, serving
+from tests.unit.shard_rig import one_bucket, tensor
 
 
 def test_a_job_begins_anew_only_where_no_checkpoint_is(tmp_path: Path) -> None:
@@ -90,3 +95,15 @@ def test_a_server_that_waits_for_its_disk_says_what_for() -> None:
     status = waiting_status(given, patience)
     assert (status.job, status.shard, status.shards) == ("job", 1, 2)
     assert (status.term, status.ready, status.problem) == (0, False, patience.problem)
+
+
+def test_a_checkpoint_that_another_shard_cannot_load_is_asked_for_again(tmp_path: Path) -> None:
+    """Shard 0 has verified it, so what is wrong here may pass."""
+    given = environment(index=1, parameterServer={"replicas": 2}, checkpoints=tmp_path)
+    with serving(given) as (listener, server):
+        layout = one_bucket(tensor("w", 4))
+        missing = Configuration(layout, "SGD", Settings(({"lr": 1.0},)), 1, 7)
+        with pytest.raises(Refused) as refused:
+            RemoteShard("job", connect(listener)).configure(missing)
+        assert code(refused) is RefusalCode.NOT_READY
+        assert not server.status().ready

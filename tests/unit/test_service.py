@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,13 @@ import pytest
 import torch
 
 from elastic_ps.core.partition import Rule, TensorSpec
-from elastic_ps.core.settings import Settings
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server import shard as shard_module
-from elastic_ps.server.orders import Configuration
-from elastic_ps.server.remote import RemoteShard
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
-from elastic_ps.transport.inproc import InprocServer, connect
-from tests.polling import eventually
+from elastic_ps.transport.inproc import InprocServer
 from tests.unit.service_rig import Worker, code, environment, serving
-from tests.unit.shard_rig import one_bucket, tensor
 
 
 @pytest.fixture
@@ -397,31 +391,6 @@ def test_a_process_that_has_ended_is_no_member(listener: InprocServer, worker: W
         worker.ask(pb.HeartbeatRequest(caller=worker.caller()))
 
 
-def test_with_backup_workers_a_step_that_begins_too_late_is_refused() -> None:
-    given = environment(consistency={"backupWorkers": 1}, worker={"replicas": 2})
-    with serving(given) as (listener, server):
-        workers = [Worker(listener, index) for index in range(2)]
-        for worker in workers:
-            worker.start()
-        taken = [worker.take() for worker in workers]
-        first, late = workers
-
-        def begin(worker: Worker) -> pb.BeginReply:
-            request = pb.BeginRequest(caller=worker.caller(), version=0, step=0)
-            return worker.answer(pb.BeginReply, request)
-
-        begun = begin(first)
-        assert (begun.version, begun.attempt, begun.pending) == (0, 0, False)
-        assert begin(first) == begun
-        with pytest.raises(Refused, match="wants to push a step on version 0, but the round on version 0"):
-            begin(late)
-        first.push(0, 0, finish=first.finishing(0, taken[0]))
-        assert first.values(1) == [-1.0] * 4
-        members = {member.worker: member for member in server.status().members}
-        assert (members[0].late, members[1].late) == (0, 1)
-        assert server.status().progress.records_applied == 10
-
-
 def test_a_push_that_ends_a_step_may_ask_for_the_new_values_too(worker: Worker) -> None:
     taken = worker.take()
     request = pb.PushRequest(
@@ -441,67 +410,6 @@ def test_a_push_that_ends_a_step_may_ask_for_the_new_values_too(worker: Worker) 
     assert code(refused) is RefusalCode.STALE_ATTEMPT, "this one ends no step"
 
 
-def test_who_has_pulled_a_newer_version_holds_nobody_up() -> None:
-    given = environment(consistency={"mode": "bounded", "maxStaleness": 1}, worker={"replicas": 2})
-    with serving(given) as (listener, server):
-        first, second = Worker(listener, 0), Worker(listener, 1)
-        for worker in (first, second):
-            worker.start()
-        second.take(records=1000)
-        for version in (0, 1):
-            taken = first.take(records=1000)
-            request = pb.BeginRequest(caller=first.caller(), version=version, step=version)
-            assert not first.answer(pb.BeginReply, request).pending
-            first.push(version, version, finish=first.finishing(version, taken))
-        assert server.status().progress.version == 1, "the second's step would be too stale"
-        second.ask(pb.HeartbeatRequest(caller=second.caller()))
-        assert server.status().progress.version == 1
-        second.ask(pb.HeartbeatRequest(caller=second.caller(), version=1))
-        assert server.status().progress.version == 2
-
-
-def test_calls_that_wait_in_vain_are_answered_before_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
-    bounded = environment(consistency={"mode": "bounded", "maxStaleness": 2}, worker={"replicas": 3})
-    with serving(bounded) as (listener, _):
-        workers = [Worker(listener, index) for index in range(3)]
-        for worker in workers:
-            worker.start()
-        taken = [worker.take(records=1000) for worker in workers]
-
-        def begin(worker: Worker) -> bool:
-            request = pb.BeginRequest(caller=worker.caller(), version=0, step=0)
-            return worker.answer(pb.BeginReply, request).pending
-
-        assert [begin(workers[0]), begin(workers[1])] == [False, False]
-        workers[0].push(0, 0, finish=workers[0].finishing(0, taken[0]))
-        assert begin(workers[2]), "the round waits for worker 1 only"
-        workers[1].push(0, 0, finish=workers[1].finishing(0, taken[1]))
-        assert not begin(workers[2])
-    with serving(environment()) as (listener, _):
-        one, other = Worker(listener, 0), Worker(listener, 1)
-        for worker in (one, other):
-            worker.start()
-
-        def assign(worker: Worker) -> bool:
-            request = pb.AssignRequest(caller=worker.caller(), version=0)
-            return worker.answer(pb.AssignReply, request).pending
-
-        assert [assign(one), assign(other)] == [False, True]
-
-
-def test_a_checkpoint_that_another_shard_cannot_load_is_asked_for_again(tmp_path: Path) -> None:
-    """Shard 0 has verified it, so what is wrong here may pass."""
-    given = environment(index=1, parameterServer={"replicas": 2}, checkpoints=tmp_path)
-    with serving(given) as (listener, server):
-        layout = one_bucket(tensor("w", 4))
-        missing = Configuration(layout, "SGD", Settings(({"lr": 1.0},)), 1, 7)
-        with pytest.raises(Refused) as refused:
-            RemoteShard("job", connect(listener)).configure(missing)
-        assert code(refused) is RefusalCode.NOT_READY
-        assert not server.status().ready
-
-
 def test_who_pulls_as_a_contributor_must_take_part(worker: Worker) -> None:
     taken = worker.take()
     assert worker.pull(0, contributor=True)[-1][0].done
@@ -510,20 +418,3 @@ def test_who_pulls_as_a_contributor_must_take_part(worker: Worker) -> None:
         worker.pull(0, contributor=True)
     assert code(refused) is RefusalCode.STALE_INCARNATION
     assert taken.version == 0
-
-
-def test_a_pull_is_told_when_the_round_has_started_again() -> None:
-    with serving(environment()) as (listener, server), ThreadPoolExecutor(1) as threads:
-        worker, other = Worker(listener, 0), Worker(listener, 1)
-        worker.start()
-        other.start()
-        taken = worker.take(records=40)
-        assert worker.take(records=40, wait=False).ranges, "for the step after it"
-        coming = threads.submit(other.take, records=40)
-        eventually(lambda: server.status().members[1].state == "training", "the other waits for a round")
-        worker.push(0, 0, finish=worker.finishing(0, taken))
-        assert coming.result(10).version == 1
-        worker.push(1, 1)
-        other.push(0, 1)
-        other.ask(pb.GoneRequest(job="job", worker=1, instance=other.instance))
-        assert worker.pull(2, contributor=True, attempt=0)[-1][0].attempt == 1

@@ -1,0 +1,51 @@
+"""What workers do to a job's state, in a line each."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.ledger import Ledger
+from elastic_ps.core.membership import Stay
+from elastic_ps.core.partition import Rule, TensorSpec, partition
+from elastic_ps.server.state import JobState, Model
+
+TENSORS = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
+MODEL = Model(partition(TENSORS, bucket_bytes=1024, shards=1), "SGD")
+
+
+def training() -> JobState:
+    """A job of 1000 records whose model is there."""
+    state = JobState(term=1, lease=timedelta(seconds=10), initialised=True)
+    state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
+    return state
+
+
+def join(state: JobState, worker: int) -> Stay:
+    """A worker comes, is handed records and wants to compute on them."""
+    stay = state.members.join(worker, pid=worker, host="here", version=state.version, now=0)
+    state.take(worker, stay.incarnation, 10)
+    state.admit(worker)
+    return stay
+
+
+def contribution(state: JobState, stay: Stay, *, step: int = 0) -> Contribution:
+    """A step on all that the worker holds."""
+    assert state.ledger is not None
+    held = tuple(state.ledger.held(stay.incarnation))
+    return Contribution(worker=stay.worker, incarnation=stay.incarnation, step=step, samples=10, records=held)
+
+
+def finish(state: JobState, stay: Stay, *, step: int = 0) -> Contribution:
+    done = contribution(state, stay, step=step)
+    state.rounds.finish(done, version=state.version, attempt=state.rounds.attempt)
+    return done
+
+
+def two(state: JobState) -> tuple[Stay, Stay]:
+    """Two workers, both in the open round, which is the second."""
+    first, second = join(state, 0), join(state, 1)
+    finish(state, first, step=-2)
+    state.book(state.rounds.begin_commit(), 0, decided=0)
+    state.take(first.worker, first.incarnation, 10)
+    return first, second
