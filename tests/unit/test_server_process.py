@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ps.env import EXIT_INVALID, ProcessEnvironment
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.env import EXIT_FENCED, EXIT_INVALID, ProcessEnvironment
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.local.processes import free_addresses
+from elastic_ps.status import ServerStatus
 from tests.polling import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 class Process:
     """A parameter server of its own, with its log in `directory`."""
 
-    def __init__(self, directory: Path, bind: str = "") -> None:
+    def __init__(self, directory: Path, bind: str = "", *, checkpoints: Path | None = None) -> None:
         address, self._http = free_addresses(2)
         environment = ProcessEnvironment(
             job="job",
@@ -32,6 +34,7 @@ class Process:
             addresses=(address,),
             bind=bind or address,
             http=self._http,
+            checkpoints=checkpoints,
         )
         self._log = directory / "log"
         with self._log.open("wb") as stream:
@@ -77,3 +80,35 @@ def test_where_it_cannot_listen_it_ends_with_a_sentence(tmp_path: Path, bind: st
     assert process.child.wait(60) == EXIT_INVALID
     assert message in process.said
     assert "Traceback" not in process.said
+
+
+def test_one_that_waits_for_its_disk_says_so_and_ends_when_it_is_asked_to(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    earlier = Store(checkpoints)
+    earlier.claim("job", "an earlier run", adopt=True, wait=True)
+    process = Process(tmp_path, checkpoints=checkpoints)
+    try:
+        eventually(lambda: "waiting: " in process.said, f"it waits: {process.said}")
+        status = ServerStatus.model_validate_json(process.page("/status"))
+        assert (status.ready, status.term) == (False, 0)
+        assert status.problem.startswith(f"{checkpoints} is still used by an earlier run of job")
+        process.child.send_signal(signal.SIGTERM)
+        assert process.child.wait(60) == 0
+        assert "asked to end while waiting" in process.said
+    finally:
+        process.child.kill()
+        process.child.wait()
+        earlier.close()
+
+
+def test_one_whose_place_another_has_taken_ends_with_a_status_of_its_own(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    process = Process(tmp_path, checkpoints=checkpoints)
+    try:
+        eventually(lambda: "serves on" in process.said, f"it serves: {process.said}")
+        Store(checkpoints).next_term()
+        assert process.child.wait(60) == EXIT_FENCED
+        assert "another parameter server has taken over" in process.said
+    finally:
+        process.child.kill()
+        process.child.wait()
