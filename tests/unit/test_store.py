@@ -3,71 +3,36 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
 from elastic_ps.checkpoint import files as files_module
-from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.core.partition import Layout, Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint, StorageUnavailable
 from elastic_ps.server.values import BucketValues
-
-SHARDS = 2
-TERM = 1
-TENSORS = [
-    {"name": f"w{number}", "shape": [4], "dtype": "float32", "rule": int(Rule.GRADIENT), "group": 0}
-    for number in range(SHARDS)
-]
-
-
-def manifest(version: int, *, term: int = TERM) -> Manifest:
-    return Manifest(
-        job="job",
-        version=version,
-        term=term,
-        tensors=list(TENSORS),
-        optimizer="SGD",
-        state={"ledger": {"applied": 10 * version}, "loss": [[1, 0.1 + version], [2, float("nan")]]},
-    )
-
-
-def content(version: int, shard: int) -> list[Stored]:
-    return [
-        Stored(shard, 0, "value", torch.arange(4.0) + version),
-        Stored(shard, 0, "step", torch.tensor([float(version)]), scalar=True),
-    ]
-
-
-def write(store: Store, version: int, *, keep: int = 3) -> Path:
-    found = manifest(version)
-    for shard in range(SHARDS):
-        found.files.append(store.write_shard(TERM, version, shard, SHARDS, iter(content(version, shard))))
-    return store.commit(found, keep=keep)
-
-
-def same(store: Store, version: int) -> bool:
-    """Whether the newest whole checkpoint holds the content of `version`."""
-    with store.open(store.newest()[0].version) as reader:
-        for shard in range(SHARDS):
-            value, step = content(version, shard)
-            if not torch.equal(reader.value(shard, 0, 4), value.value):
-                return False
-            if reader.state(shard, 0, 4) != {"step": step.value[0]}:
-                return False
-    return True
+from tests.unit.store_rig import (
+    SHARDS,
+    TENSORS,
+    TERM,
+    broken_is_refused_and_the_one_before_is_used,
+    content,
+    files,
+    manifest,
+    names,
+    same,
+    write,
+)
 
 
 @pytest.fixture
@@ -75,11 +40,6 @@ def store(tmp_path: Path) -> Store:
     store = Store(tmp_path / "checkpoints")
     assert store.next_term() == TERM
     return store
-
-
-def names(store: Store) -> list[str]:
-    """Of all directories."""
-    return sorted(path.name for path in store.directory.iterdir() if path.is_dir())
 
 
 def test_what_is_written_is_read_again(store: Store) -> None:
@@ -113,22 +73,6 @@ def test_without_a_checkpoint_the_message_says_where_was_looked(store: Store) ->
         store.newest()
     with pytest.raises(NoCheckpoint):
         Store(store.directory / "missing").newest()
-
-
-def files(store: Store, version: int) -> list[Path]:
-    return sorted(store.path(version).iterdir())
-
-
-def broken_is_refused_and_the_one_before_is_used(store: Store, what: str) -> None:
-    with pytest.raises(CheckpointCorrupt):
-        store.manifest(2)
-    found, problems = store.newest()
-    assert found.version == 1, what
-    assert same(store, 1)
-    assert len(problems) == 1
-    assert str(store.path(2)) in problems[0]
-    assert [name.split("-")[0] for name in names(store)] == ["corrupt", "version"], "kept aside"
-    assert store.newest() == (found, []), "and reported once"
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -468,147 +412,6 @@ def test_a_shard_reads_its_own_part_and_nothing_else(store: Store, monkeypatch: 
         assert torch.equal(reader.value(0, 200, 800), whole[200:])
 
 
-# --- a checkpoint is input from outside
-
-
-def rewrite(store: Store, version: int, change: dict[str, Any]) -> None:
-    """Change a manifest, with the digest that goes with it."""
-    found = replace(store.describe(version), **change)
-    (store.path(version) / "manifest.json").write_text(found.to_text())
-
-
-def plant(store: Store, version: int, header: dict[str, Any], data: bytes = b"", length: int = -1) -> None:
-    """Put a file of shard 0 into a checkpoint, with the digest that goes with it."""
-    text = json.dumps(header).encode()
-    content = (len(text) if length < 0 else length).to_bytes(8, "little") + text + data
-    name = "shard-0-of-2.safetensors"
-    (store.path(version) / name).write_bytes(content)
-    file = ShardFile(name, hashlib.sha256(content).hexdigest(), len(content))
-    rewrite(store, version, {"files": [file, *store.describe(version).files[1:]]})
-
-
-TENSOR, SECOND = TENSORS
-F32 = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
-HUGE = 1 << 40
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"files": [ShardFile("../shard-0-of-2.safetensors", "0" * 64, 1)]},
-        {"files": [ShardFile("/etc/passwd", "0" * 64, 1)]},
-        {"files": [ShardFile("shard-0-of-2.safetensors/../../x", "0" * 64, 1)]},
-        {"files": [ShardFile("shard-0-of-2.safetensors", "0" * 64, -1)]},
-        {"files": []},
-        {"tensors": [{**TENSOR, "shape": [HUGE]}, SECOND]},
-        {"tensors": [{**TENSOR, "shape": [HUGE, HUGE, HUGE]}, SECOND]},
-        {"tensors": [{**TENSOR, "shape": [-4]}, SECOND]},
-        {"tensors": [{**TENSOR, "shape": [4.0]}, SECOND]},
-        {"tensors": [{**TENSOR, "dtype": "float128"}, SECOND]},
-        {"tensors": [{**TENSOR, "dtype": "float16"}, SECOND]},
-        {"tensors": [{**TENSOR, "rule": 17}, SECOND]},
-        {"tensors": [TENSOR, TENSOR]},
-        {"tensors": [TENSOR]},
-        {"tensors": [TENSOR, SECOND, {**TENSOR, "name": "more"}]},
-        {"tensors": {"name": "w"}},
-        {"tensors": ["w"]},
-        {"term": 1 << 70},
-        {"term": -1},
-        {"term": True},
-        {"version": 2.0},
-        {"state": []},
-        {"state": {"ledger": {"applied": 1 << 63}}},
-        {"job": 5},
-        {"format": 3},
-    ],
-)
-def test_a_manifest_that_says_what_cannot_be_is_set_aside(store: Store, change: dict[str, Any]) -> None:
-    write(store, 1)
-    write(store, 2)
-    rewrite(store, 2, change)
-    broken_is_refused_and_the_one_before_is_used(store, str(change))
-
-
-@pytest.mark.parametrize(
-    ("header", "data", "length"),
-    [
-        ({"0/0/value/elements": {**F32, "shape": [HUGE]}}, b"", -1),
-        ({"0/0/value/elements": {**F32, "shape": [HUGE], "data_offsets": [0, 4 * HUGE]}}, b"", -1),
-        ({"0/0/value/elements": {**F32, "data_offsets": [-16, 0]}}, bytes(16), -1),
-        ({"0/0/value/elements": {**F32, "data_offsets": [0, 17]}}, bytes(17), -1),
-        ({"0/0/value/elements": {**F32, "dtype": "F80"}}, bytes(16), -1),
-        ({"0/0/value/elements": {**F32, "dtype": ["F32"]}}, bytes(16), -1),
-        ({"0/0/value/elements": {**F32, "shape": None}}, bytes(16), -1),
-        ({"0/0/value/elements": 7}, bytes(16), -1),
-        ({"0/2/value/elements": F32}, bytes(16), -1),
-        ({"0/0/value/scalar": F32}, bytes(16), -1),
-        ({"9/0/value/elements": F32}, bytes(16), -1),
-        ({"0/0/value/elements": F32, "0/0/step/scalar": F32}, bytes(16), -1),
-        ({"0/0/value/elements": F32, "0/1/exp/elements": F32}, bytes(16), -1),
-        ({"weight": F32}, bytes(16), -1),
-        ({"0/0/value/elements": F32}, bytes(16), HUGE),
-        ({}, b"", -1),
-    ],
-)
-def test_a_file_that_says_what_cannot_be_is_set_aside(
-    store: Store, header: dict[str, Any], data: bytes, length: int
-) -> None:
-    """Before memory is taken for it: a tensor of 2**40 elements would take all that there is."""
-    write(store, 1)
-    write(store, 2)
-    plant(store, 2, header, data, length)
-    broken_is_refused_and_the_one_before_is_used(store, str(header))
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "7", "{}", '{"sha256": "x"}', "\x00\xff"])
-def test_a_manifest_that_is_none_is_set_aside(store: Store, text: str) -> None:
-    write(store, 1)
-    (write(store, 2) / "manifest.json").write_text(text)
-    broken_is_refused_and_the_one_before_is_used(store, text[:20])
-
-
-def test_what_is_no_ordinary_file_is_not_opened(store: Store, tmp_path: Path) -> None:
-    write(store, 1)
-    path = write(store, 2) / "shard-0-of-2.safetensors"
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    broken_is_refused_and_the_one_before_is_used(store, "link")
-    path = write(store, 3) / "manifest.json"
-    path.unlink()
-    os.mkfifo(path)
-    assert store.newest()[0].version == 1
-    write(store, 4).rename(tmp_path / "version")
-    store.path(4).symlink_to(tmp_path / "version", target_is_directory=True)
-    assert store.newest()[0].version == 1
-
-
-def test_nothing_is_written_through_a_planted_link(store: Store, tmp_path: Path) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    other = tmp_path / "other"
-    other.mkdir()
-    partial = store.directory / "partial-1-0-0000000002"
-    partial.mkdir()
-    for name in ("shard-0-of-2.safetensors", "manifest.json"):
-        (partial / name).symlink_to(victim)
-    (store.directory / "term.partial").symlink_to(victim)
-    store.path(2).symlink_to(other, target_is_directory=True)
-    write(store, 2)
-    store.next_term()
-    assert victim.read_text() == "mine"
-    assert list(other.iterdir()) == []
-    assert same(store, 2)
-    (store.directory / "partial-1-0-0000000003").symlink_to(other, target_is_directory=True)
-    with pytest.raises(CheckpointError, match="Not a directory"):
-        write(store, 3)
-    (store.directory / "lock").unlink()
-    (store.directory / "lock").symlink_to(victim)
-    with pytest.raises(CheckpointError, match="symbolic"):
-        store.next_term()
-    assert victim.read_text() == "mine"
-    assert list(other.iterdir()) == []
-
-
 def test_a_part_that_has_gone_is_not_committed(store: Store) -> None:
     """Its writer was taken for dead, and what it had written was deleted."""
     write(store, 1)
@@ -631,13 +434,6 @@ def test_two_checkpoints_of_a_version_do_not_share_their_files(store: Store) -> 
             keep=1,
         )
     assert store.versions() == []
-
-
-@pytest.mark.parametrize("term", [-1, 1 << 31, 1 << 70, True])
-def test_an_absurd_term_is_refused(store: Store, term: int) -> None:
-    (store.directory / "term.json").write_text(json.dumps({"term": term}))
-    with pytest.raises(CheckpointError, match=r"term\.json"):
-        store.next_term()
 
 
 def test_a_model_that_holds_nan_is_used_and_said_so(store: Store) -> None:
