@@ -13,10 +13,13 @@ import torch
 
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Reader
+from elastic_ps.codec import dtype_of
+from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.errors import CheckpointCorrupt
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.saved import require_usable
 from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.convert import layout_from_message
 from tests.unit.service_rig import Worker, environment, serving
 
 SPEC = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
@@ -111,3 +114,28 @@ def test_another_optimizer_than_the_state_is_of_is_refused(
     reader.manifest = replace(reader.manifest, optimizer=optimizer)
     with pytest.raises(CheckpointCorrupt, match=message):
         require_usable(reader, spec=SPEC)
+
+
+def half(directory: Path) -> Reader:
+    """Of the checkpoint of a model in half precision, whose first values have come, with a buffer."""
+    tensors = (
+        TensorSpec("w", (4,), "bfloat16", Rule.GRADIENT, 0),
+        TensorSpec("mean", (2,), "float32", Rule.MEAN, -1),
+    )
+    with serving(environment(checkpoints=directory)) as (listener, _):
+        worker = Worker(listener)
+        layout = layout_from_message(worker.join(tensors=tensors).layout)
+        for bucket in layout.buckets:
+            values = torch.zeros(bucket.elements, dtype=dtype_of(bucket.dtype))
+            worker.ask(pb.InitRequest(caller=worker.caller(), bucket=bucket.index), values)
+        worker.ask(pb.InitDoneRequest(caller=worker.caller()))
+    return Store(directory).open(0)
+
+
+def test_master_weights_are_of_the_dtype_that_is_stepped(tmp_path: Path) -> None:
+    with half(tmp_path) as reader:
+        require_usable(reader, spec=SPEC)
+        trained, buffer = reader.manifest.tensors
+        reader.manifest = replace(reader.manifest, tensors=[{**trained, "dtype": "float64"}, buffer])
+        with pytest.raises(CheckpointCorrupt, match="w: its master weights are not of dtype float64"):
+            require_usable(reader, spec=SPEC)

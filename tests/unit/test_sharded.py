@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.env import Role
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.process import ParameterServer
+from elastic_ps.server.status import StatusServer
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.inproc import InprocServer, connect
 from tests.polling import eventually
@@ -181,3 +183,17 @@ def test_without_standbys_all_go_back_to_the_checkpoint(without: Servers) -> Non
     worker.assert_trained(0)
     assert worker.train(0) == 1
     worker.assert_trained(1)
+
+
+def test_a_process_that_fails_is_not_kept_alive_by_its_threads(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    servers = Servers(tmp_path, standbys=True)
+    http = StatusServer("127.0.0.1:0", servers.shard_0.status, list)
+    try:
+        started = set(threading.enumerate()) - before
+        assert {thread.name for thread in started} >= {"checkpoint", "follower", "keeper", "ticker", "http"}
+        assert all(thread.daemon for thread in started)
+    finally:
+        http.close()
+        servers.close()
+    assert not [thread for thread in started if thread.is_alive()], "a server that is closed has none left"
