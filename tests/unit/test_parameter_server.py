@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,37 @@ def test_a_checkpoint_that_another_shard_cannot_load_is_asked_for_again(tmp_path
             RemoteShard("job", connect(listener)).configure(missing)
         assert code(refused) is RefusalCode.NOT_READY
         assert not server.status().ready
+
+
+def test_a_history_tells_what_became_of_each_record(tmp_path: Path) -> None:
+    """Whoever looks for records that were lost or trained twice reads it."""
+    histories, traces = tmp_path / "histories", tmp_path / "traces"
+    for directory in (histories, traces):
+        directory.mkdir()
+    given = replace(environment(checkpoints=tmp_path / "checkpoints"), history=histories, trace=traces)
+    with serving(given) as (listener, server):
+        worker = Worker(listener)
+        worker.start()
+        taken = worker.take()
+        worker.push(0, 0, finish=worker.finishing(0, taken))
+        more = worker.take()
+        worker.take(skipped=more.ranges)
+        server.close()
+    with serving(replace(given, resume="require")) as (listener, again):
+        assert again.term == 2
+    (file,) = histories.glob("ps-0-*.jsonl")
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    told = [event for event in events if event["event"] != "values"]
+    assert [event["event"] for event in told] == ["start", "join", "commit", "skip", "start", "restore"]
+    start, join, commit, skip, restart, restore = told
+    assert (start["term"], restart["term"]) == (1, 2)
+    assert (join["worker"], join["version"], join["term"]) == (0, 0, 1)
+    assert (commit["version"], commit["term"]) == (1, 1)
+    (step,) = commit["contributions"]
+    assert (step["worker"], step["step"], step["samples"]) == (0, 0, 10)
+    assert {each["incarnation"] for each in (join, step, skip)} == {worker.incarnation}
+    assert step["records"] == [[r.epoch, r.start, r.stop] for r in taken.ranges]
+    assert skip["records"] == [[r.epoch, r.start, r.stop] for r in more.ranges]
+    assert (restore["version"], restore["term"], restore["round"]["version"]) == (1, 2, 1)
+    (trace,) = traces.glob("ps-0-*.jsonl")
+    assert '"name": "apply"' in trace.read_text()
