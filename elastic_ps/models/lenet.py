@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from elastic_ps.errors import InvalidModel
+
 
 class LeNet(nn.Sequential):
     """Two convolutions with pooling, three linear layers; ReLU in place of the original's tanh.
@@ -15,11 +17,16 @@ class LeNet(nn.Sequential):
         size: height and width of the images in pixels; a multiple of 4, so that they can be halved twice.
         channels: of the images.
         classes: to tell apart.
+
+    Raises:
+        InvalidModel: `size` is not a multiple of 4.
     """
 
     def __init__(self, *, size: int = 28, channels: int = 1, classes: int = 10) -> None:
         if size % 4:
-            raise ValueError(f"size is {size}; expected a multiple of 4")
+            raise InvalidModel(
+                f"a LeNet halves its images twice: expected a multiple of 4 pixels, got {size} x {size}"
+            )
         super().__init__(
             nn.Conv2d(channels, 6, kernel_size=3, padding=1),
             nn.ReLU(),

@@ -1,0 +1,1 @@
+"""Networks and data sets by name, and the script that trains one on the other: `elastic-ps train`."""
