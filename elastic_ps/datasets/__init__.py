@@ -1,5 +1,11 @@
-"""Data sets of the examples, as map-style torch data sets."""
+"""Data sets, as map-style torch data sets. Nothing is downloaded.
 
+`elastic_ps.zoo.catalog` knows them by name.
+"""
+
+from elastic_ps.datasets.cifar import cifar10, cifar100
 from elastic_ps.datasets.digits import digits
+from elastic_ps.datasets.mnist import mnist
+from elastic_ps.datasets.text import text
 
-__all__ = ["digits"]
+__all__ = ["cifar10", "cifar100", "digits", "mnist", "text"]

@@ -116,6 +116,33 @@ DATA_SETS: Sequence[DataSet] = (
         directory=None,
         needs="scikit-learn ships them",
     ),
+    DataSet(
+        name="MNIST",
+        kind="image",
+        place="elastic_ps.datasets.mnist:mnist",
+        classes=10,
+        directory=Path("mnist_data"),
+        needs="its four IDX files, packed by gzip or not",
+    ),
+    *(
+        DataSet(
+            name=f"Cifar{classes}",
+            kind="image",
+            place=f"elastic_ps.datasets.cifar:cifar{classes}",
+            classes=classes,
+            directory=Path(f"cifar{classes}_data"),
+            needs="its original files, for Python or binary",
+        )
+        for classes in (10, 100)
+    ),
+    DataSet(
+        name="text",
+        kind="text",
+        place="elastic_ps.datasets.text:text",
+        classes=256,
+        directory=Path("text_data"),
+        needs="a file, or a directory with files *.txt",
+    ),
 )
 
 _Named = TypeVar("_Named", Network, DataSet)

@@ -1,0 +1,80 @@
+"""Finds and reads the files of a data set; what is missing or wrong is told by the file's name."""
+
+from __future__ import annotations
+
+import difflib
+import gzip
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_ps.errors import InvalidModel
+
+GZIP = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the files of a data set are had.
+
+    Attributes:
+        name: the data set's.
+        page: the address of the page that offers them.
+        archives: names of the archives that hold them.
+    """
+
+    name: str
+    page: str
+    archives: Sequence[str] = ()
+
+    @property
+    def hint(self) -> str:
+        """A sentence for the end of a message."""
+        return f"The files of {self.name} come from {self.page}"
+
+    def check_directory(self, directory: Path) -> None:
+        """Raise InvalidModel unless this is a directory."""
+        if not directory.is_dir():
+            found = "is a file" if directory.exists() else "does not exist"
+            raise InvalidModel(
+                f"{directory} {found}; expected the directory with the files of {self.name}. {self.hint}"
+            )
+
+    def missing(self, name: str, places: Sequence[Path], *, known: Sequence[str]) -> InvalidModel:
+        """What to raise if none of these directories, which need not exist, has a file of this name.
+
+        Args:
+            known: the names of all files of the data set. A file with another name may have been renamed.
+        """
+        there = {path.name: path for place in places if place.is_dir() for path in sorted(place.iterdir())}
+        packed = [there[archive] for archive in self.archives if archive in there]
+        near = difflib.get_close_matches(name, there.keys() - set(known), n=1, cutoff=0.75)
+        if packed:
+            advice = f"Unpack {packed[0]}"
+        elif near:
+            advice = f"There is {there[near[0]]}: if it is the same file, rename it to {name}"
+        else:
+            advice = self.hint
+        searched = " or ".join(str(place) for place in places if place.is_dir())
+        return InvalidModel(f"{self.name}: there is no file {name} in {searched}. {advice}")
+
+    def wrong(self, path: Path, found: str) -> InvalidModel:
+        """What to raise if a file is not what it should be; `found` says what it is and what was expected."""
+        return InvalidModel(f"{path} is not the file of {self.name} that it should be: {found}. {self.hint}")
+
+    def read(self, path: Path) -> bytes:
+        """All of a file, unpacked if it is packed by gzip.
+
+        Raises:
+            InvalidModel: it cannot be read, or the packed data is cut or damaged.
+        """
+        try:
+            data = path.read_bytes()
+            return gzip.decompress(data) if data.startswith(GZIP) else data
+        except EOFError as error:
+            raise self.wrong(path, "it is cut: the packed data ends too early") from error
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise self.wrong(path, f"its packed data is damaged: {error}") from error
+        except OSError as error:
+            raise InvalidModel(f"cannot read {path}: {error.strerror}") from error
