@@ -35,6 +35,10 @@ def main(arguments: Sequence[str] | None = None, *, programs: Programs | None = 
             from elastic_ps.cli.run import run
 
             return run(parsed, programs)
+        if parsed.command == "train":
+            from elastic_ps.cli.train import train
+
+            return train(parsed, programs)
         if parsed.command == "drill":
             from elastic_ps.cli.drill import drill
 

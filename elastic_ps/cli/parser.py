@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
+from elastic_ps.cli import train_flags
 from elastic_ps.drill.faults import DESCRIPTIONS, KINDS, Kind
 from elastic_ps.schemes import Scheme
 
@@ -21,6 +22,8 @@ examples:
   elastic-ps run job.yaml                    train, with live progress; Ctrl-C stops the job cleanly
   elastic-ps run train.py --workers 2 -- --lr 0.1
                                              train with a script and its arguments, without a job file
+  elastic-ps train --network ResNet18 --dataset Cifar10 --data-dir data --lr 0.1 --momentum 0.9
+                                             train a network of the zoo, without a job file
   elastic-ps run job.yaml --workers 4        train with 4 workers, whatever the file says
   elastic-ps run job.yaml --scale 150:4 --scale 400:2 --report out
                                              grow to 4 workers at version 150, shrink to 2 at 400;
@@ -101,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     _add_run(commands)
+    _add_train(commands)
     _add_status(commands)
     _add_scale(commands)
     _add_logs(commands)
@@ -126,6 +130,11 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="VERSION:N",
         help="change to N workers at this version; may be repeated",
     )
+    _add_running(run)
+
+
+def _add_running(run: argparse.ArgumentParser) -> None:
+    """Add how a job is run on this machine."""
     run.add_argument(
         "--report", type=Path, metavar="DIR", help="write run.json and run.png into DIR at the end"
     )
@@ -143,6 +152,20 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     run.add_argument(
         "--detach", action="store_true", help="run the job in the background, and return as soon as it runs"
     )
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a network of the zoo, without a job file",
+        description=train_flags.DESCRIPTION,
+        epilog=train_flags.EXAMPLES,
+        formatter_class=_Help,
+    )
+    train_flags.add_train(train)
+    _add_running(train)
+    train_flags.add_cluster(train)
+    train.set_defaults(scale=[])
 
 
 def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -9,7 +9,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -36,30 +36,47 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(parsed: argparse.Namespace, programs: Programs | None) -> int:
-    """Run a job; returns the exit code. Under `mpirun`, rank 0 does, and the others start its workers."""
+    """Run the job of a file or a script; returns the exit code."""
+
+    def read(ranks: int | None) -> TrainingJob:
+        job = _job(parsed.job, parsed.script_arguments)
+        workers = ranks if parsed.workers is None else parsed.workers
+        if workers is not None:
+            job.spec.worker.replicas = workers
+        return job
+
+    return run_job(read, parsed, programs)
+
+
+def run_job(
+    job: Callable[[int | None], TrainingJob], parsed: argparse.Namespace, programs: Programs | None
+) -> int:
+    """Run a job; returns the exit code. Under `mpirun`, rank 0 does, and the others start its workers.
+
+    Args:
+        job: called once with the number of ranks that start workers, None without `mpirun`.
+        parsed: the options that say how it is run.
+    """
     if not mpi.started_by_mpirun():
-        return _run_job(parsed, programs, None)
+        return _run_job(job(None), parsed, programs, None)
     world = mpi.World()
     if world.size == 1:
-        return _run_job(parsed, programs, None)
+        return _run_job(job(None), parsed, programs, None)
     if world.rank:
         mpi.serve(world)
         return 0
     slots = mpi.Slots(world)
     try:
-        return _run_job(parsed, programs, slots)
+        if parsed.detach:
+            raise UserError("--detach is not possible under mpirun; put `mpirun ... &` into the background")
+        return _run_job(job(slots.count), parsed, programs, slots)
     finally:
         slots.close()
 
 
-def _run_job(parsed: argparse.Namespace, programs: Programs | None, slots: mpi.Slots | None) -> int:
-    job = _job(parsed.job, parsed.script_arguments)
-    if slots is not None:
-        job.spec.worker.replicas = slots.count
-        if parsed.detach:
-            raise UserError("--detach is not possible under mpirun; put `mpirun ... &` into the background")
-    if parsed.workers is not None:
-        job.spec.worker.replicas = parsed.workers
+def _run_job(
+    job: TrainingJob, parsed: argparse.Namespace, programs: Programs | None, slots: mpi.Slots | None
+) -> int:
     options = Options(
         schedule=tuple(sorted(ScaleAt(version, workers) for version, workers in parsed.scale)),
         trace=parsed.trace.resolve() if parsed.trace else None,

@@ -87,7 +87,8 @@ class ResNet(nn.Module):
     """Takes (batch, channels, size, size) float images and returns (batch, classes) logits.
 
     For images below 64 pixels the first layer is a 3 x 3 convolution without pooling, as is usual for
-    CIFAR. Depths 32 and 110 are the paper's networks for CIFAR, with a third of the channels.
+    CIFAR. Depths 32 and 110 are the paper's networks for CIFAR, with a quarter of the channels. A stage does
+    not halve what is 2 pixels wide or less.
 
     Args:
         depth: the number of layers: 18, 34, 50, 101 or 152; or 32 or 110, for images below 64 pixels.
@@ -119,18 +120,19 @@ class ResNet(nn.Module):
         self.conv1 = nn.Conv2d(channels, width, kernel, stride=stride, padding=padding, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if large else nn.Identity()
-        inputs = width
+        inputs, pixels = width, size // 4 if large else size
         for number, blocks in enumerate(stages):
             outputs = width * 2**number * block.expansion
             layers: list[nn.Module] = []
-            for first in (True, *(False,) * (blocks - 1)):
-                stride = 2 if first and number else 1
+            stride = 2 if number and pixels > 2 else 1
+            pixels //= stride
+            for _ in range(blocks):
                 shortcut: nn.Module | None = None
                 if stride != 1 or inputs != outputs:
                     new = partial(_Padded, outputs - inputs, stride)
                     shortcut = new() if small else _projected(inputs, outputs, stride)
                 layers.append(block(inputs, width * 2**number, stride, shortcut))
-                inputs = outputs
+                inputs, stride = outputs, 1
             self.add_module(f"layer{number + 1}", nn.Sequential(*layers))
         self.fc = nn.Linear(inputs, classes)
         self._stages = len(stages)

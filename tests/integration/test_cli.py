@@ -113,7 +113,7 @@ def test_help_is_quick_and_teaches(place: Place) -> None:
         text=True,
         check=True,
     )
-    for word in ("run", "status", "scale", "logs", "stop", "examples:", "exit codes:"):
+    for word in ("run", "train", "status", "scale", "logs", "stop", "examples:", "exit codes:"):
         assert word in done.stdout
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not loaded & {"torch", "pydantic", "rich", "matplotlib", "numpy", "grpc", "kopf"}

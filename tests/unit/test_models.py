@@ -13,6 +13,7 @@ from elastic_ps.errors import InvalidModel, UserError
 from elastic_ps.models import GPT, VGG, DeepFM, LeNet, ResNet, WideDeep
 from elastic_ps.models.tables import interactions
 from elastic_ps.zoo.catalog import DATA_SETS, NETWORKS, check_fit, find_dataset, find_network
+from elastic_ps.zoo.train import build
 
 IMAGENET: dict[str, Any] = {"size": 224, "classes": 1000}
 PUBLISHED = {
@@ -188,6 +189,30 @@ def test_every_network_can_be_built() -> None:
     for network in NETWORKS:
         with torch.device("meta"):
             assert count(network.build(**facts[network.kind]))
+
+
+SHAPES = {"digits": (1, 8), "MNIST": (1, 28), "Cifar10": (3, 32), "Cifar100": (3, 32)}
+
+
+@pytest.mark.parametrize("dataset", SHAPES)
+@pytest.mark.parametrize("network", ["LeNet", "ResNet18", "ResNet110", "VGG16"])
+def test_a_network_is_built_for_the_images_of_a_data_set(dataset: str, network: str) -> None:
+    channels, size = SHAPES[dataset]
+    records = [(torch.zeros(channels, size, size), 0)]
+    data = find_dataset(dataset)
+    if network == "VGG16" and size < 32:
+        with pytest.raises(InvalidModel, match=f"got {size} x {size}"):
+            build(find_network(network), data, records)
+        return
+    with torch.device("meta"):
+        model = build(find_network(network), data, records)
+        assert model.eval()(torch.zeros(1, channels, size, size)).shape == (1, data.classes)
+
+
+def test_a_gpt_is_built_for_pieces_of_text() -> None:
+    with torch.device("meta"):
+        model = build(find_network("GPT"), find_dataset("text"), [(torch.zeros(128), torch.zeros(128))])
+        assert model(torch.zeros(2, 128, dtype=torch.int64)).shape == (2, 128, 256)
 
 
 def test_an_unknown_name_gives_the_nearest_and_all() -> None:

@@ -1,0 +1,96 @@
+"""`elastic-ps train`: make a job out of flags, then run it, print it, or give it to a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from elastic_ps.cli.run import run_job
+from elastic_ps.cli.train_flags import ARGUMENTS
+from elastic_ps.errors import UserError
+from elastic_ps.job import TrainingJob
+from elastic_ps.local import Programs, mpi
+from elastic_ps.zoo.job import FOREIGN, Flags, job_of
+
+SUBMIT = "elastic_operator.submit"
+
+
+def train(parsed: argparse.Namespace, programs: Programs | None) -> int:
+    """Returns the exit code."""
+    if parsed.dry_run or parsed.apply:
+        option = "--dry-run" if parsed.dry_run else "--apply"
+        if mpi.started_by_mpirun():
+            raise UserError(f"{option} starts nothing here; give it without mpirun")
+        for other in ("report", "trace", "resume", "transport", "detach"):
+            if getattr(parsed, other):
+                raise UserError(f"{option} starts nothing here, so --{other} has no meaning; leave it out")
+        document, _, notes = job_of(_flags(parsed, None))
+        _tell(notes)
+        return _print(document) if parsed.dry_run else _apply(document, parsed.namespace)
+    for option, given in (("--namespace", parsed.namespace), ("--data-claim", parsed.data_claim)):
+        if given is not None:
+            raise UserError(
+                f"{option} {given} is for a cluster; give --apply or --dry-run, too, or leave it out"
+            )
+
+    def make(ranks: int | None) -> TrainingJob:
+        _, job, notes = job_of(_flags(parsed, ranks))
+        _tell(notes)
+        return job
+
+    return run_job(make, parsed, programs)
+
+
+def _flags(parsed: argparse.Namespace, ranks: int | None) -> Flags:
+    arguments = {name: getattr(parsed, name) for name in ARGUMENTS if getattr(parsed, name) is not None}
+    if parsed.enable_gpu:
+        if parsed.no_cuda:
+            raise UserError("--enable-gpu and --no-cuda contradict each other; leave one of the two out")
+        arguments["enable_gpu"] = True
+    return Flags(
+        arguments=arguments,
+        num_workers=ranks if parsed.num_workers is None else parsed.num_workers,
+        num_aggregate=parsed.num_aggregate,
+        mode=parsed.mode,
+        max_staleness=parsed.max_staleness,
+        eval_freq=parsed.eval_freq,
+        train_dir=parsed.train_dir,
+        compress_grad=parsed.compress_grad,
+        name=parsed.name,
+        image=parsed.image,
+        data_claim=parsed.data_claim,
+        foreign=[flag for flag in FOREIGN if getattr(parsed, flag[2:].replace("-", "_")) is not None],
+    )
+
+
+def _tell(notes: list[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _print(document: Mapping[str, Any]) -> int:
+    print(yaml.safe_dump(document, sort_keys=False), end="")
+    return 0
+
+
+def _apply(document: Mapping[str, Any], namespace: str | None) -> int:
+    """Create the job on the cluster, in a process of its own: nothing here knows of Kubernetes."""
+    if "image" not in document["spec"]:
+        raise UserError("--apply needs --image: the container image that the job's pods run")
+    needed = (SUBMIT.partition(".")[0], "kubernetes", "prometheus_client")
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise UserError(
+            f"--apply needs {', '.join(missing)}, which this Python does not have: "
+            "pip install 'elastic-ps[operator]'. Or use --dry-run, and kubectl apply"
+        )
+    where = [] if namespace is None else ["--namespace", namespace]
+    text = yaml.safe_dump(document, sort_keys=False)
+    return subprocess.run(
+        [sys.executable, "-m", SUBMIT, *where], input=text, text=True, check=False
+    ).returncode

@@ -1,0 +1,156 @@
+"""The options of `elastic-ps train`. They have ps_pytorch's names, so that its command lines work here."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from elastic_ps.zoo.catalog import DATA_SETS, NETWORKS
+
+DESCRIPTION = """\
+Train a network of the zoo on one of its data sets, without a job file. The flags have the names and
+the defaults of ps_pytorch's. The job's parameter server and workers are processes on this machine,
+as with `elastic-ps run`; under mpirun, each rank but the first is a worker.
+
+--dry-run prints the job file that the flags stand for, to change it and to run it with
+`elastic-ps run`. --apply gives it to the Kubernetes cluster of the current kubeconfig.
+
+At the end the test loss, prec@1 and prec@5 (per cent) are shown."""
+
+EXAMPLES = """\
+examples:
+  elastic-ps train --network LeNet --dataset digits --epochs 20
+  elastic-ps train --network ResNet18 --dataset Cifar10 --data-dir data --lr 0.1 --momentum 0.9 \\
+      --batch-size 128 --num-workers 4 --num-aggregate 3 --train-dir checkpoints --eval-freq 200
+  mpirun -n 5 elastic-ps train --network ResNet18 --dataset Cifar10 --lr 0.1 --momentum 0.9
+  elastic-ps train --network LeNet --dataset digits --dry-run > job.yaml"""
+
+ARGUMENTS = (
+    *("network", "dataset", "data_dir", "lr", "momentum", "weight_decay", "batch_size", "test_batch_size"),
+    *("epochs", "max_steps", "seed", "log_interval"),
+)
+"""The options that are arguments of the entrypoint, under the same names."""
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Add what to train, and how, and on how many workers."""
+    what = parser.add_argument_group("what to train")
+    names = ", ".join(network.name for network in NETWORKS if network.kind != "table")
+    what.add_argument("--network", metavar="N", help=f"one of {names} (default: LeNet)")
+    sets = ", ".join(dataset.name for dataset in DATA_SETS)
+    what.add_argument("--dataset", metavar="D", help=f"one of {sets} (default: MNIST)")
+    what.add_argument(
+        "--data-dir",
+        metavar="DIR",
+        help="where the data set's files are (default: mnist_data, cifar10_data, ...)",
+    )
+    how = parser.add_argument_group("how")
+    how.add_argument("--lr", type=_rate, metavar="X", help="SGD's learning rate (default: 0.01)")
+    how.add_argument("--momentum", type=_rate, metavar="X", help="SGD's momentum (default: 0.5)")
+    how.add_argument("--weight-decay", type=_rate, metavar="X", help="SGD's weight decay (default: 0)")
+    how.add_argument(
+        "--batch-size", type=_count, metavar="N", help="records in a batch of one worker (default: 128)"
+    )
+    how.add_argument(
+        "--test-batch-size",
+        type=_count,
+        metavar="N",
+        help="records in a batch of the test set (default: 500)",
+    )
+    how.add_argument(
+        "--epochs",
+        type=_count,
+        metavar="N",
+        help="how often each record is trained, by all workers together (default: 100)",
+    )
+    how.add_argument("--max-steps", type=_count, metavar="N", help="the last step (default: 10000)")
+    how.add_argument(
+        "--seed", type=int, metavar="N", help="of the first values and augmentation (default: 1)"
+    )
+    how.add_argument("--log-interval", type=_count, metavar="N", help="steps between two losses in the log")
+    how.add_argument(
+        "--enable-gpu",
+        type=_switch,
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="YES",
+        help="train on GPUs",
+    )
+    how.add_argument("--no-cuda", action="store_true", help="train on the CPU, as is the default")
+    _add_job(parser.add_argument_group("the job"))
+
+
+def _add_job(job: argparse._ArgumentGroup) -> None:
+    job.add_argument(
+        "--num-workers",
+        type=_count,
+        metavar="N",
+        help="default: --num-aggregate, or 2; under mpirun the ranks",
+    )
+    job.add_argument(
+        "--num-aggregate",
+        type=_count,
+        metavar="N",
+        help="how many workers' steps make a version; later ones are left out (default: all)",
+    )
+    job.add_argument(
+        "--mode",
+        default="normal",
+        metavar="M",
+        help="normal: workers wait for each other; kill: as --num-aggregate says; bounded: they do not wait "
+        "(default: normal)",
+    )
+    job.add_argument(
+        "--max-staleness", type=_count, metavar="N", help="with --mode bounded: how old a gradient may be"
+    )
+    job.add_argument(
+        "--eval-freq", type=_count, metavar="N", help="write a checkpoint every N steps (default: every 30 s)"
+    )
+    job.add_argument("--train-dir", type=Path, metavar="DIR", help="the directory of the checkpoints")
+    job.add_argument("--compress-grad", metavar="CODEC", help="how gradients are sent (default: as they are)")
+    job.add_argument("--name", metavar="NAME", help="the job's name (default: of network and data set)")
+    # ps_pytorch's flags that change nothing here; the command says so.
+    job.add_argument("--kill-threshold", help=argparse.SUPPRESS)
+    job.add_argument("--comm-type", help=argparse.SUPPRESS)
+    job.add_argument("--gather-type", help=argparse.SUPPRESS)
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add what is for a job file and for a cluster."""
+    cluster = parser.add_argument_group("instead of running it here")
+    instead = cluster.add_mutually_exclusive_group()
+    instead.add_argument("--dry-run", action="store_true", help="print the job file")
+    instead.add_argument("--apply", action="store_true", help="create the job on a Kubernetes cluster")
+    cluster.add_argument("--image", metavar="IMAGE", help="the container image of the job's pods")
+    cluster.add_argument(
+        "-n", "--namespace", metavar="NS", help="default: the namespace of the kubeconfig's context"
+    )
+    cluster.add_argument(
+        "--data-claim", metavar="CLAIM", help="a PersistentVolumeClaim with the data, mounted at --data-dir"
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return value
+
+
+def _switch(text: str) -> bool:
+    """As ps_pytorch has it: an empty text is no."""
+    if text.lower() in ("", "0", "no", "false"):
+        return False
+    if text.lower() in ("1", "yes", "true"):
+        return True
+    raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no")

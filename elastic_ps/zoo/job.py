@@ -1,0 +1,168 @@
+"""Decides which job a command line of `elastic-ps train` stands for; starts nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from elastic_ps.errors import UserError
+from elastic_ps.job import API_VERSION, KIND, Compression, TrainingJob, parse_job
+from elastic_ps.zoo.catalog import check_fit, find_dataset, find_network
+
+ENTRYPOINT = "elastic_ps.zoo.train:main"
+WORKERS = 2
+"""How many workers there are if nobody says how many."""
+MODES = {"normal": "sync", "sync": "sync", "kill": "sync", "bounded": "bounded"}
+"""Names of modes, and `consistency.mode`. The first and the third are ps_pytorch's."""
+CODECS: Sequence[str] = get_args(Compression.model_fields["codec"].annotation)
+COMPRESS = "compress"
+"""ps_pytorch's name for a lossless codec."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The command line. A flag that nobody gave is None, and so has the entrypoint's or the job's default.
+
+    Attributes:
+        arguments: of the entrypoint, by name.
+        num_workers: of workers; None for `num_aggregate`, or 2 if that is None, too.
+        num_aggregate: how many workers' steps make a version.
+        mode: one of `MODES`.
+        max_staleness: see `consistency.maxStaleness`.
+        eval_freq: a checkpoint is written whenever so many versions have been made.
+        train_dir: the directory of the checkpoints.
+        compress_grad: the codec of gradients.
+        name: the job's; None for one out of network and data set.
+        image: the container image on a cluster.
+        data_claim: the volume claim on a cluster that is mounted at `data_dir`.
+        foreign: flags of ps_pytorch that were given and have no counterpart here.
+    """
+
+    arguments: dict[str, Any]
+    num_workers: int | None = None
+    num_aggregate: int | None = None
+    mode: str = "normal"
+    max_staleness: int | None = None
+    eval_freq: int | None = None
+    train_dir: Path | None = None
+    compress_grad: str | None = None
+    name: str | None = None
+    image: str | None = None
+    data_claim: str | None = None
+    foreign: Sequence[str] = ()
+
+
+FOREIGN = {
+    "--kill-threshold": "a step is left out as soon as --num-aggregate others have arrived, not after a time",
+    "--comm-type": "workers pull the values as soon as they are there, bucket by bucket",
+    "--gather-type": "gradients are pushed while backward computes them, bucket by bucket",
+}
+"""Flags of ps_pytorch without a counterpart, and what happens instead."""
+
+
+def job_of(flags: Flags) -> tuple[dict[str, Any], TrainingJob, list[str]]:
+    """The job as a document and validated, and a sentence for each flag that changes nothing.
+
+    Raises:
+        UserError: a flag, or a combination of flags, cannot be used; the message names it.
+    """
+    network = find_network(flags.arguments.get("network", "LeNet"))
+    dataset = find_dataset(flags.arguments.get("dataset", "MNIST"))
+    check_fit(network, dataset)
+    name = flags.name or re.sub("[^a-z0-9]+", "-", f"{network.name}-{dataset.name}".lower())
+    workers = _workers(flags)
+    codec, notes = _codec(flags.compress_grad)
+    checkpoint: dict[str, Any] = {}
+    if flags.eval_freq is not None:
+        checkpoint["everyVersions"] = flags.eval_freq
+    if flags.train_dir is not None:
+        checkpoint["path"] = str(flags.train_dir)
+    worker: dict[str, Any] = {"replicas": workers}
+    if template := _template(flags):
+        worker["template"] = template
+    spec: dict[str, Any] = {
+        "entrypoint": ENTRYPOINT,
+        "arguments": {**flags.arguments, "network": network.name, "dataset": dataset.name},
+        **({"image": flags.image} if flags.image else {}),
+        **({"parameterServer": {"checkpoint": checkpoint}} if checkpoint else {}),
+        "worker": worker,
+        "consistency": _consistency(flags, workers),
+        **({"compression": {"codec": codec}} if codec else {}),
+    }
+    document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec}
+    notes += [f"{flag} changes nothing: {FOREIGN[flag]}" for flag in flags.foreign]
+    return document, parse_job(document, source="elastic-ps train"), notes
+
+
+def _workers(flags: Flags) -> int:
+    if flags.num_workers is None:
+        return WORKERS if flags.num_aggregate is None else flags.num_aggregate
+    if flags.num_aggregate is not None and flags.num_aggregate > flags.num_workers:
+        raise UserError(
+            f"--num-aggregate is {flags.num_aggregate}, but there are {flags.num_workers} workers: a version "
+            "cannot be made of more steps than there are workers. Give a smaller number, or more workers"
+        )
+    return flags.num_workers
+
+
+def _consistency(flags: Flags, workers: int) -> dict[str, Any]:
+    if flags.mode not in MODES:
+        raise UserError(f"--mode is {flags.mode!r}; expected one of {', '.join(MODES)}")
+    mode = MODES[flags.mode]
+    backup = 0 if flags.num_aggregate is None else workers - flags.num_aggregate
+    if mode == "bounded":
+        if flags.max_staleness is None:
+            raise UserError(
+                "--mode bounded needs --max-staleness: how many versions the other workers may make while "
+                "one worker computes a step"
+            )
+        if backup:
+            raise UserError(
+                f"--mode bounded waits for nobody, so --num-aggregate {flags.num_aggregate} has no meaning; "
+                "leave one of the two out"
+            )
+        return {"mode": mode, "maxStaleness": flags.max_staleness}
+    if flags.max_staleness is not None:
+        raise UserError(
+            f"--max-staleness has no meaning with --mode {flags.mode}, in which no gradient is stale; leave "
+            "it out, or give --mode bounded"
+        )
+    if flags.mode == "kill" and not backup:
+        raise UserError(
+            "--mode kill leaves slow workers out, so it needs --num-aggregate below the number of workers, "
+            f"which is {workers}"
+        )
+    return {"mode": mode, **({"backupWorkers": backup} if backup else {})}
+
+
+def _codec(given: str | None) -> tuple[str | None, list[str]]:
+    """The job's codec, None for the default, and what to say about it."""
+    if given is None or given in CODECS:
+        return given, []
+    if given == COMPRESS:
+        text = "there is no lossless codec, so gradients are sent as they are"
+        return None, [f"--compress-grad {COMPRESS} changes nothing yet: {text}"]
+    raise UserError(f"--compress-grad is {given!r}; expected one of {', '.join((COMPRESS, *CODECS))}")
+
+
+def _template(flags: Flags) -> dict[str, Any]:
+    """What the workers' pods need besides."""
+    container: dict[str, Any] = {"name": "worker"}
+    spec: dict[str, Any] = {}
+    if flags.arguments.get("enable_gpu"):
+        container["resources"] = {"limits": {"nvidia.com/gpu": 1}}
+    if flags.data_claim is not None:
+        directory = flags.arguments.get("data_dir")
+        if directory is None or not Path(directory).is_absolute():
+            raise UserError(
+                "--data-claim mounts a volume into the workers' pods; give --data-dir, too, the absolute "
+                f"path at which it is to be there (it is {directory or 'not given'})"
+            )
+        container["volumeMounts"] = [{"name": "data", "mountPath": directory, "readOnly": True}]
+        spec["volumes"] = [{"name": "data", "persistentVolumeClaim": {"claimName": flags.data_claim}}]
+    if len(container) == 1:
+        return {}
+    return {"spec": {**spec, "containers": [container]}}

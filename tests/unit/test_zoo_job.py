@@ -1,0 +1,113 @@
+"""Which job a command line of `elastic-ps train` stands for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ps.errors import InvalidJob, UserError
+from elastic_ps.job import parse_job
+from elastic_ps.zoo.job import Flags, job_of
+
+
+def spec_of(flags: Flags) -> Any:
+    document, job, _ = job_of(flags)
+    assert parse_job(document, source="again") == job
+    return job.spec
+
+
+def test_what_nobody_says_is_left_to_the_entrypoint_and_to_the_job() -> None:
+    document, job, notes = job_of(Flags(arguments={}))
+    assert document["spec"] == {
+        "entrypoint": "elastic_ps.zoo.train:main",
+        "arguments": {"network": "LeNet", "dataset": "MNIST"},
+        "worker": {"replicas": 2},
+        "consistency": {"mode": "sync"},
+    }
+    assert (job.name, notes) == ("lenet-mnist", [])
+
+
+def test_flags_become_arguments_and_fields() -> None:
+    spec = spec_of(
+        Flags(
+            arguments={"network": "resnet-18", "dataset": "CIFAR-100", "lr": 0.1},
+            num_workers=4,
+            num_aggregate=3,
+            eval_freq=20,
+            train_dir=Path("kept"),
+            compress_grad="none",
+            image="image:1",
+        )
+    )
+    assert spec.arguments == {"network": "ResNet18", "dataset": "Cifar100", "lr": 0.1}
+    assert (spec.worker.replicas, spec.consistency.backup_workers) == (4, 1)
+    checkpoint = spec.parameter_server.checkpoint
+    assert (checkpoint.every_versions, checkpoint.path) == (20, "kept")
+    assert (spec.compression.codec, spec.image) == ("none", "image:1")
+
+
+def test_there_are_as_many_workers_as_are_waited_for() -> None:
+    spec = spec_of(Flags(arguments={}, num_aggregate=5))
+    assert (spec.worker.replicas, spec.consistency.backup_workers) == (5, 0)
+
+
+def test_bounded_staleness() -> None:
+    spec = spec_of(Flags(arguments={}, mode="bounded", max_staleness=8))
+    assert (spec.consistency.mode, spec.consistency.max_staleness) == ("bounded", 8)
+
+
+def test_pods_get_a_gpu_and_the_data() -> None:
+    arguments = {"enable_gpu": True, "data_dir": "/data"}
+    document, _, _ = job_of(Flags(arguments=arguments, data_claim="mnist"))
+    pod = document["spec"]["worker"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["name"] == "worker"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    assert container["volumeMounts"] == [{"name": "data", "mountPath": "/data", "readOnly": True}]
+    assert pod["volumes"] == [{"name": "data", "persistentVolumeClaim": {"claimName": "mnist"}}]
+
+
+def test_a_flag_that_changes_nothing_is_told() -> None:
+    _, _, notes = job_of(Flags(arguments={}, compress_grad="compress", foreign=["--comm-type"]))
+    assert [note.partition(":")[0] for note in notes] == [
+        "--compress-grad compress changes nothing yet",
+        "--comm-type changes nothing",
+    ]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "network": ({"arguments": {"network": "ResNet20"}}, "did you mean ResNet"),
+    "data set": ({"arguments": {"dataset": "cifar"}}, r"did you mean Cifar10\?"),
+    "kinds": (
+        {"arguments": {"network": "gpt"}},
+        "GPT takes records of kind text, .* MNIST .* it is trained on text",
+    ),
+    "aggregate": ({"num_workers": 2, "num_aggregate": 5}, "--num-aggregate is 5, but there are 2 workers"),
+    "mode": ({"mode": "async"}, "--mode is 'async'; expected one of normal, sync, kill, bounded"),
+    "kill": ({"mode": "kill", "num_workers": 3}, "--mode kill .* needs --num-aggregate below .* which is 3"),
+    "staleness": ({"mode": "bounded"}, "--mode bounded needs --max-staleness"),
+    "stale": ({"max_staleness": 3}, "--max-staleness has no meaning with --mode normal"),
+    "both": (
+        {"mode": "bounded", "max_staleness": 3, "num_workers": 3, "num_aggregate": 2},
+        "--num-aggregate 2 has no meaning",
+    ),
+    "codec": ({"compress_grad": "zip"}, "--compress-grad is 'zip'; expected one of compress, none"),
+    "claim": (
+        {"data_claim": "mnist", "arguments": {"data_dir": "here"}},
+        "the absolute path .*it is here",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_flags_that_cannot_be_used_are_named(case: str) -> None:
+    given, message = REFUSED[case]
+    with pytest.raises(UserError, match=message):
+        job_of(Flags(**{"arguments": {}, **given}))
+
+
+def test_a_name_that_no_job_may_have_is_refused() -> None:
+    with pytest.raises(InvalidJob, match=r"metadata\.name"):
+        job_of(Flags(arguments={}, name="My Job"))
