@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic_ps.cli.parser import build_parser
+from elastic_ps.cli.train_flags import ARGUMENTS
 from elastic_ps.errors import InvalidJob, UserError
 from elastic_ps.job import parse_job
 from elastic_ps.zoo.job import Flags, job_of
+from elastic_ps.zoo.train import main
 
 
 def spec_of(flags: Flags) -> Any:
@@ -46,6 +50,36 @@ def test_flags_become_arguments_and_fields() -> None:
     checkpoint = spec.parameter_server.checkpoint
     assert (checkpoint.every_versions, checkpoint.path) == (20, "kept")
     assert (spec.compression.codec, spec.image) == ("none", "image:1")
+
+
+def test_the_defaults_are_those_of_ps_pytorch() -> None:
+    """As its README and its parser say."""
+    defaults = {name: each.default for name, each in inspect.signature(main).parameters.items()}
+    assert defaults == {
+        "network": "LeNet",
+        "dataset": "MNIST",
+        "data_dir": None,
+        "batch_size": 128,
+        "test_batch_size": 500,
+        "epochs": 100,
+        "max_steps": 10_000,
+        "lr": 0.01,
+        "momentum": 0.5,
+        "weight_decay": 0.0,
+        "seed": 1,
+        "log_interval": 10,
+        "enable_gpu": False,
+    }
+    assert {*ARGUMENTS, "enable_gpu"} == set(defaults)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [([], False), (["--enable-gpu="], False), (["--enable-gpu=False"], False), (["--enable-gpu"], True),
+     (["--enable-gpu=yes"], True)],
+)  # fmt: skip
+def test_an_empty_enable_gpu_is_no(given: list[str], meant: bool) -> None:
+    assert build_parser().parse_args(["train", *given]).enable_gpu is meant
 
 
 def test_there_are_as_many_workers_as_are_waited_for() -> None:
