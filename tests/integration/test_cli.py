@@ -120,7 +120,8 @@ def test_help_is_quick_and_teaches(place: Place) -> None:
 
 
 def test_the_launcher_loads_neither_torch_nor_the_programs(place: Place) -> None:
-    code = "import sys, elastic_ps.cli.run, elastic_ps.cli.control, elastic_ps.local.report\n"
+    modules = ("cli.run", "cli.train", "cli.control", "local.report")
+    code = f"import sys, {', '.join(f'elastic_ps.{module}' for module in modules)}\n"
     code += "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'kopf', 'matplotlib', 'grpc')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
