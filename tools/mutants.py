@@ -40,7 +40,17 @@ GROUPS = {
     ],
 }
 EQUAL = "# mutant: equal"
-TREE = ("benchmarks", "elastic_ps", "operator", "tests", "charts", "manifests", "tools", "pyproject.toml")
+TREE = (
+    "benchmarks",
+    "docs",
+    "elastic_ps",
+    "operator",
+    "tests",
+    "charts",
+    "manifests",
+    "tools",
+    "pyproject.toml",
+)
 LIMIT = 120.0
 """Seconds for the unit tests, at the least; a mutant that never ends is noticed, too."""
 
