@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,6 +17,7 @@ from elastic_ps.cli.train_flags import ARGUMENTS
 from elastic_ps.errors import UserError
 from elastic_ps.job import TrainingJob
 from elastic_ps.local import Programs, mpi
+from elastic_ps.zoo.catalog import find_dataset
 from elastic_ps.zoo.job import FOREIGN, Flags, job_of
 
 SUBMIT = "elastic_operator.submit"
@@ -41,6 +43,8 @@ def train(parsed: argparse.Namespace, programs: Programs | None) -> int:
 
     def make(ranks: int | None) -> TrainingJob:
         _, job, notes = job_of(_flags(parsed, ranks))
+        dataset = find_dataset(str(job.spec.arguments["dataset"]))
+        dataset.check_place(None if parsed.data_dir is None else Path(parsed.data_dir))
         _tell(notes)
         return job
 

@@ -14,8 +14,8 @@ import torch
 from elastic_ps.datasets import pickles
 from elastic_ps.datasets.files import Source
 from elastic_ps.datasets.images import Images
+from elastic_ps.zoo.catalog import CIFAR_PAGE
 
-PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 SHAPE = (3, 32, 32)
 PIXELS = 3 * 32 * 32
 
@@ -39,7 +39,7 @@ class _Version:
 
 
 _BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
-_TEN = Source(name="CIFAR-10", page=PAGE, archives=("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"))
+_TEN = Source(name="CIFAR-10", page=CIFAR_PAGE, archives=("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz"))
 _TEN_VERSIONS = (
     _Version(folder="cifar-10-batches-py", training=_BATCHES, test=("test_batch",), labels="labels"),
     _Version(
@@ -50,7 +50,7 @@ _TEN_VERSIONS = (
     ),
 )
 _HUNDRED = Source(
-    name="CIFAR-100", page=PAGE, archives=("cifar-100-python.tar.gz", "cifar-100-binary.tar.gz")
+    name="CIFAR-100", page=CIFAR_PAGE, archives=("cifar-100-python.tar.gz", "cifar-100-binary.tar.gz")
 )
 _HUNDRED_VERSIONS = (
     _Version(folder="cifar-100-python", training=("train",), test=("test",), labels="fine_labels"),

@@ -9,8 +9,9 @@ import torch
 
 from elastic_ps.datasets.files import Source
 from elastic_ps.datasets.images import Images
+from elastic_ps.zoo.catalog import MNIST_PAGE
 
-SOURCE = Source(name="MNIST", page="https://yann.lecun.com/exdb/mnist")
+SOURCE = Source(name="MNIST", page=MNIST_PAGE)
 NAMES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 FOLDERS = ("", "MNIST/raw", "raw")
 """Folders of the directory in which the files may be; torchvision puts them into MNIST/raw."""

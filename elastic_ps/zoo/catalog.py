@@ -15,6 +15,10 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from elastic_ps.errors import UserError
 
+MNIST_PAGE = "https://yann.lecun.com/exdb/mnist"
+CIFAR_PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
+"""Where the files come from."""
+
 Kind: TypeAlias = Literal["image", "text", "table"]
 """What a record is: an image with a class; a piece of text; a row of a table with categories."""
 
@@ -59,6 +63,7 @@ class DataSet:
         classes: how many classes there are to tell apart; of text, how many tokens.
         directory: where its files are looked for if nobody says where; None if it needs none.
         needs: its files, in words.
+        page: where they come from; None if anybody has some.
     """
 
     name: str
@@ -67,6 +72,7 @@ class DataSet:
     classes: int
     directory: Path | None
     needs: str
+    page: str | None = None
 
     def read(self, directory: Path | None) -> tuple[Any, Any]:
         """The training set and the test set, as map-style torch data sets. Blocks for reading the files.
@@ -77,14 +83,29 @@ class DataSet:
         Raises:
             UserError: a file is missing, cut or of another kind, or the data set has no files to look for.
         """
+        place = self.check_place(directory)
+        return _pair(_load(self.place)() if place is None else _load(self.place)(place))
+
+    def check_place(self, directory: Path | None) -> Path | None:
+        """Where the files are to be, None if there are none; looks only whether the place is there.
+
+        Raises:
+            UserError: it is not, or the data set has no files to look for.
+        """
         if self.directory is None:
-            if directory is not None:
-                raise UserError(
-                    f"the data set {self.name} has no files to look for in {directory}: {self.needs}. Leave "
-                    "the directory out"
-                )
-            return _pair(_load(self.place)())
-        return _pair(_load(self.place)(self.directory if directory is None else directory))
+            if directory is None:
+                return None
+            raise UserError(
+                f"the data set {self.name} has no files to look for in {directory}: {self.needs}. Leave the "
+                "directory out"
+            )
+        place = self.directory if directory is None else directory
+        if not place.exists():
+            source = "" if self.page is None else f". They come from {self.page}"
+            raise UserError(
+                f"{place} does not exist; expected the files of {self.name}: {self.needs}{source}"
+            )
+        return place
 
 
 def _resnet(depth: int) -> Network:
@@ -122,7 +143,8 @@ DATA_SETS: Sequence[DataSet] = (
         place="elastic_ps.datasets.mnist:mnist",
         classes=10,
         directory=Path("mnist_data"),
-        needs="its four IDX files, packed by gzip or not",
+        needs="four IDX files, packed by gzip or not",
+        page=MNIST_PAGE,
     ),
     *(
         DataSet(
@@ -131,7 +153,8 @@ DATA_SETS: Sequence[DataSet] = (
             place=f"elastic_ps.datasets.cifar:cifar{classes}",
             classes=classes,
             directory=Path(f"cifar{classes}_data"),
-            needs="its original files, for Python or binary",
+            needs="its original files, for Python or binary, in this directory or in their folder in it",
+            page=CIFAR_PAGE,
         )
         for classes in (10, 100)
     ),

@@ -150,6 +150,11 @@ BAD_INPUT = {
     "count": ("--batch-size 0", "'0' is not a whole number from 1 on"),
     "gpu": ("--enable-gpu maybe", "'maybe' is neither yes nor no"),
     "gpu and not": ("--enable-gpu --no-cuda", "contradict each other"),
+    "data": (
+        "--network ResNet18 --dataset Cifar10",
+        "cifar10_data does not exist; expected the files of Cifar10",
+    ),
+    "data of digits": ("--dataset digits --data-dir .", "digits has no files to look for"),
     "claim": ("--data-claim data", "--data-claim data is for a cluster"),
     "image": ("--apply", "--apply needs --image"),
     "report": ("--dry-run --report out", "--report has no meaning"),
@@ -167,7 +172,8 @@ def test_bad_input_starts_nothing(tmp_path: Path, case: str) -> None:
     assert not (tmp_path / "state").exists()
 
 
-def test_data_that_is_not_there_ends_the_job_as_bad_input(tmp_path: Path) -> None:
+def test_data_that_is_wrong_ends_the_job_as_bad_input(tmp_path: Path) -> None:
+    (write_mnist(tmp_path / "mnist_data") / "t10k-labels-idx1-ubyte").unlink()
     done = elastic_ps(tmp_path, "train", "--network", "LeNet", "--num-workers", 1)
     assert done.returncode == 2
-    assert "mnist_data does not exist; expected the directory with the files of MNIST" in done.stderr
+    assert "there is no file t10k-labels-idx1-ubyte in mnist_data" in done.stderr

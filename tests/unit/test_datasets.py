@@ -95,6 +95,10 @@ def test_a_data_set_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     training, _ = find_dataset("CIFAR-10").read(None)
     assert len(training) == 50
+    with pytest.raises(
+        UserError, match=r"mnist_data does not exist; .* four IDX files.* https://yann\.lecun"
+    ):
+        find_dataset("mnist").read(None)
     with pytest.raises(UserError, match=r"digits has no files to look for in .*scikit-learn ships them"):
         find_dataset("digits").read(tmp_path)
 
