@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from elastic_ps.errors import UserError
-from elastic_ps.job import API_VERSION, KIND, Compression, TrainingJob, parse_job
+from elastic_ps.job import API_VERSION, CODECS, KIND, TrainingJob, parse_job
 from elastic_ps.zoo.catalog import check_fit, find_dataset, find_network
 
 ENTRYPOINT = "elastic_ps.zoo.train:main"
@@ -17,7 +17,6 @@ WORKERS = 2
 """How many workers there are if nobody says how many."""
 MODES = {"normal": "sync", "sync": "sync", "kill": "sync", "bounded": "bounded"}
 """Names of modes, and `consistency.mode`. The first and the third are ps_pytorch's."""
-CODECS: Sequence[str] = get_args(Compression.model_fields["codec"].annotation)
 COMPRESS = "compress"
 """ps_pytorch's name for a lossless codec."""
 
@@ -140,12 +139,14 @@ def _consistency(flags: Flags, workers: int) -> dict[str, Any]:
 
 def _codec(given: str | None) -> tuple[str | None, list[str]]:
     """The job's codec, None for the default, and what to say about it."""
-    if given is None or given in CODECS:
+    if given is None or given in CODECS or ":" in given:
         return given, []
     if given == COMPRESS:
         text = "there is no lossless codec, so gradients are sent as they are"
         return None, [f"--compress-grad {COMPRESS} changes nothing yet: {text}"]
-    raise UserError(f"--compress-grad is {given!r}; expected one of {', '.join((COMPRESS, *CODECS))}")
+    raise UserError(
+        f"--compress-grad is {given!r}; expected one of {', '.join((COMPRESS, *CODECS))}, or module:Class"
+    )
 
 
 def _template(flags: Flags) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def test_flags_become_arguments_and_fields() -> None:
             num_aggregate=3,
             eval_freq=20,
             train_dir=Path("kept"),
-            compress_grad="none",
+            compress_grad="int8",
             image="image:1",
         )
     )
@@ -49,7 +49,7 @@ def test_flags_become_arguments_and_fields() -> None:
     assert (spec.worker.replicas, spec.consistency.backup_workers) == (4, 1)
     checkpoint = spec.parameter_server.checkpoint
     assert (checkpoint.every_versions, checkpoint.path) == (20, "kept")
-    assert (spec.compression.codec, spec.image) == ("none", "image:1")
+    assert (spec.compression.codec, spec.image) == ("int8", "image:1")
 
 
 def test_the_defaults_are_those_of_ps_pytorch() -> None:
@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"mode": "bounded", "max_staleness": 3, "num_workers": 3, "num_aggregate": 2},
         "--num-aggregate 2 has no meaning",
     ),
-    "codec": ({"compress_grad": "zip"}, "--compress-grad is 'zip'; expected one of compress, none"),
+    "codec": ({"compress_grad": "zip"}, "--compress-grad is 'zip'; expected one of compress, none, bf16"),
     "claim": (
         {"data_claim": "mnist", "arguments": {"data_dir": "here"}},
         "the absolute path .*it is here",
