@@ -108,7 +108,11 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         "--eval-freq", type=_count, metavar="N", help="write a checkpoint every N steps (default: every 30 s)"
     )
     job.add_argument("--train-dir", type=Path, metavar="DIR", help="the directory of the checkpoints")
-    job.add_argument("--compress-grad", metavar="CODEC", help="how gradients are sent (default: as they are)")
+    job.add_argument(
+        "--compress-grad",
+        metavar="CODEC",
+        help="how gradients are sent: none, bf16, int8, topk, ... (default: none)",
+    )
     job.add_argument("--name", metavar="NAME", help="the job's name (default: of network and data set)")
     # ps_pytorch's flags that change nothing here; the command says so.
     job.add_argument("--kill-threshold", help=argparse.SUPPRESS)

@@ -87,6 +87,11 @@ def test_there_are_as_many_workers_as_are_waited_for() -> None:
     assert (spec.worker.replicas, spec.consistency.backup_workers) == (5, 0)
 
 
+@pytest.mark.parametrize("codec", ["none", "int8", "mine:Halves"])
+def test_gradients_are_encoded_as_the_flag_says(codec: str) -> None:
+    assert spec_of(Flags(arguments={}, compress_grad=codec)).compression.codec == codec
+
+
 def test_bounded_staleness() -> None:
     spec = spec_of(Flags(arguments={}, mode="bounded", max_staleness=8))
     assert (spec.consistency.mode, spec.consistency.max_staleness) == ("bounded", 8)
