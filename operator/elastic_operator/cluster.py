@@ -16,9 +16,10 @@ from typing import Any
 from elastic_operator import builders, names, pods
 from elastic_operator.api import NAMESPACE_TERMINATING, Api, ApiError
 from elastic_operator.builders import Manifest
+from elastic_operator.documents import over, read_server_status
 from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, stamp
 from elastic_operator.pods import Pod, Problem
-from elastic_operator.status import dump_status, read_server_status
+from elastic_operator.status import dump_status
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.errors import ConnectionLost
 from elastic_ps.job import GROUP, VERSION
@@ -186,8 +187,8 @@ class Cluster:
 
     def write_status(self, job: Mapping[str, Any], status: TrainingJobStatus) -> bool:
         """Write the status if it differs; whether it did. A job that changed meanwhile is an ApiError 409."""
-        old, new = job.get("status") or {}, dump_status(status)
-        changes = difference(old, new)
+        old = job.get("status") or {}
+        changes = difference(old, over(old, dump_status(status)))
         if not changes:
             return False
         metadata = job["metadata"]

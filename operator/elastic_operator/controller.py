@@ -12,11 +12,12 @@ from datetime import UTC, datetime, timedelta
 
 from elastic_operator.api import ApiError
 from elastic_operator.cluster import Cluster, with_refusals
+from elastic_operator.documents import read_status
 from elastic_operator.metrics import Metrics
 from elastic_operator.queue import Key
 from elastic_operator.reconcile import reconcile
 from elastic_operator.settings import Settings
-from elastic_operator.status import holds, read_status
+from elastic_operator.status import ended, holds
 from elastic_operator.watches import WatchMonitor
 from elastic_ps.errors import ConnectionLost
 from elastic_ps.status import TrainingJobStatus
@@ -108,7 +109,7 @@ class Controller:
         return [
             (job["metadata"]["namespace"], job["metadata"]["name"])
             for job in jobs
-            if not (holds(status := read_status(job), "Succeeded") or holds(status, "Failed"))
+            if not ended(read_status(job))
         ]
 
     def wait_until_served(self, sleep: Callable[[float], None] = time.sleep) -> None:

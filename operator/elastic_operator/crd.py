@@ -112,7 +112,7 @@ def _schema(*, rules: bool) -> Schema:
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
             "spec": spec,
-            "status": structural(TrainingJobStatus.model_json_schema(by_alias=True), defaults=False),
+            "status": structural(TrainingJobStatus.model_json_schema(by_alias=True), written_by_us=True),
         },
     }
     if rules:
@@ -126,8 +126,13 @@ def _schema(*, rules: bool) -> Schema:
     return root
 
 
-def structural(document: Mapping[str, Any], *, defaults: bool = True) -> Schema:
-    """pydantic's JSON schema as a structural one: no references, unions or titles; null as `nullable`."""
+def structural(document: Mapping[str, Any], *, written_by_us: bool = False) -> Schema:
+    """pydantic's JSON schema as a structural one: no references, unions or titles; null as `nullable`.
+
+    `written_by_us`: no defaults; and what a newer operator writes is kept when an older one's definition is
+    back: fields and words that this one does not know.
+    """
+    defaults = not written_by_us
     definitions = document.get("$defs", {})
 
     def convert(node: Mapping[str, Any]) -> Schema:
@@ -138,7 +143,7 @@ def structural(document: Mapping[str, Any], *, defaults: bool = True) -> Schema:
             return union(node)
         if "const" in node:
             node = {**node, "enum": [node["const"]]}
-        kept = {key: node[key] for key in _KEPT if key in node}
+        kept = {key: node[key] for key in _KEPT if key in node and not (written_by_us and key == "enum")}
         if kept.get("default", ...) is None or not defaults:
             kept.pop("default", None)
         if not kept.get("type"):
@@ -168,7 +173,7 @@ def structural(document: Mapping[str, Any], *, defaults: bool = True) -> Schema:
             if defaults and optional and "properties" in child and not child.get("nullable"):
                 child["default"] = {}
         required = {"required": list(node["required"])} if node.get("required") else {}
-        return {"properties": properties, **required}
+        return {"properties": properties, **required, **(_PRESERVE if written_by_us else {})}
 
     return convert(document)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from elastic_operator import builders, names
+from elastic_operator import builders, documents, names
 from elastic_operator.plan import Observed
 from elastic_ps.errors import InvalidJob
 from elastic_ps.job import ObjectMeta, TrainingJobSpec, parse_spec
@@ -46,7 +46,13 @@ def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
             "names of the job's pods are valid"
         ) from None
     document = dict(job.get("spec") or {})
-    ignored: list[str] = []
+    unknown: list[str] = []
+    if observed.services:
+        # A job that runs goes on, also where a newer operator has started it and an older one is back.
+        document, unknown = documents.known_spec(document)
+    ignored = [
+        f"this version of the operator does not know {field}, so it has no effect" for field in unknown
+    ]
     recorded = observed.services.get(names.service(name, 0))
     fixed = json.loads(recorded) if recorded else {}
     if "worker" in fixed:
@@ -54,7 +60,7 @@ def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
     elif observed.services:
         document = _clamp(document, ignored)
     if fixed:
-        document = _keep_fixed(document, fixed, ignored)
+        document, _ = documents.known_spec(_keep_fixed(document, fixed, ignored))
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec)
     _check_claim(spec)

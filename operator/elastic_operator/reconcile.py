@@ -14,13 +14,13 @@ from typing import Any
 
 from elastic_operator import builders, names
 from elastic_operator.desired import Desired, read_desired
+from elastic_operator.documents import read_status
 from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, Options, Plan, stamp
 from elastic_operator.pods import Pod, Problem, parse_time
 from elastic_operator.status import (
     condition,
     counted,
-    holds,
-    read_status,
+    ended,
     stays,
     turned,
     with_condition,
@@ -45,10 +45,10 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
         return Plan()
     old = read_status(job)
     generation = job["metadata"].get("generation")
-    if _over(old) and not _may_start_after_all(old, generation):
+    if ended(old) and not _may_start_after_all(old, generation):
         return _finished(job, observed, old, now)
     status = old.model_copy(update={"observed_generation": generation})
-    if _over(old):
+    if ended(old):
         status = TrainingJobStatus(observed_generation=generation)
     try:
         desired = read_desired(job, observed)
@@ -71,10 +71,6 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
         notes=(*notes, *turned(old, status)),
         requeue=_next_look(status, desired, observed, now, options),
     )
-
-
-def _over(status: TrainingJobStatus) -> bool:
-    return holds(status, "Succeeded") or holds(status, "Failed")
 
 
 def _may_start_after_all(status: TrainingJobStatus, generation: int | None) -> bool:

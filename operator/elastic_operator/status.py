@@ -7,13 +7,9 @@ written there, so an operator that is killed at any point neither forgets a fail
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, TypeAlias
-
-from pydantic import ValidationError
 
 from elastic_operator import names
 from elastic_operator.plan import Note, Observed, stamp
@@ -24,51 +20,12 @@ from elastic_ps.status import (
     Condition,
     Member,
     Progress,
-    ServerStatus,
     Summary,
     TrainingJobStatus,
     WorkerStatus,
 )
 
 ConditionType: TypeAlias = Literal["Created", "Running", "Degraded", "Suspended", "Succeeded", "Failed"]
-
-
-def read_status(job: Mapping[str, Any]) -> TrainingJobStatus:
-    """The status as it was written; fields that another version of the operator wrote are dropped."""
-    document = copy.deepcopy(dict(job.get("status") or {}))
-    for _ in range(64):
-        try:
-            return TrainingJobStatus.model_validate(document)
-        except ValidationError as error:
-            for item in error.errors():
-                _drop(document, item["loc"])
-    return TrainingJobStatus()
-
-
-def read_server_status(document: dict[str, Any]) -> ServerStatus:
-    """What a parameter server answered; fields of a newer version than the operator's are dropped.
-
-    Raises:
-        ValidationError: it is something else.
-    """
-    try:
-        return ServerStatus.model_validate(document)
-    except ValidationError as error:
-        for item in error.errors():
-            if item["type"] == "extra_forbidden":
-                _drop(document, item["loc"])
-    return ServerStatus.model_validate(document)
-
-
-def _drop(document: Any, location: Sequence[int | str]) -> None:
-    for part in location[:-1]:
-        if isinstance(document, dict) and part not in document:
-            return
-        document = document[part]
-    if isinstance(document, dict):
-        document.pop(location[-1], None)
-    elif isinstance(document, list):
-        document.clear()
 
 
 def dump_status(status: TrainingJobStatus) -> dict[str, Any]:
@@ -100,6 +57,11 @@ def holds(status: TrainingJobStatus, kind: ConditionType) -> bool:
     """Whether the condition is there and True."""
     found = condition(status, kind)
     return found is not None and found.status == "True"
+
+
+def ended(status: TrainingJobStatus) -> bool:
+    """Whether the job is over. A newer operator may have ended it in a way that this one has no word for."""
+    return holds(status, "Succeeded") or holds(status, "Failed") or status.completion_time is not None
 
 
 def with_condition(

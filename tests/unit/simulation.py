@@ -13,6 +13,7 @@ from typing import Any
 
 from elastic_operator import names, pods
 from elastic_operator.cluster import difference
+from elastic_operator.documents import over
 from elastic_operator.plan import Create, DeleteJob, DeletePod, Observed, Options, Plan, stamp
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status
@@ -87,7 +88,7 @@ class Simulation:
         ):
             for note in plan.notes:
                 self.notes[note.key] = note.reason
-            new = dump_status(plan.status)
+            new = over(self.status, dump_status(plan.status))
             if difference(self.status, new):
                 self.job["status"] = new
                 self.writes += 1

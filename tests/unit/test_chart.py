@@ -117,6 +117,16 @@ def test_chart_holds_the_generated_definition() -> None:
     assert not [d for d in documents({"crd": {"install": False}}) if d["kind"] == rendered["kind"]]
 
 
+def test_an_older_definition_does_not_prune_or_refuse_a_newer_status() -> None:
+    version = crd.crd(rules=True)["spec"]["versions"][0]
+    status = version["schema"]["openAPIV3Schema"]["properties"]["status"]
+    objects = [status, *(child for child in status["properties"].values() if "properties" in child)]
+    objects.append(status["properties"]["conditions"]["items"])
+    assert len(objects) == 6
+    assert all(node["x-kubernetes-preserve-unknown-fields"] for node in objects)
+    assert "enum" not in str(status)
+
+
 def schema_of_spec(*, rules: bool) -> dict[str, Any]:
     version = crd.crd(rules=rules)["spec"]["versions"][0]
     found: dict[str, Any] = version["schema"]["openAPIV3Schema"]["properties"]["spec"]

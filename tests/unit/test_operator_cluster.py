@@ -15,11 +15,11 @@ from elastic_operator import names
 from elastic_operator.api import EXIT_TEST, Api, ApiError
 from elastic_operator.cluster import Cluster, difference
 from elastic_operator.controller import Controller
+from elastic_operator.documents import read_status
 from elastic_operator.metrics import Metrics
 from elastic_operator.plan import Create, DeleteJob, DeletePod, Note, Observed
 from elastic_operator.queue import Key
 from elastic_operator.settings import Settings
-from elastic_operator.status import read_status
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.errors import ConnectionLost, UsageError
 from elastic_ps.server.status import StatusServer

@@ -1,4 +1,4 @@
-"""How the operator takes it that a worker ends: what counts as a failure, and when it is replaced."""
+"""How the operator takes it that a pod ends: what counts as a failure, and when it is replaced."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_operator.cluster import with_refusals
+from elastic_operator.documents import read_server_status, read_status
 from elastic_operator.plan import Create, DeletePod, Options, Plan, stamp
 from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
-from elastic_operator.status import read_server_status, read_status
 from elastic_ps.status import Progress, ServerStatus
 from tests.unit.simulation import Simulation, finish, job_document, named, running, tell
 
@@ -37,9 +37,16 @@ def test_second_pass_does_nothing() -> None:
     simulation = running(worker={"replicas": 2})
     before = simulation.writes
     simulation.now += timedelta(seconds=30)
-    plan = simulation.step()
-    assert (plan.actions, plan.notes) == ((), ())
+    assert simulation.step().actions == ()
     assert simulation.writes == before
+
+
+def test_a_job_that_is_being_deleted_is_left_alone() -> None:
+    simulation = running()
+    assert simulation.job is not None
+    simulation.job["metadata"]["deletionTimestamp"] = stamp(simulation.now)
+    simulation.pods.clear()
+    assert simulation.plan() == Plan()
 
 
 def test_scaling_removes_the_highest_indexes_and_keeps_the_others() -> None:
@@ -187,6 +194,19 @@ def test_invalid_edit_does_not_end_a_training() -> None:
     simulation.settle()
     assert simulation.status["phase"] == "Running"
     assert simulation.condition("Degraded")["status"] == "True"
+
+
+def test_an_edit_of_what_may_change_that_is_invalid_is_told_and_the_job_goes_on_as_it_was() -> None:
+    simulation = running()
+    simulation.edit(runPolicy={"backoffLimit": -1})
+    plan = simulation.step()
+    assert plan.actions == ()
+    assert simulation.status["phase"] == "Running"
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "InvalidSpec")
+    assert "keeps running with its last valid spec until you correct this: " in degraded["message"]
+    assert "backoffLimit" in degraded["message"]
+    assert "DegradedInvalidSpec" in simulation.notes.values()
 
 
 def test_running_job_keeps_what_it_trains_and_goes_to_the_bound() -> None:
@@ -372,27 +392,6 @@ def test_what_the_parameter_server_says_is_wrong_makes_the_job_degraded() -> Non
     simulation.server = server
     simulation.step()
     assert simulation.condition("Degraded")["status"] == "False"
-
-
-def test_a_job_that_is_being_deleted_is_left_alone() -> None:
-    simulation = running()
-    assert simulation.job is not None
-    simulation.job["metadata"]["deletionTimestamp"] = stamp(simulation.now)
-    simulation.pods.clear()
-    assert simulation.plan() == Plan()
-
-
-def test_an_edit_of_what_may_change_that_is_invalid_is_told_and_the_job_goes_on_as_it_was() -> None:
-    simulation = running()
-    simulation.edit(runPolicy={"backoffLimit": -1})
-    plan = simulation.step()
-    assert plan.actions == ()
-    assert simulation.status["phase"] == "Running"
-    degraded = simulation.condition("Degraded")
-    assert (degraded["status"], degraded["reason"]) == ("True", "InvalidSpec")
-    assert "keeps running with its last valid spec until you correct this: " in degraded["message"]
-    assert "backoffLimit" in degraded["message"]
-    assert "DegradedInvalidSpec" in simulation.notes.values()
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from elastic_operator.documents import read_status
 from elastic_operator.plan import DeleteJob, Observed, Options, Plan
 from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
-from elastic_operator.status import dump_status, read_status, with_counts
+from elastic_operator.status import dump_status, with_counts
 from elastic_ps.status import Progress, TrainingJobStatus, WorkerStatus
-from tests.unit.simulation import START, job_document
+from tests.unit.simulation import START, Simulation, job_document
 
 ENDED = "2026-01-01T00:00:00Z"
-SUCCEEDED = {"type": "Succeeded", "status": "True", "reason": "Finished", "lastTransitionTime": ENDED}
 
 
 def worker(index: int, **fields: Any) -> Pod:
@@ -44,12 +44,82 @@ def test_workers_that_completed_are_kept_when_the_job_is_over_and_their_pods_are
 
 @pytest.mark.parametrize(("seconds", "deleted"), [(9, False), (10, True), (11, True)])
 def test_a_finished_job_is_deleted_when_its_time_is_over(seconds: int, deleted: bool) -> None:
+    succeeded = {"type": "Succeeded", "status": "True", "reason": "Finished", "lastTransitionTime": ENDED}
     job = job_document(runPolicy={"ttlSecondsAfterFinished": 10})
-    job["status"] = {"phase": "Succeeded", "completionTime": ENDED, "conditions": [SUCCEEDED]}
+    job["status"] = {"phase": "Succeeded", "completionTime": ENDED, "conditions": [succeeded]}
     plan: Plan = reconcile(job, Observed(), START + timedelta(seconds=seconds), Options())
     assert [type(action) for action in plan.actions] == ([DeleteJob] if deleted else [])
     if not deleted:
         assert plan.requeue == timedelta(seconds=1)
+
+
+SUCCEEDED = {"type": "Succeeded", "status": "True", "reason": "Finished", "lastTransitionTime": ENDED}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"conditions": [{**SUCCEEDED, "type": "Archived"}, SUCCEEDED]},
+        {"conditions": [{**SUCCEEDED, "severity": "Low"}]},
+        {"conditions": [{"type": "Running"}, "text", SUCCEEDED]},
+        {"phase": "Archived", "conditions": [SUCCEEDED]},
+        {"worker": {"replicas": "many", "failures": 2}, "conditions": [SUCCEEDED]},
+        {"conditions": [{**SUCCEEDED, "type": "Completed"}], "completionTime": ENDED},
+    ],
+)
+def test_a_job_that_a_newer_operator_has_ended_does_not_run_again(change: dict[str, Any]) -> None:
+    simulation = Simulation(job_document())
+    assert simulation.job is not None
+    simulation.job["status"] = {"completionTime": ENDED, **change}
+    assert read_status(simulation.job).worker.failures == change.get("worker", {}).get("failures", 0)
+    simulation.settle()
+    assert simulation.pods == {}
+
+
+@pytest.mark.parametrize("status", [None, "text", [], {"conditions": "text", "worker": 3}])
+def test_what_is_no_status_is_read_as_none(status: Any) -> None:
+    assert read_status({"status": status}) == TrainingJobStatus()
+
+
+def test_what_a_newer_operator_has_written_is_kept() -> None:
+    simulation = Simulation(job_document())
+    assert simulation.job is not None
+    foreign = {"type": "Archived", "status": "False", "reason": "No", "lastTransitionTime": ENDED}
+    created = {"type": "Created", "status": "True", "reason": "Old", "lastTransitionTime": ENDED, "new": 1}
+    simulation.job["status"] = {
+        "revision": {"number": 3},
+        "worker": {"failures": 1, "rack": {"a": 1}},
+        "progress": {"version": 3, "flops": 7},
+        "conditions": [foreign, created],
+    }
+    simulation.settle()
+    status = simulation.status
+    assert status["phase"] == "Running"
+    assert status["revision"] == {"number": 3}
+    assert status["worker"].items() >= {"failures": 1, "rack": {"a": 1}, "ready": 1}.items()
+    assert status["progress"]["flops"] == 7
+    assert simulation.condition("Archived") == foreign
+    assert simulation.condition("Created")["new"] == 1
+    before = simulation.writes
+    simulation.step()
+    assert simulation.writes == before
+
+
+def test_a_job_that_runs_goes_on_though_its_spec_has_a_field_of_a_newer_version() -> None:
+    simulation = Simulation(job_document(worker={"replicas": 2}))
+    simulation.settle()
+    assert simulation.job is not None
+    simulation.edit(worker={"replicas": 2, "topology": "ring"}, budget={"hours": 3})
+    recorded = json.loads(simulation.services["digits-ps-0"] or "")
+    recorded["data"]["cache"] = "8Gi"
+    simulation.services["digits-ps-0"] = json.dumps(recorded)
+    del simulation.pods["digits-worker-1"]
+    simulation.settle()
+    assert len(simulation.workers()) == 2
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "SpecNotFollowed")
+    assert "does not know worker.topology" in degraded["message"]
+    assert "does not know budget" in degraded["message"]
 
 
 def test_what_json_or_the_api_server_cannot_hold_is_not_stored() -> None:

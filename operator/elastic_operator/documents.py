@@ -1,0 +1,102 @@
+"""Documents that another version of the operator, or of a job's image, may have written or will read. Pure.
+
+What is not understood is left out, everything else is read, and what is written over a document keeps the
+fields that are not ours.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.status import Condition, ServerStatus, TrainingJobStatus
+
+_M = TypeVar("_M", bound=BaseModel)
+
+
+def read_status(job: Mapping[str, Any]) -> TrainingJobStatus:
+    """The status as it was written; only the parts that this version does not understand are left out."""
+    status = job.get("status")
+    document = copy.deepcopy(dict(status)) if isinstance(status, Mapping) else {}
+    return _understood(TrainingJobStatus, document)
+
+
+def read_server_status(document: dict[str, Any]) -> ServerStatus:
+    """What a parameter server answered; fields of a newer version than the operator's are left out.
+
+    Raises:
+        ValidationError: it is something else.
+    """
+    known, _ = _without_unknown(ServerStatus, document)
+    return ServerStatus.model_validate(known)
+
+
+def known_spec(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A spec without the fields that this version does not know, and the names of those."""
+    return _without_unknown(TrainingJobSpec, document)
+
+
+def over(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The status `new` as it is written over `old`: with the fields and conditions that are not ours."""
+    kept = _with_foreign(old, new, TrainingJobStatus)
+    ours = get_args(Condition.model_fields["type"].annotation)
+    before = [item for item in old.get("conditions") or [] if isinstance(item, Mapping)]
+    by_type = {item.get("type"): item for item in before}
+    conditions = [_with_foreign(by_type.get(c["type"], {}), c, Condition) for c in new.get("conditions", [])]
+    conditions += [dict(item) for item in before if item.get("type") not in ours]
+    return {**kept, "conditions": conditions}
+
+
+def _understood(model: type[_M], document: dict[str, Any]) -> _M:
+    while True:
+        try:
+            return model.model_validate(document)
+        except ValidationError as error:
+            _leave_out(document, error.errors()[0]["loc"])
+
+
+def _leave_out(document: dict[str, Any], location: tuple[int | str, ...]) -> None:
+    """Remove the innermost part at `location` that is there; of a part that lacks a field, all of it."""
+    container: Any = document
+    for depth, part in enumerate(location):
+        inner = container[part]
+        rest = location[depth + 1 :]
+        if not rest or not _has(inner, rest[0]):
+            del container[part]
+            return
+        container = inner
+
+
+def _has(container: Any, part: int | str) -> bool:
+    if isinstance(container, list):
+        return isinstance(part, int) and part < len(container)
+    return isinstance(container, dict) and part in container
+
+
+def _without_unknown(model: type[BaseModel], document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    known, left_out = copy.deepcopy(dict(document)), []
+    try:
+        model.model_validate(known)
+    except ValidationError as error:
+        for item in error.errors():
+            if item["type"] == "extra_forbidden":
+                _leave_out(known, item["loc"])
+                left_out.append(".".join(map(str, item["loc"])))
+    return known, left_out
+
+
+def _with_foreign(old: Mapping[str, Any], new: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """`new`, a document of `model`, with what `old` has beside the model's fields, on every level."""
+    fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
+    kept = dict(new)
+    for key, value in old.items():
+        kind = fields.get(key)
+        if key not in fields:
+            kept[key] = value
+        elif isinstance(kind, type) and issubclass(kind, BaseModel) and isinstance(value, Mapping):
+            kept[key] = _with_foreign(value, new.get(key) or {}, kind)
+    return kept
