@@ -183,6 +183,15 @@ class ServerStatus(CamelModel):
         """Whether it knows of the job: one that still waits for its storage tells of nothing but that."""
         return self.term > 0
 
+    def last_words(self) -> str:
+        """This as JSON for whoever looks after the process when it has ended.
+
+        Kubernetes takes at most 4096 bytes of it, so the members and what scripts reported are left out.
+        """
+        shortened = self.progress.model_copy(update={"metrics": {}, "stopped": self.progress.stopped[:500]})
+        short = self.model_copy(update={"members": [], "problem": "", "progress": shortened})
+        return short.model_dump_json(by_alias=True, exclude_defaults=True)
+
 
 class Condition(CamelModel):
     """A metav1.Condition."""

@@ -6,9 +6,13 @@ import logging
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from elastic_ps import env, process
 from elastic_ps.errors import AskedToEnd, CheckpointError, Fenced, UserError
+
+if TYPE_CHECKING:
+    from elastic_ps.server.process import ParameterServer
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +70,18 @@ def main() -> int:
         pass
     fenced = server.fenced
     logger.info("another parameter server has taken over" if fenced else "asked to stop")
+    _leave_last_words(server)  # also before, since closing may take longer than it is given
     server.close()
+    _leave_last_words(server)
     http.close()
     process.end_soon()
     return env.EXIT_FENCED if fenced else 0
+
+
+def _leave_last_words(server: ParameterServer) -> None:
+    """Hand over how far training is: nobody can ask when the process has ended."""
+    if server.lead is not None and not server.fenced:
+        process.leave_reason(server.status().last_words())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ class Options:
     Attributes:
         poll: how often a job with pods is looked at again, for its progress.
         retry: how long to wait after the API server refused to create something.
-        answer_limit: how long a ready PS may stay silent after the last worker has ended.
+        answer_limit: how long the PS may stay silent after the last worker has ended, before that is told.
         restart_base, restart_limit: delay before a failed worker is replaced; doubles with each failure.
         short_life: a worker killed before it lived this long is replaced only after `short_life_delay`.
         follow_limit: a standby that does not follow is a problem once the job has been Running for this long.
@@ -56,6 +56,13 @@ class Observed:
     claims: frozenset[str] = frozenset()
     server: ServerStatus | None = None
     refusals: tuple[Problem, ...] = ()
+
+    @property
+    def word(self) -> ServerStatus | None:
+        """What is known of the training itself: what shard 0 answered, else what it left when it ended."""
+        if self.server is not None:
+            return self.server
+        return next((pod.last_words for pod in self.of("ps") if pod.index == 0 and pod.last_words), None)
 
     def of(self, *roles: Role) -> list[Pod]:
         """The pods of these roles, role by role, by index."""

@@ -14,14 +14,19 @@ killed                SIGKILL, SIGTERM or SIGHUP (`env.EXIT_LEFT`: it left in or
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, TypeAlias, cast
 
+from pydantic import ValidationError
+
 from elastic_operator import names
+from elastic_operator.documents import read_server_status
 from elastic_ps.deaths import describe_exit, kind_of
 from elastic_ps.env import EXIT_HUNG, EXIT_INVALID, EXIT_LEFT, Role
+from elastic_ps.status import ServerStatus
 
 Ending: TypeAlias = Literal["done", "invalid", "failed", "crashed", "killed"]
 
@@ -71,6 +76,7 @@ class Pod:
         problem: why it ended or cannot start, in words.
         started, ended: when its container did.
         address: its IP.
+        last_words: what the parameter server in it left when it ended; None while one runs.
     """
 
     name: str
@@ -86,6 +92,7 @@ class Pod:
     started: datetime | None = None
     ended: datetime | None = None
     address: str | None = None
+    last_words: ServerStatus | None = None
 
     @property
     def active(self) -> bool:
@@ -132,12 +139,26 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         started=parse_time(started),
         ended=parse_time(terminated.get("finishedAt")),
         address=status.get("podIP"),
+        last_words=_last_words(metadata, container),
     )
 
 
 def _main_container(manifest: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     statuses = (manifest.get("status") or {}).get("containerStatuses") or []
     return next((status for status in statuses if status.get("name") == name), {})
+
+
+def _last_words(metadata: Mapping[str, Any], container: Mapping[str, Any]) -> ServerStatus | None:
+    """None too if a process runs again: what the one before has left is older than what that one knows."""
+    state, last = container.get("state") or {}, container.get("lastState") or {}
+    end = state.get("terminated") or last.get("terminated") or {}
+    if "running" in state or not (text := str(end.get("message") or "")).startswith("{"):
+        return None
+    try:
+        words = read_server_status(dict(json.loads(text)))
+    except (ValueError, TypeError, ValidationError):
+        return None
+    return words if words.job == (metadata.get("labels") or {}).get(names.JOB_LABEL) else None
 
 
 def _stopped(status: Mapping[str, Any]) -> bool:
@@ -204,7 +225,8 @@ def _limit(manifest: Mapping[str, Any]) -> str:
 def _said(what: str, end: Mapping[str, Any]) -> str:
     """`what`, with the end of the container's last words."""
     words = str(end.get("message") or "").strip()
-    return f"{what}. Its last output: {words[-600:]}" if words else what
+    said = words and not words.startswith("{")  # else they are those of a parameter server, for the operator
+    return f"{what}. Its last output: {words[-600:]}" if said else what
 
 
 def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> Problem | None:

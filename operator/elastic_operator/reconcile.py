@@ -59,12 +59,12 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
     if desired.spec.run_policy.suspend:
         return _suspended(old, status, desired, observed, notes, now, options)
     status = _resumed(status, now)
-    end = verdict(status, desired, observed, now, options)
+    end = verdict(status, desired, observed, now)
     if end is not None:
         return _conclude(old, status, end, notes, now)
     actions = [*_servers(job, desired, observed)]
     actions += _workers(job, desired, old, status, observed, now, options)
-    status = health(status, desired, observed, now=now, follow_limit=options.follow_limit)
+    status = health(status, desired, observed, now=now, options=options)
     return Plan(
         actions=tuple(actions),
         status=status,

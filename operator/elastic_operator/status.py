@@ -163,11 +163,12 @@ def with_counts(
     )
     progress = status.progress
     term = status.parameter_server.term
-    told = observed.server
+    told = observed.word
     if told is not None:
         term = told.term or term
         if told.ready and not status.completion_time:
-            progress = told.progress
+            # Last words are without them.
+            progress = told.progress.model_copy(update={"metrics": told.progress.metrics or progress.metrics})
     server = status.parameter_server.model_copy(
         update={
             "ready": sum(p.active and p.ready and p.index < shards for p in observed.of("ps")),

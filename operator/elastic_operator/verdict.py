@@ -11,6 +11,7 @@ from elastic_operator.desired import Desired
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Problem, parse_time
 from elastic_operator.status import condition, describe, holds, with_condition
+from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.status import LEFT_EARLY, TrainingJobStatus
 
 
@@ -22,9 +23,7 @@ class Verdict:
     why: Problem
 
 
-def verdict(
-    status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime, options: Options
-) -> Verdict | None:
+def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime) -> Verdict | None:
     """How the job ends, if it is to end now. `status` has this pass's counts and progress."""
     for pod in observed.pods:
         if pod.ending == "invalid" and pod.deleting is None:
@@ -43,31 +42,25 @@ def verdict(
     if deadline is not None and start is not None and now - start >= timedelta(seconds=deadline):
         message = f"the job did not finish within activeDeadlineSeconds: {deadline}"
         return Verdict("Failed", Problem("DeadlineExceeded", message))
-    return _workers_done(status, desired, observed, now, options)
+    return _workers_done(status, desired, observed)
 
 
-def _workers_done(
-    status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime, options: Options
-) -> Verdict | None:
+def _workers_done(status: TrainingJobStatus, desired: Desired, observed: Observed) -> Verdict | None:
+    """How the job ends when every worker has come to the end of its script. The parameter server decides."""
     progress, workers = status.progress, observed.of("worker")
-    done = [pod for pod in workers if pod.ending == "done"]
-    if not done or any(pod.ending != "done" for pod in workers):
+    if not workers or any(pod.ending != "done" for pod in workers):
         return None
-    wanted = sum(pod.index < desired.replicas for pod in done)
-    if wanted < desired.replicas and not progress.finished:
-        return None
-    if (observed.server is None or not observed.server.begun) and not progress.finished:
-        last = max((pod.ended for pod in done if pod.ended), default=now)
-        if status.parameter_server.ready < desired.spec.parameter_server.replicas:
-            return None
-        if now - last <= options.answer_limit:
-            return None
     if progress.finished and progress.stopped:
         return Verdict("Succeeded", Problem("StoppedEarly", progress.why_stopped))
     if progress.finished:
         return Verdict("Succeeded", Problem("Finished", progress.all_done))
+    # What was known before the last worker ended says nothing of the end.
+    if not _all_done(desired, observed) or observed.word is None or not observed.word.begun:
+        return None
     if progress.records_expected is None:
         return Verdict("Succeeded", Problem("Finished", "every worker has ended its script"))
+    if not observed.word.ready:
+        return Verdict("Failed", Problem("ModelLost", _lost(status)))
     return Verdict(
         "Failed",
         Problem(
@@ -78,20 +71,52 @@ def _workers_done(
     )
 
 
+def _all_done(desired: Desired, observed: Observed) -> bool:
+    """Whether each worker that the job asks for has come to the end of its script."""
+    workers = observed.of("worker")
+    done = sum(pod.ending == "done" and pod.index < desired.replicas for pod in workers)
+    return done >= desired.replicas and all(pod.ending == "done" for pod in workers)
+
+
+def _lost(status: TrainingJobStatus) -> str:
+    applied, expected = status.progress.records_applied, status.progress.records_expected
+    return (
+        "every worker has ended its script, but the parameter server was lost with the model, and there is "
+        f"no checkpoint; when it was last heard of, {applied} of {expected} records were in the model. "
+        "With parameterServer.checkpoint.volumeClaim a model outlives its pod"
+    )
+
+
+def _silence(
+    status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime, options: Options
+) -> Iterator[Problem]:
+    """The workers are done, and the parameter server has not said for a while what came of it."""
+    if status.progress.finished or not _all_done(desired, observed):
+        return
+    last = max((pod.ended for pod in observed.of("worker") if pod.ended), default=now)
+    if (observed.word is None or not observed.word.begun) and now - last > options.answer_limit:
+        message = (
+            "every worker has ended its script, but the job is not over until its parameter server says that "
+            "all records are in the model, and it does not answer. `kubectl describe` its pod; if that "
+            f"is ready, let the operator reach its port {DEFAULT_HTTP_PORT} (NetworkPolicy)"
+        )
+        yield Problem("NoAnswer", message)
+
+
 def health(
     status: TrainingJobStatus,
     desired: Desired,
     observed: Observed,
     *,
     now: datetime,
-    follow_limit: timedelta,
+    options: Options,
 ) -> TrainingJobStatus:
     """The status with phase and conditions of a job that goes on."""
     present = status.worker.ready + status.worker.completed
     servers, shards = status.parameter_server.ready, desired.spec.parameter_server.replicas
     needed = min(desired.spec.worker.min_replicas, desired.replicas)
     running = servers >= shards and present >= needed
-    problems = list(_problems(observed))
+    problems = [*_problems(observed), *_silence(status, desired, observed, now, options)]
     created = not observed.refusals
     made = Problem("Created", "the operator has created the job's pods, Services and volume claims")
     status = with_condition(status, "Created", created, made if created else observed.refusals[0], now=now)
@@ -105,7 +130,7 @@ def health(
         why = Problem(waits, counts)
     status = with_condition(status, "Running", running, why, now=now)
     status = status.model_copy(update={"phase": "Running" if running else "Pending"})
-    problems += _unprotected(observed, settled=_running_for(status, now) >= follow_limit)
+    problems += _unprotected(observed, settled=_running_for(status, now) >= options.follow_limit)
     return _degraded(status, desired, problems, full=present >= desired.replicas, running=running, now=now)
 
 

@@ -92,6 +92,100 @@ def test_success_is_final_and_cleans_up_what_runs() -> None:
     assert len(simulation.workers()) == 2
 
 
+def silent_end(simulation: Simulation, percent: int) -> None:
+    """The last that was heard is `percent`, then the workers come to the end of their scripts."""
+    progress = Progress(records_expected=100, records_applied=percent, percent=percent)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
+    simulation.step()
+    simulation.server = None
+    for name in simulation.workers():
+        simulation.end(name, 0)
+
+
+def test_a_job_whose_parameter_server_was_never_reached_does_not_succeed() -> None:
+    simulation = running(worker={"replicas": 2})
+    for name in simulation.workers():
+        simulation.end(name, 0)
+    simulation.step()
+    assert simulation.condition("Degraded")["status"] == "False"
+    simulation.now += timedelta(minutes=10)
+    simulation.step()
+    assert simulation.status["phase"] == "Running"
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "NoAnswer")
+    assert "NetworkPolicy" in degraded["message"]
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=0, ready=False)
+    simulation.step()
+    assert simulation.status["phase"] == "Running", "it still waits for its storage"
+    finish(simulation)
+    simulation.settle()
+    assert simulation.condition("Succeeded")["reason"] == "Finished"
+
+
+def test_what_was_known_before_the_workers_ended_fails_no_job() -> None:
+    simulation = running()
+    silent_end(simulation, 97)
+    simulation.now += timedelta(hours=1)
+    simulation.step()
+    assert simulation.status["phase"] == "Running"
+    finish(simulation)
+    simulation.settle()
+    assert simulation.status["phase"] == "Succeeded"
+
+
+def last_words(simulation: Simulation, state: dict[str, Any], **progress: Any) -> None:
+    """The parameter server's container has ended and left how far training was."""
+    told = Progress(records_expected=100, **progress)
+    words = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=told).last_words()
+    end = {"terminated": {"exitCode": 0, "reason": "Completed", "message": words}}
+    container = {"name": "parameter-server", "state": state or end, "lastState": end}
+    simulation.pods["digits-ps-0"]["status"]["containerStatuses"] = [container]
+
+
+@pytest.mark.parametrize("state", [{}, {"waiting": {"reason": "CrashLoopBackOff"}}])
+def test_the_last_words_of_a_parameter_server_decide_when_it_has_ended(state: dict[str, Any]) -> None:
+    """As when its node is drained just when the last worker has ended."""
+    simulation = running()
+    silent_end(simulation, 97)
+    last_words(simulation, state, records_applied=100, finished=True)
+    simulation.step()
+    assert simulation.status["phase"] == "Succeeded"
+    assert simulation.status["progress"]["recordsApplied"] == 100
+    degraded = simulation.condition("Degraded")
+    assert "{" not in degraded.get("message", "")
+
+
+def test_last_words_are_out_of_date_once_a_process_runs_again() -> None:
+    simulation = running()
+    silent_end(simulation, 97)
+    last_words(simulation, {"running": {"startedAt": "2026-01-01T00:00:00Z"}}, records_applied=50)
+    simulation.now += timedelta(hours=1)
+    simulation.step()
+    assert simulation.status["phase"] == "Running"
+    assert simulation.status["progress"]["recordsApplied"] == 97
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"job": 1}', "text", '{"job":"digits"}'])
+def test_what_are_no_last_words_are_none(text: str) -> None:
+    simulation = running()
+    silent_end(simulation, 97)
+    last_words(simulation, {}, records_applied=100, finished=True)
+    container = simulation.pods["digits-ps-0"]["status"]["containerStatuses"][0]
+    container["state"]["terminated"]["message"] = text
+    simulation.step()
+    assert simulation.status["phase"] != "Succeeded"
+
+
+def test_a_model_that_is_lost_at_the_end_is_no_success() -> None:
+    simulation = running()
+    silent_end(simulation, 97)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=False)
+    simulation.settle()
+    failed = simulation.condition("Failed")
+    assert failed["reason"] == "ModelLost"
+    assert "97 of 100" in failed["message"]
+
+
 def test_workers_that_end_with_records_left_fail_the_job() -> None:
     simulation = running()
     progress = Progress(records_expected=10, records_applied=4)
@@ -394,27 +488,10 @@ def test_what_the_parameter_server_says_is_wrong_makes_the_job_degraded() -> Non
     assert simulation.condition("Degraded")["status"] == "False"
 
 
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_parameter_server_that_is_silent_when_all_workers_are_done_is_waited_for(begun: bool) -> None:
-    """Its answer decides whether records are left. One that was asked and knows of no data set has none."""
+def test_a_parameter_server_that_knows_of_no_data_set_has_no_records_left() -> None:
     simulation = running()
     simulation.end("digits-worker-0", 0)
-    if begun:
-        tell(simulation)
-    else:
-        ready = simulation.pods["digits-ps-0"]["status"]["conditions"][0]
-        ready["status"] = "False"
-        simulation.now += timedelta(hours=1)
-        simulation.step()
-        assert simulation.condition("Succeeded") == {}, "it is not there, and will be"
-        ready["status"] = "True"
-        simulation.pods["digits-worker-0"]["status"]["containerStatuses"][0]["state"]["terminated"][
-            "finishedAt"
-        ] = stamp(simulation.now)
-        simulation.now += Options().answer_limit
-        simulation.step()
-        assert simulation.condition("Succeeded") == {}
-        simulation.now += timedelta(seconds=1)
+    tell(simulation)
     simulation.step()
     succeeded = simulation.condition("Succeeded")
     assert (succeeded["reason"], succeeded["message"]) == ("Finished", "every worker has ended its script")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,34 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.env import EXIT_FENCED, EXIT_INVALID, ProcessEnvironment
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.local.processes import free_addresses
-from elastic_ps.status import ServerStatus
+from elastic_ps.status import Progress, ServerStatus
 from tests.polling import eventually
 
 ROOT = Path(__file__).parents[2]
 
 
+PROGRAM = ("-m", "elastic_ps.server")
+MAIN = """
+import sys
+from pathlib import Path
+from elastic_ps import process
+from elastic_ps.server.__main__ import main
+process.TERMINATION_LOG = Path(sys.argv[1])
+sys.exit(main())
+"""
+
+
 class Process:
     """A parameter server of its own, with its log in `directory`."""
 
-    def __init__(self, directory: Path, bind: str = "", *, checkpoints: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        bind: str = "",
+        *,
+        program: Sequence[str] = PROGRAM,
+        checkpoints: Path | None = None,
+    ) -> None:
         address, self._http = free_addresses(2)
         environment = ProcessEnvironment(
             job="job",
@@ -39,7 +58,7 @@ class Process:
         self._log = directory / "log"
         with self._log.open("wb") as stream:
             self.child = subprocess.Popen(
-                [sys.executable, "-m", "elastic_ps.server"],
+                [sys.executable, *program],
                 env={**os.environ, "PYTHONPATH": str(ROOT), **environment.to_variables()},
                 stderr=stream,
             )
@@ -66,6 +85,31 @@ def test_it_serves_until_it_is_asked_to_end(tmp_path: Path, number: signal.Signa
     finally:
         process.child.kill()
         process.child.wait()
+
+
+def test_it_leaves_how_far_training_was_where_kubernetes_looks_for_it(tmp_path: Path) -> None:
+    log = tmp_path / "termination-log"
+    log.touch()
+    process = Process(tmp_path, program=("-c", MAIN, str(log)))
+    try:
+        eventually(lambda: "serves on" in process.said, f"it serves: {process.said}")
+        process.child.terminate()
+        assert process.child.wait(60) == 0
+    finally:
+        process.child.kill()
+        process.child.wait()
+    words = ServerStatus.model_validate_json(log.read_text())
+    assert (words.job, words.term, words.ready, words.progress) == ("job", 1, False, Progress())
+
+
+def test_last_words_are_short_whatever_a_script_reports() -> None:
+    progress = Progress(version=3, stopped="\N{SNOWMAN}" * 9000, metrics={f"m{i}": 1.0 for i in range(9000)})
+    status = ServerStatus(
+        job="j" * 52, shard=0, shards=1, term=1, ready=True, progress=progress, problem="x" * 9000
+    )
+    words = status.last_words()
+    assert len(words.encode()) < 4096
+    assert ServerStatus.model_validate_json(words).progress.version == 3
 
 
 @pytest.mark.parametrize(
