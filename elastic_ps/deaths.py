@@ -1,11 +1,12 @@
-"""Which deaths of a job's processes count as failures, against `runPolicy.backoffLimit`.
+"""Which deaths of processes on one machine count as failures, against `runPolicy.backoffLimit`.
 
 A process that is killed from outside (preemption, a drained node, a person) says nothing about the job,
 however often that happens. A script that fails by itself does. In between are crashes: a segmentation fault
 or an exit status that means nothing may be the machine's fault once. If the replacement then dies in the same
 way, before it has done anything for the job, the next one will, too.
 
-The launcher and the operator both decide by it. Pure.
+On a cluster a disruption is marked as one, so that the operator need not guess: there everything else counts
+(`elastic_operator.failures`). Pure.
 """
 
 from __future__ import annotations

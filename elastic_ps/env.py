@@ -9,12 +9,14 @@ How a process ends is part of the contract:
 exit status        meaning
 ================== ============================================================================
 0                  a worker finished its script, or a parameter server was asked to end (SIGTERM)
-EXIT_INVALID (78)  the job cannot work as it is specified (`UserError`); the process is not replaced
+EXIT_INVALID (78)  the job cannot work as it is specified (`UserError`); the process is not replaced, on a
+                   cluster only before the first step
 1 to 127           the script failed; counts against `runPolicy.backoffLimit`
 EXIT_HUNG (124)    a worker that kept the others waiting for too long ended itself; counts, too
-128 to 255, signal killed from outside (out of memory, preemption) or crashed; replaced. Being
-                   killed never counts. A crash counts if the one before had the same cause and the
-                   process had done nothing yet (`elastic_ps.deaths`)
+128 to 255, signal killed from outside (out of memory, preemption) or crashed; replaced. On a cluster
+                   it counts unless the pod was disrupted. On one machine being killed never counts,
+                   and a crash counts if the one before had the same cause and the process had done
+                   nothing yet (`elastic_ps.deaths`)
 EXIT_FENCED (250)  a parameter server ended because another one has taken over; replaced
 EXIT_LEFT (251)    a worker was asked to leave (SIGTERM) and left before the end; replaced, unless
                    the process that had started it asked

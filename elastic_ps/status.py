@@ -211,10 +211,10 @@ class WorkerStatus(CamelModel):
     failures: int = Field(default=0, description="How many failures count against backoffLimit.")
     restarts: int = Field(default=0, description="How many workers have been replaced, for any reason.")
     last_failure: str | None = Field(default=None, description="Which worker was replaced last, and why.")
-    crashes: dict[int, str] = Field(
+    invalid_on: dict[str, str] = Field(
         default_factory=dict,
-        description="By worker index: what the worker died of when it crashed last. If its replacement dies "
-        "of the same before it has trained anything, that counts against backoffLimit.",
+        description="By node: what a process of the job wrote there when it ended with exit status 78, which "
+        "says that the job cannot run as specified. The same on a second node ends the job.",
     )
     counted_pods: list[str] = Field(
         default_factory=list,

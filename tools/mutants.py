@@ -36,7 +36,8 @@ GROUPS = {
     "server": ["elastic_ps/server/*.py"],
     "operator": ["operator/elastic_operator/*.py"],
     "decisions": [
-        f"operator/elastic_operator/{name}.py" for name in ("reconcile", "verdict", "status", "builders")
+        f"operator/elastic_operator/{name}.py"
+        for name in ("reconcile", "verdict", "status", "builders", "failures")
     ],
 }
 EQUAL = "# mutant: equal"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,7 +24,7 @@ from elastic_ps.env import (
     ProcessEnvironment,
     Role,
 )
-from elastic_ps.job import API_VERSION, KIND, TrainingJobSpec
+from elastic_ps.job import API_VERSION, KIND, RunPolicy, TrainingJobSpec
 
 Manifest: TypeAlias = dict[str, Any]
 
@@ -144,11 +144,18 @@ def claim(job: Mapping[str, Any], spec: TrainingJobSpec) -> Manifest:
     }
 
 
-def pod(job: Mapping[str, Any], spec: TrainingJobSpec, role: Role, index: int) -> Manifest:
-    """The pod of one shard, standby or worker, the user's template merged over the default."""
+def pod(
+    job: Mapping[str, Any], spec: TrainingJobSpec, role: Role, index: int, *, avoid: Sequence[str] = ()
+) -> Manifest:
+    """The pod of one shard, standby or worker, the user's template merged over the default.
+
+    `avoid`: nodes that the scheduler shall take only if there is no other.
+    """
     name = job["metadata"]["name"]
     template = spec.worker.template if role == "worker" else spec.parameter_server.template
     pod_spec = merge(_default_pod_spec(name, spec, role, index), template.get("spec") or {})
+    if avoid:
+        _prefer_others(pod_spec, avoid)
     pod_spec["restartPolicy"] = "Never" if role == "worker" else "Always"
     more = template.get("metadata")
     extra: Mapping[str, Any] = more if isinstance(more, Mapping) else {}
@@ -160,6 +167,13 @@ def pod(job: Mapping[str, Any], spec: TrainingJobSpec, role: Role, index: int) -
             given = with_threads(container.get("env") or [], container.get("resources") or {})
             container["env"] = _contract(job, spec, role, index, given)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
+
+
+def _prefer_others(pod_spec: Manifest, avoid: Sequence[str]) -> None:
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in avoid]
+    affinity = pod_spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})
+    preferred = affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", [])
+    preferred.append({"weight": 100, "preference": {"matchFields": fields}})
 
 
 def with_threads(variables: list[Manifest], resources: Mapping[str, Any]) -> list[Manifest]:
@@ -250,6 +264,7 @@ def _contract(
         update={
             "parameter_server": spec.parameter_server.model_copy(update={"template": {}}),
             "worker": spec.worker.model_copy(update={"template": {}}),
+            "run_policy": RunPolicy(),
         }
     )
 

@@ -4,11 +4,10 @@
 ending                how it is recognised
 ===================== ======================================================================
 done                  exit status 0
-invalid               exit status `env.EXIT_INVALID`: starting it again is no use
-failed                exit status 1 to 127, or the container's command cannot be started
-crashed               128 to 255 other than below, out of memory
-killed                SIGKILL, SIGTERM or SIGHUP (`env.EXIT_LEFT`: it left in order), eviction,
-                      preemption, loss of the node
+invalid               exit status `env.EXIT_INVALID`: the process says that starting it again is no use
+disrupted             the pod has the condition DisruptionTarget or a reason of its node's (eviction,
+                      preemption, shutdown), or its node does not know how it ended
+failed                any other exit status or signal, out of memory, a command that cannot be started
 ===================== ======================================================================
 """
 
@@ -28,7 +27,7 @@ from elastic_ps.deaths import describe_exit, kind_of
 from elastic_ps.env import EXIT_HUNG, EXIT_INVALID, EXIT_LEFT, Role
 from elastic_ps.status import ServerStatus
 
-Ending: TypeAlias = Literal["done", "invalid", "failed", "crashed", "killed"]
+Ending: TypeAlias = Literal["done", "invalid", "failed", "disrupted"]
 
 _IMAGE_REASONS = {
     "ErrImagePull",
@@ -72,7 +71,10 @@ class Pod:
             only `invalid` is looked at while it lives.
         stopped: all its containers have terminated, sidecars too. Of a pod that is being deleted none is
             started again.
-        exit: its container's exit status, of one that failed or crashed.
+        exit: its container's exit status, if that is known.
+        said: the last line that it wrote before it ended.
+        node: where it runs or ran.
+        conditions: (type, status) of each of its conditions.
         problem: why it ended or cannot start, in words.
         started, ended: when its container did.
         address: its IP.
@@ -88,6 +90,9 @@ class Pod:
     ending: Ending | None = None
     stopped: bool = False
     exit: int | None = None
+    said: str = ""
+    node: str = ""
+    conditions: frozenset[tuple[str, str]] = frozenset()
     problem: Problem | None = None
     started: datetime | None = None
     ended: datetime | None = None
@@ -134,13 +139,23 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         deleting=parse_time(metadata.get("deletionTimestamp")),
         ending=ending,
         stopped=_stopped(status),
-        exit=terminated.get("exitCode") if ending in ("failed", "crashed") else None,
+        exit=_last_exit(container).get("exitCode"),
+        said=str(_last_exit(container).get("message") or "").strip().rpartition("\n")[2][-300:],
+        node=str((manifest.get("spec") or {}).get("nodeName") or ""),
+        conditions=frozenset((c.get("type"), c.get("status")) for c in status.get("conditions") or []),
         problem=problem,
         started=parse_time(started),
         ended=parse_time(terminated.get("finishedAt")),
         address=status.get("podIP"),
         last_words=_last_words(metadata, container),
     )
+
+
+def _last_exit(container: Mapping[str, Any]) -> Mapping[str, Any]:
+    """How the container ended; of one that runs again, how it did before."""
+    state, last = container.get("state") or {}, container.get("lastState") or {}
+    end: Mapping[str, Any] = state.get("terminated") or last.get("terminated") or {}
+    return end
 
 
 def _main_container(manifest: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -150,9 +165,10 @@ def _main_container(manifest: Mapping[str, Any], name: str) -> Mapping[str, Any]
 
 def _last_words(metadata: Mapping[str, Any], container: Mapping[str, Any]) -> ServerStatus | None:
     """None too if a process runs again: what the one before has left is older than what that one knows."""
-    state, last = container.get("state") or {}, container.get("lastState") or {}
-    end = state.get("terminated") or last.get("terminated") or {}
-    if "running" in state or not (text := str(end.get("message") or "")).startswith("{"):
+    end = _last_exit(container)
+    if "running" in (container.get("state") or {}) or not (text := str(end.get("message") or "")).startswith(
+        "{"
+    ):
         return None
     try:
         words = read_server_status(dict(json.loads(text)))
@@ -192,26 +208,27 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
     if reason:
         words = _KILLED_AS.get(reason, f"was ended by its node ({reason})")
         detail = f": {status['message']}" if status.get("message") else ""
-        return "killed", Problem(reason, f"{name} {words}{detail}")
-    if not terminated:
-        return "killed", Problem("Lost", f"{name} ended; its exit status is not known")
-    return _exit(name, manifest, terminated)
+        return "disrupted", Problem(reason, f"{name} {words}{detail}")
+    disruption = _condition(status, "DisruptionTarget")
+    if disruption.get("status") == "True":
+        why = disruption.get("reason") or "Disrupted"
+        return "disrupted", Problem(why, f"{name} was disrupted: {disruption.get('message') or why}")
+    if not terminated or terminated.get("reason") in _LOST_SIGHT:
+        return "disrupted", Problem("Lost", f"{name} ended, and its node does not know how")
+    return "failed", _exit(name, manifest, terminated)
 
 
-def _exit(name: str, manifest: Mapping[str, Any], end: Mapping[str, Any]) -> tuple[Ending, Problem]:
+def _exit(name: str, manifest: Mapping[str, Any], end: Mapping[str, Any]) -> Problem:
     code = int(end.get("exitCode", 255))
     if end.get("reason") == "OOMKilled":
-        return "crashed", Problem("OutOfMemory", f"{name} was killed: out of memory{_limit(manifest)}")
-    if end.get("reason") in _LOST_SIGHT:
-        return "killed", Problem("Lost", f"{name} ended, and its node does not know how")
+        return Problem("OutOfMemory", f"{name} was killed: out of memory{_limit(manifest)}")
     if end.get("reason") in _CANNOT_START:
-        return "failed", Problem("CannotStart", _said(f"the command of {name} cannot be started", end))
+        return Problem("CannotStart", _said(f"the command of {name} cannot be started", end))
     if code == EXIT_LEFT:
-        return "killed", Problem("WorkerLeft", f"{name} got SIGTERM, finished its step and left")
+        return Problem("WorkerLeft", f"{name} got SIGTERM, finished its step and left")
     if code == EXIT_HUNG:
-        return "failed", Problem("WorkerHung", _said(f"{name} ended itself: it made no progress", end))
-    kind = kind_of(code)
-    return kind, Problem(_REASONS[kind], _said(f"{name} {describe_exit(code)}", end))
+        return Problem("WorkerHung", _said(f"{name} ended itself: it made no progress", end))
+    return Problem(_REASONS[kind_of(code)], _said(f"{name} {describe_exit(code)}", end))
 
 
 def _limit(manifest: Mapping[str, Any]) -> str:

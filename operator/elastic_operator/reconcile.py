@@ -15,11 +15,11 @@ from typing import Any
 from elastic_operator import builders, names
 from elastic_operator.desired import Desired, read_desired
 from elastic_operator.documents import read_status
+from elastic_operator.failures import consequence, counted
 from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, Options, Plan, stamp
 from elastic_operator.pods import Pod, Problem, parse_time
 from elastic_operator.status import (
     condition,
-    counted,
     ended,
     stays,
     turned,
@@ -54,7 +54,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
         desired = read_desired(job, observed)
     except InvalidJob as error:
         return _invalid(old, status, str(error), started=bool(observed.services), now=now)
-    status, notes = counted(status, observed, now)
+    status, notes = counted(status, desired, observed)
     status = _with_counts(status, observed, desired)
     if desired.spec.run_policy.suspend:
         return _suspended(old, status, desired, observed, notes, now, options)
@@ -62,7 +62,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
     end = verdict(status, desired, observed, now)
     if end is not None:
         return _conclude(old, status, end, notes, now)
-    actions = [*_servers(job, desired, observed)]
+    actions = [*_servers(job, desired, old, status, observed)]
     actions += _workers(job, desired, old, status, observed, now, options)
     status = health(status, desired, observed, now=now, options=options)
     return Plan(
@@ -200,7 +200,13 @@ def _resumed(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
     return status
 
 
-def _servers(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
+def _servers(
+    job: Mapping[str, Any],
+    desired: Desired,
+    old: TrainingJobStatus,
+    status: TrainingJobStatus,
+    observed: Observed,
+) -> Iterator[Action]:
     """Services, claim and pods of the parameter servers and their standbys."""
     spec, name = desired.spec, desired.name
     roles: tuple[Role, ...] = ("ps", "standby") if builders.has_standbys(spec) else ("ps",)
@@ -215,9 +221,14 @@ def _servers(job: Mapping[str, Any], desired: Desired, observed: Observed) -> It
     for role, shard in every:
         pod = there.get((role, shard))
         if pod is None:
-            yield _create(job, desired, role, shard, _NEED[role])
-        elif pod.ending is not None and pod.deleting is None:
+            yield _create(job, desired, status, role, shard, _NEED[role])
+        elif pod.ending is not None and pod.deleting is None and _is_counted(pod, old):
             yield DeletePod(pod.name, pod.uid, "it has ended and is created again")
+
+
+def _is_counted(server: Pod, old: TrainingJobStatus) -> bool:
+    """Whether the end of a server, if it has to be counted at all, has been."""
+    return server.ending != "invalid" or server.uid in old.worker.counted_pods
 
 
 def _workers(
@@ -235,12 +246,13 @@ def _workers(
         wanted = f"the job asks for {desired.replicas} workers"
         for index in range(desired.replicas):
             if index not in there:
-                yield _create(job, desired, "worker", index, wanted)
+                yield _create(job, desired, status, "worker", index, wanted)
     for index, pod in sorted(there.items(), reverse=True):
         if pod.deleting is not None:
             continue
         if pod.over:
-            if pod.uid in old.worker.counted_pods and _restart_in(pod, status, now, options) == _ZERO:
+            restart = _restart_in(pod, status, desired, now, options)
+            if pod.uid in old.worker.counted_pods and restart == _ZERO:
                 yield DeletePod(pod.name, pod.uid, "it has ended and is replaced")
         elif pod.active and (why := _given_up(pod, desired, observed, now)):
             yield DeletePod(pod.name, pod.uid, why)
@@ -255,13 +267,18 @@ def _given_up(pod: Pod, desired: Desired, observed: Observed, now: datetime) -> 
     return "" if latest is None else latest.to_be_killed(desired.spec.worker.progress_timeout)
 
 
-def _create(job: Mapping[str, Any], desired: Desired, role: Role, index: int, reason: str) -> Create:
-    return Create(
-        "Pod",
-        names.pod(desired.name, role, index),
-        builders.pod(job, desired.spec, role, index),
-        reason,
+def _create(
+    job: Mapping[str, Any],
+    desired: Desired,
+    status: TrainingJobStatus,
+    role: Role,
+    index: int,
+    reason: str,
+) -> Create:
+    manifest = builders.pod(
+        job, desired.spec, role, index, avoid=sorted(filter(None, status.worker.invalid_on))
     )
+    return Create("Pod", names.pod(desired.name, role, index), manifest, reason)
 
 
 def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[Action]:
@@ -278,10 +295,12 @@ def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[
             yield DeletePod(pod.name, pod.uid, "its node does not confirm that it ended", force=True)
 
 
-def _restart_in(pod: Pod, status: TrainingJobStatus, now: datetime, options: Options) -> timedelta:
+def _restart_in(
+    pod: Pod, status: TrainingJobStatus, desired: Desired, now: datetime, options: Options
+) -> timedelta:
     """How long the replacement of an ended worker still has to wait."""
     delay = _ZERO
-    if pod.ending == "failed":
+    if consequence(pod, desired.spec.run_policy.pod_failure_policy) == "Count":
         exponent = min(16, max(0, status.worker.failures - 1))  # mutant: equal
         doubled = options.restart_base * 2**exponent
         delay = min(options.restart_limit, doubled)
@@ -296,7 +315,7 @@ def _next_look(
     times = [options.poll]
     if observed.refusals:
         times = [options.retry]
-    times += [_restart_in(pod, status, now, options) for pod in observed.of("worker") if pod.over]
+    times += [_restart_in(pod, status, desired, now, options) for pod in observed.of("worker") if pod.over]
     if any(pod.ending == "done" for pod in observed.of("worker")):
         times.append(timedelta(seconds=2))
     deadline, start = desired.spec.run_policy.active_deadline_seconds, parse_time(status.start_time)

@@ -1,8 +1,8 @@
 """The status of a job, from its old status and what there is. Pure.
 
-Counts of failures are kept in the status itself, with the uids of the pods that are in them and the last
-crash of each worker, with which the next is compared. A failed pod is only deleted once its uid has been
-written there, so an operator that is killed at any point neither forgets a failure nor counts one twice.
+Counts of failures are kept in the status itself, with the uids of the pods that are in them. A failed pod is
+only deleted once its uid has been written there, so an operator that is killed at any point neither forgets a
+failure nor counts one twice.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Any, Literal, TypeAlias
 from elastic_operator import names
 from elastic_operator.plan import Note, Observed, stamp
 from elastic_operator.pods import Pod, Problem
-from elastic_ps import deaths
-from elastic_ps.deaths import Death
 from elastic_ps.status import (
     Condition,
     Member,
@@ -108,42 +106,6 @@ def _last_seen(member: Member, now: datetime) -> datetime:
     if member.gone_seconds is not None:
         return now - timedelta(seconds=member.gone_seconds)
     return now if member.present else datetime.min.replace(tzinfo=UTC)
-
-
-def counted(
-    status: TrainingJobStatus, observed: Observed, now: datetime
-) -> tuple[TrainingJobStatus, list[Note]]:
-    """The status with workers that have ended since counted, and an Event for each of them."""
-    worker = status.worker
-    fresh = [pod for pod in observed.of("worker") if pod.over and pod.uid not in worker.counted_pods]
-    there = {pod.uid for pod in observed.pods}
-    kept = [uid for uid in worker.counted_pods if uid in there]
-    update: dict[str, Any] = {"counted_pods": [*kept, *(pod.uid for pod in fresh)]}
-    crashes, failures = dict(worker.crashes), worker.failures
-    for pod in fresh:
-        death, before = _death(pod, observed, now), crashes.pop(pod.index, None)
-        failures += deaths.counts(death, before)
-        if (last := deaths.to_compare(death, before)) is not None:
-            crashes[pod.index] = last
-    update["failures"], update["crashes"] = failures, crashes
-    update["restarts"] = worker.restarts + len(fresh)
-    if fresh:
-        update["last_failure"] = describe(fresh[-1]).message[:1000]
-    notes = [Note(pod.uid, "Warning", describe(pod).reason, describe(pod).message) for pod in fresh]
-    return status.model_copy(update={"worker": worker.model_copy(update=update)}), notes
-
-
-def _death(pod: Pod, observed: Observed, now: datetime) -> Death:
-    """How a worker died. While the parameter server tells nothing, it is not known whether it was of use."""
-    kind: deaths.Kind = pod.ending if pod.ending in ("failed", "crashed") else "killed"
-    useful = None
-    if observed.server is not None and observed.server.begun:
-        useful = any(member.steps for member in stays(pod, observed, now))
-    return Death(kind, "" if pod.exit is None else deaths.describe_exit(pod.exit), useful)
-
-
-def describe(pod: Pod) -> Problem:
-    return pod.problem or Problem("Lost", f"{pod.name} ended; its exit status is not known")
 
 
 def with_counts(

@@ -8,9 +8,10 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from elastic_operator.desired import Desired
+from elastic_operator.failures import fatal
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Problem, parse_time
-from elastic_operator.status import condition, describe, holds, with_condition
+from elastic_operator.status import condition, holds, with_condition
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.status import LEFT_EARLY, TrainingJobStatus
 
@@ -25,19 +26,12 @@ class Verdict:
 
 def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime) -> Verdict | None:
     """How the job ends, if it is to end now. `status` has this pass's counts and progress."""
-    for pod in observed.pods:
-        if pod.ending == "invalid" and pod.deleting is None:
-            return Verdict("Failed", describe(pod))
     for refusal in observed.refusals:
         if refusal.reason == "InvalidSpec" and not holds(status, "Running"):
             return Verdict("Failed", refusal)
+    if (why := fatal(status, desired, observed)) is not None:
+        return Verdict("Failed", why)
     policy = desired.spec.run_policy
-    if status.worker.failures > policy.backoff_limit:
-        message = (
-            f"workers failed {status.worker.failures} times, more than backoffLimit {policy.backoff_limit} "
-            f"allows; the last failure: {status.worker.last_failure}"
-        )
-        return Verdict("Failed", Problem("BackoffLimitExceeded", message))
     deadline, start = policy.active_deadline_seconds, parse_time(status.start_time)
     if deadline is not None and start is not None and now - start >= timedelta(seconds=deadline):
         message = f"the job did not finish within activeDeadlineSeconds: {deadline}"

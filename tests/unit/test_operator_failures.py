@@ -9,7 +9,7 @@ import pytest
 
 from elastic_operator.plan import DeletePod, stamp
 from elastic_ps.status import Member, Progress, ServerStatus
-from tests.unit.simulation import Simulation, finish, named, running, tell
+from tests.unit.simulation import Simulation, finish, job_document, named, running, tell
 
 
 @pytest.mark.parametrize(
@@ -17,13 +17,13 @@ from tests.unit.simulation import Simulation, finish, named, running, tell
     [
         (1, "Error", 1, "WorkerFailed"),
         (127, "Error", 1, "WorkerFailed"),
-        (137, "Error", 0, "WorkerKilled"),
-        (143, "Error", 0, "WorkerKilled"),
-        (139, "Error", 0, "WorkerCrashed"),
+        (137, "Error", 1, "WorkerKilled"),
+        (143, "Error", 1, "WorkerKilled"),
+        (139, "Error", 1, "WorkerCrashed"),
         (255, "Unknown", 0, "Lost"),
-        (251, "Error", 0, "WorkerLeft"),
+        (251, "Error", 1, "WorkerLeft"),
         (124, "Error", 1, "WorkerHung"),
-        (137, "OOMKilled", 0, "OutOfMemory"),
+        (137, "OOMKilled", 1, "OutOfMemory"),
         (128, "StartError", 1, "CannotStart"),
     ],
 )
@@ -116,72 +116,99 @@ def end_again_and_again(simulation: Simulation, times: int, code: int, **fields:
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"), [(139, "Error"), (130, "Error"), (255, "Error"), (137, "OOMKilled")]
+    ("code", "reason"),
+    [(139, "Error"), (130, "Error"), (255, "Error"), (137, "OOMKilled"), (137, "Error"), (251, "Error")],
 )
-def test_a_worker_that_crashes_alike_before_its_first_step_counts_from_the_second_time(
-    code: int, reason: str
-) -> None:
-    simulation = running(worker={"replicas": 2}, runPolicy={"backoffLimit": 2})
-    tell(simulation, stay(5, index=0), stay(0))
-    assert end_again_and_again(simulation, 3, code, reason=reason) == 2
+def test_each_death_that_is_no_disruption_counts(code: int, reason: str) -> None:
+    simulation = running(worker={"replicas": 2}, runPolicy={"backoffLimit": 3})
+    tell(simulation, stay(5, index=0), stay(5))
+    assert end_again_and_again(simulation, 3, code, reason=reason) == 3
     assert simulation.status["phase"] == "Running"
-    assert end_again_and_again(simulation, 1, code, reason=reason) == 3
+    assert end_again_and_again(simulation, 1, code, reason=reason) == 4
     assert simulation.condition("Failed")["reason"] == "BackoffLimitExceeded"
 
 
-def test_crashes_that_differ_or_are_another_worker_s_or_follow_a_step_do_not_count() -> None:
-    simulation = running(worker={"replicas": 2})
-    tell(simulation)
-    for code in (139, 134, 139, 134):
-        assert end_again_and_again(simulation, 1, code) == 0
-    simulation.end("digits-worker-0", 134)
-    simulation.settle()
-    assert simulation.status["worker"]["failures"] == 0, "worker 0 has not crashed before"
-    tell(simulation, stay(1))
-    assert end_again_and_again(simulation, 5, 134) == 0
-    tell(simulation, stay(1, state="training", gone_seconds=None))
-    assert end_again_and_again(simulation, 5, 134) == 0, "its lease has not run out yet"
+def disruption(status: str) -> dict[str, Any]:
+    kind = {
+        "type": "DisruptionTarget",
+        "status": status,
+        "reason": "PreemptionByScheduler",
+        "message": "busy",
+    }
+    return {"conditions": [kind]}
 
 
-def test_what_a_pod_of_the_same_name_trained_before_is_no_use_of_the_next() -> None:
-    simulation = running(worker={"replicas": 2})
-    before = [stay(9, gone_seconds=7200.0), stay(9, gone_seconds=None), stay(9, host="digits-worker-11")]
-    tell(simulation, *before)
-    assert end_again_and_again(simulation, 3, 139) == 2
-
-
-@pytest.mark.parametrize("fields", [{"reason": "Evicted"}, {"reason": "NodeLost"}, {}])
-def test_pods_that_were_evicted_or_lost_never_count_whatever_their_exit_status(
-    fields: dict[str, str],
-) -> None:
-    simulation = running(worker={"replicas": 2})
-    tell(simulation)
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"reason": "Evicted"}, "Evicted"),
+        ({"reason": "NodeLost"}, "NodeLost"),
+        ({"containerStatuses": []}, "Lost"),
+        (disruption("True"), "PreemptionByScheduler"),
+    ],
+)
+def test_disruptions_are_free_whatever_the_exit_status(fields: dict[str, Any], reason: str) -> None:
+    simulation = running(worker={"replicas": 2}, runPolicy={"backoffLimit": 0})
     for _ in range(4):
         simulation.end("digits-worker-1", 139)
-        status = simulation.pods["digits-worker-1"]["status"]
-        status.update(fields)
-        if not fields:
-            status["containerStatuses"] = []
+        simulation.pods["digits-worker-1"]["status"].update(fields)
         simulation.settle()
-    assert simulation.status["worker"].items() >= {"failures": 0, "restarts": 4, "crashes": {}}.items()
+    assert simulation.status["worker"].items() >= {"failures": 0, "restarts": 4}.items()
+    assert reason in simulation.notes.values()
 
 
-def test_a_row_of_crashes_is_not_forgotten_while_the_parameter_server_is_silent() -> None:
-    """It is not known then whether a worker was of use, so its crash does not count, but later ones do."""
-    simulation = running(worker={"replicas": 2})
-    tell(simulation)
-    assert end_again_and_again(simulation, 1, 139) == 0
-    assert simulation.status["worker"]["crashes"] == {"1": "was killed by SIGSEGV"}
-    starting = ServerStatus(job="digits", shard=0, shards=1, term=0, ready=False)
-    for silent in (None, starting):
-        simulation.server = silent
-        assert end_again_and_again(simulation, 1, 139) == 0
-        assert end_again_and_again(simulation, 1, 137) == 0
-    tell(simulation)
-    assert end_again_and_again(simulation, 1, 139) == 1
-    tell(simulation, stay(1))
-    assert end_again_and_again(simulation, 1, 143) == 1
-    assert simulation.status["worker"]["crashes"] == {}, "it had trained, so the row is over"
+def test_a_disruption_that_did_not_come_is_no_excuse() -> None:
+    simulation = running(runPolicy={"backoffLimit": 0})
+    simulation.end("digits-worker-0", 139)
+    simulation.pods["digits-worker-0"]["status"].update(disruption("False"))
+    simulation.settle()
+    assert simulation.condition("Failed")["reason"] == "BackoffLimitExceeded"
+
+
+def rule(action: str, **fits: Any) -> dict[str, Any]:
+    """A runPolicy that has this rule first, then one that is for everything."""
+    every = {"action": "FailJob", "onExitCodes": {"operator": "NotIn", "values": [255]}}
+    return {"backoffLimit": 1, "podFailurePolicy": {"rules": [{"action": action, **fits}, every]}}
+
+
+@pytest.mark.parametrize(
+    ("policy", "code", "failures", "ended"),
+    [
+        (rule("Ignore", onExitCodes={"values": [3, 139]}), 139, 0, None),
+        (rule("Ignore", onExitCodes={"values": [3]}), 139, 0, "PodFailurePolicy"),
+        (rule("Count", onExitCodes={"operator": "NotIn", "values": [3]}), 139, 2, "BackoffLimitExceeded"),
+        (rule("FailJob", onExitCodes={"operator": "In", "values": [139]}), 139, 0, "PodFailurePolicy"),
+        (rule("Count", onExitCodes={"operator": "In", "values": [3]}), 255, 2, "BackoffLimitExceeded"),
+        (rule("Ignore", onExitCodes={"values": [78]}), 78, 0, None),
+    ],
+)
+def test_rules_decide_what_follows_from_an_exit_status(
+    policy: dict[str, Any], code: int, failures: int, ended: str | None
+) -> None:
+    simulation = running(worker={"replicas": 2}, runPolicy=policy)
+    for _ in range(2):
+        simulation.end("digits-worker-1", code)
+        simulation.settle()
+    assert simulation.condition("Failed").get("reason") == ended
+    if ended != "PodFailurePolicy":
+        assert simulation.status["worker"]["failures"] == failures
+
+
+def test_rules_may_be_for_conditions_of_the_pod() -> None:
+    policy = rule("Count", onPodConditions=[{"type": "DisruptionTarget"}])
+    simulation = running(worker={"replicas": 2}, runPolicy=policy)
+    simulation.end("digits-worker-1", 139)
+    simulation.pods["digits-worker-1"]["status"].update(disruption("True"))
+    simulation.settle()
+    assert simulation.status["worker"]["failures"] == 1
+    assert simulation.status["phase"] == "Running"
+
+
+@pytest.mark.parametrize("more", [{}, {"onExitCodes": {"values": [1]}, "onPodConditions": [{"type": "X"}]}])
+def test_a_rule_is_for_exit_statuses_or_for_conditions(more: dict[str, Any]) -> None:
+    simulation = Simulation(job_document(runPolicy=rule("Ignore", **more)))
+    simulation.settle()
+    assert "onExitCodes or onPodConditions" in simulation.condition("Failed")["message"]
 
 
 @pytest.mark.parametrize(("failures", "seconds"), [(0, 1), (1, 2), (2, 4), (5, 32), (6, 60), (40, 60)])
@@ -209,9 +236,9 @@ def test_a_worker_of_which_it_is_not_known_when_it_failed_is_replaced_at_once() 
 
 
 @pytest.mark.parametrize(("lived", "seconds"), [(59, 5), (60, 0)])
-def test_a_worker_that_was_killed_soon_is_replaced_after_a_while(lived: int, seconds: int) -> None:
+def test_a_worker_that_was_lost_soon_is_replaced_after_a_while(lived: int, seconds: int) -> None:
     simulation = running()
-    simulation.end("digits-worker-0", 137)
+    simulation.end("digits-worker-0", 255, reason="Unknown")
     end = simulation.pods["digits-worker-0"]["status"]["containerStatuses"][0]["state"]["terminated"]
     end["startedAt"] = stamp(simulation.now - timedelta(seconds=lived))
     simulation.step()
@@ -232,3 +259,71 @@ def test_workers_that_are_gone_come_back_unless_one_has_come_to_the_end() -> Non
     unfinished = Progress(records_expected=10, records_applied=9)
     simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=unfinished)
     assert named(simulation.plan()) == ["digits-worker-1"]
+
+
+def say_invalid(simulation: Simulation, name: str, node: str, message: str = "error: no GPU") -> None:
+    """A process on that node ends with exit status 78."""
+    simulation.pods[name]["spec"]["nodeName"] = node
+    assert simulation.end(name, 78, message=f"10:00:0{len(node)} starting\n{message}")
+
+
+def trained(**spec: Any) -> Simulation:
+    """A job that has made steps already."""
+    simulation = running(worker={"replicas": 2}, **spec)
+    progress = Progress(version=5, records_expected=10, records_applied=4)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
+    simulation.settle()
+    return simulation
+
+
+def test_one_bad_node_ends_no_job_and_is_avoided() -> None:
+    simulation = trained()
+    say_invalid(simulation, "digits-worker-1", "bad")
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    assert simulation.status["worker"]["failures"] == 1
+    assert simulation.status["worker"]["invalidOn"] == {"bad": "error: no GPU"}
+    affinity = simulation.pods["digits-worker-1"]["spec"]["affinity"]["nodeAffinity"]
+    (preferred,) = affinity["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert preferred["preference"]["matchFields"] == [
+        {"key": "metadata.name", "operator": "NotIn", "values": ["bad"]}
+    ]
+    say_invalid(simulation, "digits-worker-0", "other", "error: no room on /data")
+    simulation.settle()
+    assert simulation.status["phase"] == "Running", "it is something else"
+
+
+def test_the_same_on_two_nodes_ends_the_job() -> None:
+    simulation = trained()
+    say_invalid(simulation, "digits-worker-1", "bad")
+    simulation.settle()
+    say_invalid(simulation, "digits-worker-1", "b")
+    simulation.settle()
+    assert simulation.condition("Failed")["reason"] == "InvalidJob"
+
+
+def test_the_only_node_says_it_until_the_limit() -> None:
+    simulation = trained(runPolicy={"backoffLimit": 2})
+    for failures in (1, 2, 3):
+        say_invalid(simulation, "digits-worker-1", "only")
+        simulation.settle()
+        assert simulation.status["worker"]["failures"] == failures
+    assert simulation.condition("Failed")["reason"] == "BackoffLimitExceeded"
+
+
+@pytest.mark.parametrize("claim", [{}, None])
+def test_a_server_that_says_so_moves_if_its_checkpoints_do(claim: dict[str, Any] | None) -> None:
+    simulation = trained(parameterServer={"checkpoint": {"volumeClaim": claim}})
+    end = {"terminated": {"exitCode": 78, "message": "error: the directory is not readable"}}
+    server = simulation.pods["digits-ps-0"]
+    server["spec"]["nodeName"] = "bad"
+    container = {"name": "parameter-server", "state": {"waiting": {}}, "lastState": end}
+    server["status"]["containerStatuses"] = [container]
+    simulation.settle()
+    if claim is None:
+        assert simulation.condition("Failed")["reason"] == "InvalidJob"
+        return
+    assert simulation.pods["digits-ps-0"]["metadata"]["uid"] != server["metadata"]["uid"]
+    assert "nodeAffinity" in simulation.pods["digits-ps-0"]["spec"]["affinity"]
+    assert simulation.status["worker"].items() >= {"failures": 1, "restarts": 0}.items()
+    assert simulation.status["phase"] == "Running"

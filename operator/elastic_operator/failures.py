@@ -1,0 +1,107 @@
+"""What follows from the end of a pod: is it counted, is the job over, which nodes to avoid. Pure.
+
+A disruption is nobody's fault, so it is free. Everything else counts against `runPolicy.backoffLimit`, unless
+a rule of `runPolicy.podFailurePolicy` says otherwise.
+
+A process that ends with exit status 78 says that the job cannot run as specified. Before the job's first step
+it is believed. Later it may be one bad node that says so: then the pod is replaced, on another node if there
+is one, and the job is over when a second node says the same, or when it has happened too often.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal, TypeAlias
+
+from elastic_operator.desired import Desired
+from elastic_operator.plan import Note, Observed
+from elastic_operator.pods import Pod, Problem
+from elastic_ps.job import FailureRule, PodFailurePolicy
+from elastic_ps.status import TrainingJobStatus
+
+Consequence: TypeAlias = Literal["FailJob", "Ignore", "Count"]
+
+_NODES = 16
+"""How many nodes are remembered."""
+
+
+def describe(pod: Pod) -> Problem:
+    """Why a pod has ended."""
+    return pod.problem or Problem("Lost", f"{pod.name} ended; its exit status is not known")
+
+
+def consequence(pod: Pod, policy: PodFailurePolicy | None) -> Consequence:
+    """What follows from the end of a worker that did not end well."""
+    rule = _rule(pod, policy)
+    if rule is not None:
+        return rule.action
+    return "Ignore" if pod.ending == "disrupted" else "Count"
+
+
+def _rule(pod: Pod, policy: PodFailurePolicy | None) -> FailureRule | None:
+    rules = policy.rules if policy is not None and pod.role == "worker" else []
+    return next((rule for rule in rules if _fits(rule, pod)), None)
+
+
+def _fits(rule: FailureRule, pod: Pod) -> bool:
+    if rule.on_exit_codes is not None:
+        listed = pod.exit in rule.on_exit_codes.values
+        return bool(pod.exit) and listed == (rule.on_exit_codes.operator == "In")
+    return any((c.type, c.status) in pod.conditions for c in rule.on_pod_conditions or [])
+
+
+def counted(
+    status: TrainingJobStatus, desired: Desired, observed: Observed
+) -> tuple[TrainingJobStatus, list[Note]]:
+    """The status with the pods that have ended since counted, and an Event for each of them.
+
+    Workers, and servers that say that the job is invalid; other servers are started again in place.
+    """
+    worker, policy = status.worker, desired.spec.run_policy.pod_failure_policy
+    ended = [pod for pod in observed.of("worker", "ps", "standby") if pod.over]
+    ended = [pod for pod in ended if pod.role == "worker" or pod.ending == "invalid"]
+    fresh = [pod for pod in ended if pod.uid not in worker.counted_pods]
+    there = {pod.uid for pod in observed.pods}
+    kept = [uid for uid in worker.counted_pods if uid in there]
+    invalid = {pod.node: pod.said or describe(pod).reason for pod in fresh if pod.ending == "invalid"}
+    update = {
+        "counted_pods": [*kept, *(pod.uid for pod in fresh)],
+        "failures": worker.failures + sum(consequence(pod, policy) == "Count" for pod in fresh),
+        "restarts": worker.restarts + sum(pod.role == "worker" for pod in fresh),
+        "invalid_on": dict([*worker.invalid_on.items(), *invalid.items()][-_NODES:]),
+    }
+    if fresh:
+        update["last_failure"] = describe(fresh[-1]).message[:1000]
+    notes = [Note(pod.uid, "Warning", describe(pod).reason, describe(pod).message) for pod in fresh]
+    return status.model_copy(update={"worker": worker.model_copy(update=update)}), notes
+
+
+def fatal(status: TrainingJobStatus, desired: Desired, observed: Observed) -> Problem | None:
+    """Why the job is over because of how one of its pods has ended. `status` has this pass's counts."""
+    policy = desired.spec.run_policy.pod_failure_policy
+    ended = [pod for pod in observed.pods if pod.over]
+    for pod in ended:
+        if (rule := _rule(pod, policy)) is not None and rule.action == "FailJob":
+            why = f"a rule of runPolicy.podFailurePolicy ends the job: {describe(pod).message}"
+            return Problem("PodFailurePolicy", why)
+    invalid = [pod for pod in ended if pod.ending == "invalid" and _rule(pod, policy) is None]
+    for pod in invalid:
+        if status.progress.version == 0 or (pod.role != "worker" and not _may_move(desired)):
+            return describe(pod)
+    said = Counter(status.worker.invalid_on.values())
+    for pod in invalid:
+        if said[status.worker.invalid_on.get(pod.node, "")] > 1:
+            return describe(pod)
+    limit = desired.spec.run_policy.backoff_limit
+    if status.worker.failures > limit:
+        message = (
+            f"processes failed {status.worker.failures} times, more than backoffLimit {limit} "
+            f"allows; the last failure: {status.worker.last_failure}"
+        )
+        return Problem("BackoffLimitExceeded", message)
+    return None
+
+
+def _may_move(desired: Desired) -> bool:
+    """Whether a server that is replaced finds the checkpoints again."""
+    return desired.spec.parameter_server.checkpoint.volume_claim is not None
