@@ -24,6 +24,8 @@ from elastic_ps.status import TrainingJobStatus
 
 logger = logging.getLogger(__name__)
 
+_FIRST_CONFLICT, _LAST_CONFLICT = timedelta(milliseconds=100), timedelta(seconds=30)
+
 
 class Controller:
     """What the operator does, without the framework that says when. Blocking; thread-safe."""
@@ -32,6 +34,7 @@ class Controller:
         self._cluster = cluster
         self._settings = settings
         self._metrics = metrics
+        self._conflicts: dict[Key, int] = {}
         self.jobs_watch = WatchMonitor()
         self.pods_watch = WatchMonitor()
         self.served = False
@@ -50,12 +53,16 @@ class Controller:
                 again = self._pass(key)
             except ApiError as error:
                 self._metrics.reconciles.labels("error").inc()
-                if error.status == 409:  # the job changed while it was looked at
-                    return timedelta(0)
-                raise
+                if error.status != 409:
+                    raise
+                # The job changed while it was looked at. Somebody may write it all the time.
+                count = self._conflicts[key] = self._conflicts.get(key, 0) + 1
+                doublings = min(count - 1, 16)
+                return min(_LAST_CONFLICT, _FIRST_CONFLICT * (1 << doublings))
             except ConnectionLost:
                 self._metrics.reconciles.labels("error").inc()
                 raise
+        self._conflicts.pop(key, None)
         self._metrics.reconciles.labels("ok").inc()
         return again
 

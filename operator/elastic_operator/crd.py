@@ -101,6 +101,8 @@ def _schema(*, rules: bool) -> Schema:
     spec = structural(TrainingJobSpec.model_json_schema(by_alias=True))
     example = TrainingJobSpec(entrypoint="module:function")
     _write_defaults(spec, example.model_dump(mode="json", by_alias=True, exclude_none=True))
+    # Always there, so that a rule is also asked when a person adds it.
+    spec["properties"]["arguments"]["default"] = {}
     if rules:
         _add_rules(spec)
     root: Schema = {
@@ -118,11 +120,12 @@ def _schema(*, rules: bool) -> Schema:
     if rules:
         root["x-kubernetes-validations"] = [
             {
-                "rule": "self.metadata.name.size() <= 52",
-                "message": "metadata.name may have at most 52 characters, because the names of the job's "
-                "pods are longer",
+                "rule": f"self.metadata.name.matches('{names.PATTERN}')",
+                "message": names.EXPECTED,
             }
         ]
+    else:
+        root["properties"]["metadata"]["properties"] = {"name": {"type": "string", "pattern": names.PATTERN}}
     return root
 
 
@@ -216,7 +219,7 @@ def _add_rules(spec: Schema) -> None:
             "each worker has a fixed share of the records",
         }
     ]
-    for name in ("entrypoint", "consistency", "compression", "data"):
+    for name in ("entrypoint", "arguments", "consistency", "compression", "data"):
         fields[name]["x-kubernetes-validations"] = [_immutable(name)]
     fields["consistency"]["x-kubernetes-validations"].append(
         {
@@ -245,6 +248,14 @@ def _add_rules(spec: Schema) -> None:
             ),
             "message": "a job with several shards or with standbys needs checkpoint.volumeClaim, because "
             "they share its volume",
+        }
+    ]
+    # A rule on the field itself would not be asked when the field appears or goes.
+    server["checkpoint"]["x-kubernetes-validations"] = [
+        {
+            "rule": "has(self.volumeClaim) == has(oldSelf.volumeClaim) && "
+            "(!has(self.volumeClaim) || self.volumeClaim == oldSelf.volumeClaim)",
+            "message": "parameterServer.checkpoint.volumeClaim cannot change; create a new job for that",
         }
     ]
     for name in ("replicas", "bucketBytes", "durability"):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
-
 from elastic_operator import builders, documents, names
 from elastic_operator.plan import Observed
 from elastic_ps.errors import InvalidJob
-from elastic_ps.job import ObjectMeta, TrainingJobSpec, parse_spec
+from elastic_ps.job import TrainingJobSpec, parse_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +37,8 @@ def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
         InvalidJob: the spec cannot be followed; each line of the message names a field.
     """
     name = job["metadata"]["name"]
-    try:
-        ObjectMeta.model_validate({"name": name})
-    except ValidationError:
-        raise InvalidJob(
-            f"metadata.name is {name!r}; expected at most 52 characters of a-z, 0-9 and '-', so that the "
-            "names of the job's pods are valid"
-        ) from None
+    if not re.match(names.PATTERN, name):
+        raise InvalidJob(f"metadata.name is {name!r}: {names.EXPECTED}")
     document = dict(job.get("spec") or {})
     unknown: list[str] = []
     if observed.services:

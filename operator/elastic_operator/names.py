@@ -16,6 +16,13 @@ PLURAL = "trainingjobs"
 SPEC_ANNOTATION = f"{GROUP}/spec"
 """On the Service of shard 0: the part of the spec that stays as it was when the job started."""
 
+PATTERN = "^[a-z]([-a-z0-9]{0,50}[a-z0-9])?$"
+EXPECTED = (
+    "metadata.name must have at most 52 characters of a-z, 0-9 and '-', begin with a letter and not end with "
+    "'-', because the job's Services and pods are named after it"
+)
+"""What a job may be called: a Service's name begins with a letter, and has at most 63 characters."""
+
 CHECKPOINT_DIRECTORY = "/var/lib/elastic-ps"
 
 

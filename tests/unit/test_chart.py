@@ -153,6 +153,25 @@ def test_schema_is_structural(rules: bool) -> None:
     assert ("x-kubernetes-validations" in yaml.safe_dump(crd.crd(rules=rules))) == rules
 
 
+@pytest.mark.parametrize("rules", [True, False])
+def test_a_name_is_checked_by_the_definition(rules: bool) -> None:
+    root = crd.crd(rules=rules)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    checked = root["x-kubernetes-validations"] if rules else root["properties"]["metadata"]
+    assert "^[a-z]([-a-z0-9]{0,50}[a-z0-9])?$" in str(checked)
+
+
+def test_what_cannot_change_has_a_rule_that_says_so() -> None:
+    """Each field that a running job keeps as it was, see docs/operator.md."""
+    spec = schema_of_spec(rules=True)["properties"]
+    server = spec["parameterServer"]["properties"]
+    fixed = [spec[name] for name in builders.FIXED_FIELDS]
+    fixed += [server[name] for name in (*builders.FIXED_PS_FIELDS, "durability")]
+    assert all("self == oldSelf" in str(field["x-kubernetes-validations"]) for field in fixed)
+    assert all("default" in spec[name] for name in builders.FIXED_FIELDS if name != "entrypoint")
+    claim = server["checkpoint"]["x-kubernetes-validations"][0]["rule"]
+    assert "self.volumeClaim == oldSelf.volumeClaim" in claim
+
+
 def test_defaults_of_the_definition_are_those_of_the_models() -> None:
     """What the API server fills in is what the models would have filled in."""
 

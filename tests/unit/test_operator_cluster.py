@@ -189,7 +189,7 @@ def test_a_pass_that_the_api_server_is_not_well_for_is_made_again(
     assert "digits-worker-0" in server.names("pods")
 
 
-def test_a_job_that_changed_while_it_was_looked_at_is_looked_at_again_at_once(
+def test_a_job_that_changed_while_it_was_looked_at_is_looked_at_again_soon(
     server: ApiServer, operator: Operator
 ) -> None:
     job = server.add_job()
@@ -200,10 +200,30 @@ def test_a_job_that_changed_while_it_was_looked_at_is_looked_at_again_at_once(
             server.put(JOBS, job)
 
     server.refuse = edit
-    assert operator.turns() == timedelta(0)
+    assert operator.turns() == timedelta(milliseconds=100)
     assert "status" not in server.get(JOBS, "digits")
     operator.turns()
     assert operator.status.phase == "Pending"
+
+
+def test_a_job_that_changes_all_the_time_is_looked_at_less_and_less(
+    server: ApiServer, operator: Operator
+) -> None:
+    job = server.add_job()
+
+    def edit(request: Request) -> None:
+        if request.method == "PATCH":
+            server.put(JOBS, job)
+
+    server.refuse = edit
+    waited = [operator.turns() for _ in range(12)]
+    assert waited[:4] == [timedelta(milliseconds=100 * 2**n) for n in range(4)]
+    assert waited[-1] == timedelta(seconds=30)
+    server.refuse = lambda _: None
+    operator.turns()
+    server.refuse = edit
+    server.start("digits-ps-0")
+    assert operator.turns() == timedelta(milliseconds=100), "it is forgotten once it has gone well"
 
 
 def test_pods_are_deleted_by_uid_and_one_that_is_gone_is_none_to_worry_about(

@@ -276,10 +276,12 @@ def test_invalid_spec_fails_once_and_is_looked_at_again_when_edited(spec: dict[s
     assert simulation.status["phase"] == "Running"
 
 
-def test_long_name_is_refused_in_words() -> None:
-    simulation = Simulation(job_document(name="x" * 60))
+@pytest.mark.parametrize("name", ["x" * 53, "2layers", "a.b", "a-", "A"])
+def test_a_name_that_a_service_cannot_have_is_refused_in_words(name: str) -> None:
+    simulation = Simulation(job_document(name=name))
     simulation.settle()
     assert "52 characters" in simulation.condition("Failed")["message"]
+    assert simulation.services == {}
 
 
 def test_invalid_edit_does_not_end_a_training() -> None:
