@@ -221,6 +221,10 @@ class WorkerStatus(CamelModel):
         description="The UIDs of pods that have ended, still exist, and are counted above. The operator "
         "keeps them so that it counts no pod twice.",
     )
+    outdated: int | None = Field(
+        default=None,
+        description="How many workers run with an older image or template. They are replaced one by one.",
+    )
     selector: str = Field(
         default="", description="The label selector of the workers' pods. An autoscaler reads it."
     )
@@ -235,6 +239,11 @@ class ParameterServerStatus(CamelModel):
         default=None,
         description="With durability standby: how many standbys have every round. Unset while shard 0 does "
         "not answer.",
+    )
+    outdated: int | None = Field(
+        default=None,
+        description="How many parameter servers and standbys run with an older image or template. They are "
+        "replaced when the job's annotation elastic-ps.dev/restartedAt asks for it.",
     )
 
 
@@ -259,5 +268,9 @@ class TrainingJobStatus(CamelModel):
     parameter_server: ParameterServerStatus = Field(default_factory=ParameterServerStatus)
     progress: Progress = Field(default_factory=Progress)
     summary: Summary = Field(default_factory=Summary)
+    revision: str = Field(
+        default="",
+        description="The fields of the spec that stay as they were when the job started, as JSON.",
+    )
     start_time: str | None = None
     completion_time: str | None = None

@@ -37,7 +37,7 @@ GROUPS = {
     "operator": ["operator/elastic_operator/*.py"],
     "decisions": [
         f"operator/elastic_operator/{name}.py"
-        for name in ("reconcile", "verdict", "status", "builders", "failures")
+        for name in ("reconcile", "verdict", "status", "builders", "failures", "renewal")
     ],
 }
 EQUAL = "# mutant: equal"

@@ -9,6 +9,7 @@ What the operator relies on (owner, labels, restart policy, the process contract
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,11 @@ def fixed_part(spec: TrainingJobSpec) -> Manifest:
     return fixed
 
 
+def revision(spec: TrainingJobSpec) -> str:
+    """The fixed part as text."""
+    return json.dumps(fixed_part(spec), sort_keys=True)
+
+
 def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest:
     """`spec` as a document, with the fields of `fixed` in the place of its own."""
     merged = {**spec, **{name: fixed[name] for name in FIXED_FIELDS}}
@@ -98,7 +104,7 @@ def service(job: Mapping[str, Any], spec: TrainingJobSpec, shard: int, role: Rol
     name = job["metadata"]["name"]
     annotations: dict[str, str] = {}
     if (role, shard) == ("ps", 0):
-        annotations[names.SPEC_ANNOTATION] = json.dumps(fixed_part(spec), sort_keys=True)
+        annotations[names.SPEC_ANNOTATION] = revision(spec)
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -161,12 +167,25 @@ def pod(
     extra: Mapping[str, Any] = more if isinstance(more, Mapping) else {}
     metadata = _metadata(job, names.pod(name, role, index), names.pod_labels(name, role, index))
     metadata["labels"] = {**(extra.get("labels") or {}), **metadata["labels"]}
-    metadata["annotations"] = dict(extra.get("annotations") or {})
+    metadata["annotations"] = {
+        **(extra.get("annotations") or {}),
+        names.TEMPLATE_ANNOTATION: template_hash(spec, role),
+    }
     for container in pod_spec["containers"]:
         if container["name"] == names.CONTAINER[role]:
             given = with_threads(container.get("env") or [], container.get("resources") or {})
             container["env"] = _contract(job, spec, role, index, given)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
+
+
+def template_hash(spec: TrainingJobSpec, role: Role) -> str:
+    """Names what a person can change about the pods of a role while the job runs: image and template.
+
+    Not the built pod, so that another version of the operator does not take every pod for outdated.
+    """
+    template = spec.worker.template if role == "worker" else spec.parameter_server.template
+    text = json.dumps([spec.image, template], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _prefer_others(pod_spec: Manifest, avoid: Sequence[str]) -> None:

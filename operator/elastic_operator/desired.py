@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from elastic_operator import builders, documents, names
 from elastic_operator.plan import Observed
+from elastic_operator.pods import Pod
 from elastic_ps.errors import InvalidJob
 from elastic_ps.job import TrainingJobSpec, parse_spec
 
@@ -22,12 +24,19 @@ class Desired:
         spec: the spec; what describes the training itself is as it was when the job started.
         replicas: wanted workers, within the bounds.
         ignored: why `spec` is not quite what the resource says; empty if it is.
+        restart: what was made before then is to be made again; None if nobody has asked for that.
     """
 
     name: str
     spec: TrainingJobSpec
     replicas: int
     ignored: tuple[str, ...] = ()
+    restart: datetime | None = None
+
+    def outdated(self, pod: Pod) -> bool:
+        """Whether a pod was made from another image or template, or before a restart was asked for."""
+        changed = pod.template not in ("", builders.template_hash(self.spec, pod.role))
+        return changed or pod.older_than(self.restart)
 
 
 def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
@@ -41,24 +50,80 @@ def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
         raise InvalidJob(f"metadata.name is {name!r}: {names.EXPECTED}")
     document = dict(job.get("spec") or {})
     unknown: list[str] = []
-    if observed.services:
+    if started(job, observed):
         # A job that runs goes on, also where a newer operator has started it and an older one is back.
         document, unknown = documents.known_spec(document)
     ignored = [
         f"this version of the operator does not know {field}, so it has no effect" for field in unknown
     ]
-    recorded = observed.services.get(names.service(name, 0))
+    recorded = revision(job, observed)
     fixed = json.loads(recorded) if recorded else {}
     if "worker" in fixed:
         document = _keep_workers(document, fixed["worker"]["replicas"], ignored)
-    elif observed.services:
+    elif started(job, observed):
         document = _clamp(document, ignored)
     if fixed:
         document, _ = documents.known_spec(_keep_fixed(document, fixed, ignored))
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec)
     _check_claim(spec)
-    return Desired(name=name, spec=spec, replicas=spec.worker.replicas, ignored=tuple(ignored))
+    restart = _restart(job, ignored)
+    return Desired(
+        name=name, spec=spec, replicas=spec.worker.replicas, ignored=tuple(ignored), restart=restart
+    )
+
+
+def revision(job: Mapping[str, Any], observed: Observed) -> str:
+    """The fixed part of the spec as it was recorded when the job started; "" if it has not started.
+
+    The status has it, and so has the Service of shard 0, which exists from the very first.
+    """
+    name, status = job["metadata"]["name"], job.get("status")
+    kept = status.get("revision") if isinstance(status, Mapping) else None
+    texts = (observed.services.get(names.service(name, 0)), kept)
+    return next((text for text in texts if isinstance(text, str) and _is_revision(text)), "")
+
+
+def _is_revision(text: str) -> bool:
+    try:
+        fixed = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(fixed, dict) and {*builders.FIXED_FIELDS, "parameterServer"} <= fixed.keys()
+
+
+def started(job: Mapping[str, Any], observed: Observed) -> bool:
+    """Whether something has been created for the job, or was."""
+    return bool(observed.services) or bool(revision(job, observed))
+
+
+def _restart(job: Mapping[str, Any], ignored: list[str]) -> datetime | None:
+    try:
+        return restart_of(job)
+    except ValueError as error:
+        ignored.append(str(error))
+        return None
+
+
+def restart_of(job: Mapping[str, Any]) -> datetime | None:
+    """When a person has asked for a restart of the job; None if nobody has.
+
+    Raises:
+        ValueError: it is not a time.
+    """
+    asked = (job["metadata"].get("annotations") or {}).get(names.RESTART_ANNOTATION)
+    if asked is None:
+        return None
+    try:
+        moment = datetime.fromisoformat(asked)
+    except (TypeError, ValueError):
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise ValueError(
+            f"the annotation {names.RESTART_ANNOTATION} is {asked!r}; expected a time with its zone, as in "
+            "2026-01-31T12:00:00Z"
+        )
+    return moment
 
 
 def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:

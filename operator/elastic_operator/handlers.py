@@ -58,7 +58,7 @@ def build_registry(
 ) -> kopf.OperatorRegistry:
     """The handlers. They block nothing and write nothing."""
     registry = kopf.OperatorRegistry()
-    generations: dict[str, tuple[int | None, bool]] = {}
+    generations: dict[str, tuple[int | None, bool, str | None]] = {}
     background: list[asyncio.Task[None]] = []
 
     @kopf.on.login(registry=registry)
@@ -85,7 +85,8 @@ def build_registry(
             generations.pop(metadata["uid"], None)
             return
         # Our own writes of the status do not change these.
-        seen = (metadata.get("generation"), "deletionTimestamp" in metadata)
+        restart = (metadata.get("annotations") or {}).get(names.RESTART_ANNOTATION)
+        seen = (metadata.get("generation"), "deletionTimestamp" in metadata, restart)
         if event["type"] is None or generations.get(metadata["uid"]) != seen:
             generations[metadata["uid"]] = seen
             queue.add((metadata["namespace"], metadata["name"]))

@@ -16,6 +16,12 @@ PLURAL = "trainingjobs"
 SPEC_ANNOTATION = f"{GROUP}/spec"
 """On the Service of shard 0: the part of the spec that stays as it was when the job started."""
 
+TEMPLATE_ANNOTATION = f"{GROUP}/template-hash"
+"""On each pod: what of the spec it was made from."""
+
+RESTART_ANNOTATION = f"{GROUP}/restartedAt"
+"""A person sets it on a job, to a time: what was made before then is to be made again."""
+
 PATTERN = "^[a-z]([-a-z0-9]{0,50}[a-z0-9])?$"
 EXPECTED = (
     "metadata.name must have at most 52 characters of a-z, 0-9 and '-', begin with a letter and not end with "

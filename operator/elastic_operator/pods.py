@@ -75,6 +75,9 @@ class Pod:
         said: the last line that it wrote before it ended.
         node: where it runs or ran.
         conditions: (type, status) of each of its conditions.
+        created: when it was made.
+        template: what of the spec it was made from, see `builders.template_hash`; "" if that is not known.
+        pending: not all of its containers have ever been started.
         problem: why it ended or cannot start, in words.
         started, ended: when its container did.
         address: its IP.
@@ -93,6 +96,9 @@ class Pod:
     said: str = ""
     node: str = ""
     conditions: frozenset[tuple[str, str]] = frozenset()
+    created: datetime | None = None
+    template: str = ""
+    pending: bool = False
     problem: Problem | None = None
     started: datetime | None = None
     ended: datetime | None = None
@@ -103,6 +109,15 @@ class Pod:
     def active(self) -> bool:
         """It runs or is about to, and nobody asked it to end."""
         return self.ending is None and self.deleting is None
+
+    @property
+    def stuck(self) -> bool:
+        """It cannot run, or does not yet, so that nothing is lost with it."""
+        return self.active and not self.ready and (self.pending or self.problem is not None)
+
+    def older_than(self, moment: datetime | None) -> bool:
+        """Whether it was made before then."""
+        return moment is not None and self.created is not None and self.created < moment
 
     @property
     def over(self) -> bool:
@@ -146,6 +161,9 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         problem=problem,
         started=parse_time(started),
         ended=parse_time(terminated.get("finishedAt")),
+        created=parse_time(metadata.get("creationTimestamp")),
+        template=str((metadata.get("annotations") or {}).get(names.TEMPLATE_ANNOTATION) or ""),
+        pending=status.get("phase") == "Pending",
         address=status.get("podIP"),
         last_words=_last_words(metadata, container),
     )

@@ -9,15 +9,25 @@ and only a job whose written status says that it is over is cleaned up.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
 from elastic_operator import builders, names
-from elastic_operator.desired import Desired, read_desired
+from elastic_operator.desired import Desired, read_desired, revision, started
 from elastic_operator.documents import read_status
 from elastic_operator.failures import consequence, counted
 from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, Options, Plan, stamp
 from elastic_operator.pods import Pod, Problem, parse_time
+from elastic_operator.renewal import (
+    MENDED,
+    begun_again,
+    is_corrected,
+    is_restarted,
+    left_over,
+    server_to_renew,
+    workers_to_renew,
+)
 from elastic_operator.status import (
     condition,
     ended,
@@ -45,15 +55,19 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
         return Plan()
     old = read_status(job)
     generation = job["metadata"].get("generation")
-    if ended(old) and not _may_start_after_all(old, generation):
-        return _finished(job, observed, old, now)
     status = old.model_copy(update={"observed_generation": generation})
     if ended(old):
-        status = TrainingJobStatus(observed_generation=generation)
+        if not (is_corrected(old, generation) or is_restarted(job, old, now)):
+            return _finished(job, observed, old, now)
+        status = begun_again(status, now)
     try:
         desired = read_desired(job, observed)
     except InvalidJob as error:
-        return _invalid(old, status, str(error), started=bool(observed.services), now=now)
+        return _invalid(old, status, str(error), started=started(job, observed), now=now)
+    if desired.restart is not None and desired.restart > now:
+        desired = replace(desired, restart=None)
+    if left := left_over(desired, observed):
+        return Plan(actions=left, status=status, requeue=_ZERO)
     status, notes = counted(status, desired, observed)
     status = _with_counts(status, observed, desired)
     if desired.spec.run_policy.suspend:
@@ -64,6 +78,9 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
         return _conclude(old, status, end, notes, now)
     actions = [*_servers(job, desired, old, status, observed)]
     actions += _workers(job, desired, old, status, observed, now, options)
+    status = status.model_copy(
+        update={"revision": revision(job, observed) or builders.revision(desired.spec)}
+    )
     status = health(status, desired, observed, now=now, options=options)
     return Plan(
         actions=tuple(actions),
@@ -73,21 +90,16 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
     )
 
 
-def _may_start_after_all(status: TrainingJobStatus, generation: int | None) -> bool:
-    """Refused before anything was created, and edited since."""
-    failed = condition(status, "Failed")
-    return (
-        failed is not None
-        and failed.status == "True"
-        and failed.reason == "InvalidSpec"
-        and status.start_time is None
-        and status.observed_generation != generation
-    )
-
-
 def _with_counts(status: TrainingJobStatus, observed: Observed, desired: Desired) -> TrainingJobStatus:
     shards = desired.spec.parameter_server.replicas
-    return with_counts(status, observed, job=desired.name, replicas=desired.replicas, shards=shards)
+    status = with_counts(status, observed, job=desired.name, replicas=desired.replicas, shards=shards)
+
+    def outdated(*roles: Role) -> int | None:
+        return sum(pod.active and desired.outdated(pod) for pod in observed.of(*roles)) or None
+
+    worker = status.worker.model_copy(update={"outdated": outdated("worker")})
+    server = status.parameter_server.model_copy(update={"outdated": outdated("ps", "standby")})
+    return status.model_copy(update={"worker": worker, "parameter_server": server})
 
 
 def _invalid(
@@ -224,6 +236,8 @@ def _servers(
             yield _create(job, desired, status, role, shard, _NEED[role])
         elif pod.ending is not None and pod.deleting is None and _is_counted(pod, old):
             yield DeletePod(pod.name, pod.uid, "it has ended and is created again")
+        elif pod.active and (why := server_to_renew(pod, desired, observed)):
+            yield DeletePod(pod.name, pod.uid, why)
 
 
 def _is_counted(server: Pod, old: TrainingJobStatus) -> bool:
@@ -258,6 +272,9 @@ def _workers(
             yield DeletePod(pod.name, pod.uid, why)
         elif index >= desired.replicas:
             yield DeletePod(pod.name, pod.uid, f"scaled down to {desired.replicas} workers")
+        elif pod.stuck and desired.outdated(pod):
+            yield DeletePod(pod.name, pod.uid, MENDED)
+    yield from workers_to_renew(desired, status, observed, now)
     yield from _lingering(observed, now, options)
 
 

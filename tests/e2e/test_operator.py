@@ -281,6 +281,8 @@ def test_image_that_is_missing(jobs: Jobs, operator: OperatorProcess) -> None:
     jobs.apply("image", worker=with_worker(image="localhost/no-such-image:1"))
     assert "no-such-image" in jobs.wait_condition("image", "Degraded", "ImagePullFailed")
     assert jobs.job("image")["status"]["phase"] == "Pending"
+    jobs.apply("image", worker=with_worker(image=jobs.image))
+    jobs.wait_status("image", phase="Running", workers="2/2")
 
 
 def test_unschedulable_worker_with_enough_others(jobs: Jobs, operator: OperatorProcess) -> None:

@@ -59,6 +59,11 @@ class Simulation:
         self.job["spec"] = {**self.job["spec"], **changes}
         self.job["metadata"]["generation"] += 1
 
+    def restart(self, when: datetime) -> None:
+        """Ask for a restart, as `kubectl annotate` does."""
+        assert self.job is not None
+        self.job["metadata"].setdefault("annotations", {})[names.RESTART_ANNOTATION] = stamp(when)
+
     def scale(self, replicas: int) -> None:
         assert self.job is not None
         self.edit(worker={**(self.job["spec"].get("worker") or {}), "replicas": replicas})
@@ -110,6 +115,7 @@ class Simulation:
             self.made += 1
             pod = copy.deepcopy(dict(action.manifest))
             pod["metadata"]["uid"] = f"pod-{self.made}"
+            pod["metadata"]["creationTimestamp"] = stamp(self.now)
             pod["status"] = {"phase": "Pending"}
             self.pods[action.name] = json.loads(json.dumps(pod))
 

@@ -113,6 +113,18 @@ def test_it_reacts_to_jobs_and_pods_and_ends_in_order(server: ApiServer, listeni
     eventually(lambda: "digits-worker-1" in server.names("pods"), f"it is scaled: {operator.said}")
     server.remove("pods", "digits-worker-0")
     eventually(lambda: "digits-worker-0" in server.names("pods"), f"a pod is replaced: {operator.said}")
+    before = server.get("pods", "digits-ps-0")["metadata"]
+    before["creationTimestamp"] = "2026-01-01T00:00:00Z"
+    job = server.get(JOBS, "digits")
+    annotations = {"elastic-ps.dev/restartedAt": "2026-01-01T00:00:01Z"}
+    server.put(JOBS, {**job, "metadata": {**job["metadata"], "annotations": annotations}})
+    eventually(
+        lambda: (
+            "digits-ps-0" in server.names("pods")
+            and server.get("pods", "digits-ps-0")["metadata"]["uid"] != before["uid"]
+        ),
+        f"the parameter server is restarted: {operator.said}",
+    )
     assert operator.page("/healthz") == (200, "ok")
     metrics = operator.page("/metrics")[1]
     assert 'elastic_ps_operator_jobs_total{event="started"} 1.0' in metrics

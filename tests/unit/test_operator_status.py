@@ -87,7 +87,7 @@ def test_what_a_newer_operator_has_written_is_kept() -> None:
     foreign = {"type": "Archived", "status": "False", "reason": "No", "lastTransitionTime": ENDED}
     created = {"type": "Created", "status": "True", "reason": "Old", "lastTransitionTime": ENDED, "new": 1}
     simulation.job["status"] = {
-        "revision": {"number": 3},
+        "lineage": {"number": 3},
         "worker": {"failures": 1, "rack": {"a": 1}},
         "progress": {"version": 3, "flops": 7},
         "conditions": [foreign, created],
@@ -95,7 +95,7 @@ def test_what_a_newer_operator_has_written_is_kept() -> None:
     simulation.settle()
     status = simulation.status
     assert status["phase"] == "Running"
-    assert status["revision"] == {"number": 3}
+    assert status["lineage"] == {"number": 3}
     assert status["worker"].items() >= {"failures": 1, "rack": {"a": 1}, "ready": 1}.items()
     assert status["progress"]["flops"] == 7
     assert simulation.condition("Archived") == foreign

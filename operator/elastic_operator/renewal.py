@@ -1,0 +1,88 @@
+"""What is made again after an edit, or because a person asks for it. Pure.
+
+A pod is outdated if it was made from another image or template. One that cannot run is replaced at once, so
+that an edit mends a job. Workers that run are replaced one at a time, each when all the others take part. A
+parameter server that runs holds the model, so it is replaced only if the job's annotation
+`elastic-ps.dev/restartedAt` asks for it. That also starts a job again that has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from elastic_operator.desired import Desired, restart_of
+from elastic_operator.plan import Action, DeletePod, Observed
+from elastic_operator.pods import Pod, Problem, parse_time
+from elastic_operator.status import condition, holds, stays, with_condition
+from elastic_ps.status import TrainingJobStatus, WorkerStatus
+
+MENDED = "it does not run, and image or template have changed"
+
+
+def is_corrected(status: TrainingJobStatus, generation: int | None) -> bool:
+    """Whether the spec, or a template in it, was refused, and has been edited since."""
+    failed = condition(status, "Failed")
+    return (
+        failed is not None
+        and failed.status == "True"
+        and failed.reason == "InvalidSpec"
+        and status.observed_generation != generation
+    )
+
+
+def is_restarted(job: Mapping[str, Any], status: TrainingJobStatus, now: datetime) -> bool:
+    """Whether a person has asked for a job to be started again after it had failed."""
+    completed = parse_time(status.completion_time)
+    try:
+        asked = restart_of(job)
+    except ValueError:
+        return False
+    return (
+        holds(status, "Failed") and asked is not None and completed is not None and completed < asked <= now
+    )
+
+
+def begun_again(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
+    """The status of a job that had failed, as one that starts: nothing counts any more, progress stays."""
+    worker = WorkerStatus(counted_pods=status.worker.counted_pods)
+    update = {"phase": "Pending", "worker": worker, "start_time": None, "completion_time": None}
+    again = Problem("StartedAgain", "the job was corrected or restarted, and starts again")
+    return with_condition(status.model_copy(update=update), "Failed", False, again, now=now)
+
+
+def left_over(desired: Desired, observed: Observed) -> tuple[Action, ...]:
+    """Delete the pods that had ended before a restart was asked for; they say nothing of what comes."""
+    asked = "a restart was asked for"
+    ended = [pod for pod in observed.pods if pod.ending is not None and pod.deleting is None]
+    return tuple(DeletePod(pod.name, pod.uid, asked) for pod in ended if pod.older_than(desired.restart))
+
+
+def server_to_renew(server: Pod, desired: Desired, observed: Observed) -> str:
+    """Why a server that has not ended is replaced; "" if it is not. A standby waits for its shard."""
+    if server.stuck and desired.outdated(server):
+        return MENDED
+    if not server.older_than(desired.restart):
+        return ""
+    leaders = observed.of("ps")
+    settled = all(pod.active and pod.ready and not pod.older_than(desired.restart) for pod in leaders)
+    leads = server.role == "ps"
+    return "a restart was asked for" if leads or (settled and leaders) else ""
+
+
+def workers_to_renew(
+    desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime
+) -> Iterator[Action]:
+    """Replace the workers with an older image or template: one at a time, when all others take part."""
+    there = {pod.index: pod for pod in observed.of("worker")}
+    wanted = [there.get(index) for index in range(desired.replicas)]
+    if status.progress.finished:
+        return
+    for pod in wanted:
+        if pod is None or not pod.active or not any(m.present for m in stays(pod, observed, now)):
+            return
+    for pod in reversed(wanted):
+        if pod is not None and desired.outdated(pod):
+            yield DeletePod(pod.name, pod.uid, "image or template have changed, or a restart was asked for")
+            return
