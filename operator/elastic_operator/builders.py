@@ -1,14 +1,11 @@
 """Plain dicts for the objects that make up a job: pods, Services, volume claims, Events. Pure.
 
-Pods satisfy Pod Security "restricted" by default. A user's template is merged over the default pod:
-mappings key by key, lists of named things (containers, env, volumes, ports) by name, `null` removes. As
-an API server drops nulls before we see them, a probe is also removed by an empty mapping, `{}`.
-What the operator relies on (owner, labels, restart policy, the process contract) is set after the merge.
+Pods satisfy Pod Security "restricted" by default. A user's template is merged over the default pod
+(`merging`). What the operator relies on (owner, labels, restart policy, the contract) is set after the merge.
 """
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import re
@@ -17,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from elastic_operator import names
+from elastic_operator.merging import merge
 from elastic_ps.env import (
     DEFAULT_DATA_PORT,
     DEFAULT_HTTP_PORT,
@@ -32,9 +30,7 @@ Manifest: TypeAlias = dict[str, Any]
 USER_ID = 65532
 WORKER_GRACE_SECONDS = 60
 PS_GRACE_SECONDS = 120
-_MERGE_KEYS = ("name", "mountPath", "containerPort", "key", "ip", "topologyKey")
 _CPU = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m?)")
-_PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 FIXED_FIELDS = ("entrypoint", "arguments", "consistency", "compression", "data")
 FIXED_PS_FIELDS = ("replicas", "bucketBytes")
 
@@ -235,34 +231,6 @@ def event(job: Mapping[str, Any], *, name: str, kind: str, reason: str, message:
         "reportingComponent": "elastic-ps-operator",
         "reportingInstance": "elastic-ps-operator",
     }
-
-
-def merge(base: Any, over: Any) -> Any:
-    """`over` merged over `base`, as the module's docstring says; neither is changed."""
-    if isinstance(base, Mapping) and isinstance(over, Mapping):
-        merged = {key: copy.deepcopy(value) for key, value in base.items() if over.get(key, key) is not None}
-        for key, value in over.items():
-            if key in _PROBES and value == {}:
-                merged.pop(key, None)
-            elif value is not None:
-                merged[key] = merge(base.get(key), value)
-        return merged
-    if isinstance(base, list) and isinstance(over, list):
-        return _merge_lists(base, over)
-    if isinstance(over, Mapping):
-        return {key: merge(None, value) for key, value in over.items() if value is not None}
-    return copy.deepcopy(over)
-
-
-def _merge_lists(base: list[Any], over: list[Any]) -> list[Any]:
-    items = [*base, *over]
-    key = next((k for k in _MERGE_KEYS if all(isinstance(i, Mapping) and k in i for i in items)), None)
-    if key is None or not base:
-        return copy.deepcopy(over)
-    merged = {item[key]: copy.deepcopy(item) for item in base}
-    for item in over:
-        merged[item[key]] = merge(merged.get(item[key]), item)
-    return list(merged.values())
 
 
 def _metadata(job: Mapping[str, Any], name: str, labels: dict[str, str]) -> Manifest:

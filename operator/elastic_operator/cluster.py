@@ -113,7 +113,9 @@ class Cluster:
         resource = _RESOURCES[action.kind]
         path = f"/api/v1/namespaces/{job['metadata']['namespace']}/{resource}"
         try:
-            self._api.request("create", resource, path, body=action.manifest)
+            # So that a misspelt field of a template is refused, and not dropped in silence.
+            strict = {"fieldValidation": "Strict"}
+            self._api.request("create", resource, path, body=action.manifest, query=strict)
         except ApiError as error:
             if error.reason == "AlreadyExists":
                 return self._check_owner(job, resource, action.name)
@@ -123,7 +125,7 @@ class Cluster:
                 quota = "exceeded quota" in error.message
                 return Problem("QuotaExceeded" if quota else "Forbidden", f"{action.name}: {error.message}")
             if error.status in (400, 422):
-                return Problem("InvalidSpec", f"{action.name}: {error.message}")
+                return Problem("InvalidSpec", f"{_source(action)}{action.name}: {error.message}")
             raise
         return None
 
@@ -212,6 +214,14 @@ class Cluster:
             logger.debug("%s does not answer GET /status: %s", first.name, error)
             return None
         return status if status.job == job else None
+
+
+def _source(action: Create) -> str:
+    """Where in the job's spec a refused object comes from."""
+    role = (action.manifest["metadata"].get("labels") or {}).get(names.ROLE_LABEL)
+    if action.kind != "Pod":
+        return ""
+    return f"spec.{'worker' if role == 'worker' else 'parameterServer'}.template does not make a valid pod "
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -174,6 +174,9 @@ def _clamp(document: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
 def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec) -> None:
     """Raise InvalidJob where no pod can be built: a template of another shape, or no image."""
     for field, role in (("parameterServer", "ps"), ("worker", "worker")):
+        template = spec.worker.template if role == "worker" else spec.parameter_server.template
+        if unknown := sorted(template.keys() - {"metadata", "spec"}):
+            raise InvalidJob(f"unknown field spec.{field}.template.{unknown[0]}; known here: metadata, spec")
         try:
             pod = builders.pod(job, spec, "ps" if role == "ps" else "worker", 0)
             images = [container.get("image") for container in pod["spec"]["containers"]]

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from elastic_operator.builders import merge
+from elastic_operator.merging import merge
 from tests.e2e.cluster import GivenCluster, wait_for
 
 ROOT = Path(__file__).parents[2]

@@ -347,6 +347,7 @@ def test_bad_spec_that_only_the_operator_sees(jobs: Jobs, operator: OperatorProc
         "template", worker={"template": {"spec": {"containers": [{"name": "worker", "command": "x"}]}}}
     )
     message = jobs.wait_condition("template", "Failed", "InvalidSpec")
+    assert "spec.worker.template" in message
     assert "template-worker-0" in message
     before = operator.writes()
     time.sleep(8)

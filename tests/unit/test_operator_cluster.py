@@ -106,6 +106,7 @@ def test_a_job_gets_what_it_needs_and_a_status_and_events(server: ApiServer, ope
     assert server.names("pods") == ["digits-ps-0", "digits-worker-0", "digits-worker-1"]
     assert server.names("services") == server.names("persistentvolumeclaims") == ["digits-ps-0"]
     assert operator.status.phase == "Pending"
+    assert all(made.query == {"fieldValidation": "Strict"} for made in server.asked("POST", "pods"))
     workers = "Created pod digits-worker-0, pod digits-worker-1: the job asks for 2 workers"
     assert workers in operator.messages()
     operator.turns()
@@ -165,6 +166,8 @@ def test_what_the_api_server_refuses_for_good_is_said_in_the_status(
     found = next(c for c in operator.status.conditions if c.type == condition)
     assert (found.status, found.reason) == ("True", reason)
     assert refusal.message in found.message
+    if reason == "InvalidSpec":
+        assert "spec.parameterServer.template does not make a valid pod digits-ps-0" in found.message
     assert "digits-ps-0" in found.message
     assert operator.count("api_request_errors_total", **_labels("create", "pods", refusal)) >= 1
 

@@ -261,6 +261,7 @@ def test_suspend_stops_workers_before_servers_and_goes_on() -> None:
         ({"worker": {"replicas": 9, "maxReplicas": 2}}, "maxReplicas"),
         ({"worker": {"template": {"spec": {"containers": 5}}}}, "spec.worker.template"),
         ({"unknown": 1}, "unknown"),
+        ({"worker": {"template": {"sepc": {}}}}, "unknown field spec.worker.template.sepc"),
     ],
 )
 def test_invalid_spec_fails_once_and_is_looked_at_again_when_edited(spec: dict[str, Any], word: str) -> None:
