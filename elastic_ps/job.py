@@ -39,6 +39,7 @@ API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "TrainingJob"
 
 _DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
+_CLAIM = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -96,6 +97,28 @@ class VolumeClaim(CamelModel):
         description="ReadWriteOnce if unset. With ReadWriteMany, a standby and its parameter server may run "
         "on different nodes.",
     )
+    retain: bool = Field(
+        default=False,
+        description="Whether the claim stays when the job is deleted. Another job can continue from it with "
+        "checkpoint.resumeFrom. Delete it yourself when it is no longer needed.",
+    )
+
+
+class ResumeFrom(CamelModel):
+    """The checkpoints of an earlier job, to continue from."""
+
+    job: str | None = Field(
+        default=None,
+        pattern=_CLAIM,
+        description="The earlier job, whose volumeClaim had retain. It must have ended.",
+    )
+    claim: str | None = Field(default=None, pattern=_CLAIM, description="The PersistentVolumeClaim itself.")
+
+    @model_validator(mode="after")
+    def _check_one(self) -> ResumeFrom:
+        if (self.job is None) == (self.claim is None):
+            raise ValueError("resumeFrom needs either job or claim, and not both")
+        return self
 
 
 class Checkpoint(CamelModel):
@@ -120,6 +143,28 @@ class Checkpoint(CamelModel):
             "and are lost with the pod."
         ),
     )
+    existing_claim: str | None = Field(
+        default=None,
+        pattern=_CLAIM,
+        description="A PersistentVolumeClaim that exists already, to write checkpoints to. It is not deleted "
+        "with the job. If it holds checkpoints of a job of the same name, this job continues from them.",
+    )
+    resume_from: ResumeFrom | None = Field(
+        default=None,
+        description="Continue from the checkpoints of an earlier job, on a cluster. This job takes the claim "
+        "over and writes its own checkpoints to it.",
+    )
+
+    @model_validator(mode="after")
+    def _check_one_volume(self) -> Checkpoint:
+        given = {
+            "volumeClaim": self.volume_claim,
+            "existingClaim": self.existing_claim,
+            "resumeFrom": self.resume_from,
+        }
+        if len(named := [name for name, value in given.items() if value is not None]) > 1:
+            raise ValueError(f"{' and '.join(named)} are given; a job has one volume, so keep one of them")
+        return self
 
 
 Durability: TypeAlias = Literal["checkpoint", "standby"]

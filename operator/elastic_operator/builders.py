@@ -33,6 +33,8 @@ PS_GRACE_SECONDS = 120
 _CPU = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m?)")
 FIXED_FIELDS = ("entrypoint", "arguments", "consistency", "compression", "data")
 FIXED_PS_FIELDS = ("replicas", "bucketBytes")
+OTHER_VOLUMES = ("existingClaim", "resumeFrom")
+YOUNGER = ("accessMode", "retain")
 
 
 def fixed_part(spec: TrainingJobSpec) -> Manifest:
@@ -43,11 +45,13 @@ def fixed_part(spec: TrainingJobSpec) -> Manifest:
     fixed["parameterServer"] = {name: server[name] for name in FIXED_PS_FIELDS}
     claim = server["checkpoint"]["volumeClaim"]
     # Younger fields are left out where they are unset, so that a job recorded before them reads the same.
-    if claim is not None and claim["accessMode"] is None:
-        del claim["accessMode"]
+    if claim is not None:
+        claim = {key: value for key, value in claim.items() if key not in YOUNGER or value}
     if has_standbys(spec):
         fixed["parameterServer"]["durability"] = server["durability"]
-    fixed["parameterServer"]["checkpoint"] = {"volumeClaim": claim}
+    others = {name: server["checkpoint"][name] for name in OTHER_VOLUMES}
+    given = {name: value for name, value in others.items() if value is not None}
+    fixed["parameterServer"]["checkpoint"] = {"volumeClaim": claim, **given}
     if spec.consistency.deterministic:
         fixed["worker"] = {"replicas": spec.worker.replicas}
     return fixed
@@ -65,9 +69,20 @@ def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest
         merged["worker"] = {**(spec.get("worker") or {}), **fixed["worker"]}
     server = dict(spec.get("parameterServer") or {})
     server.pop("durability", None)
-    checkpoint = {**(server.get("checkpoint") or {}), **fixed["parameterServer"]["checkpoint"]}
+    asked = server.get("checkpoint") or {}
+    checkpoint = {name: value for name, value in asked.items() if name not in OTHER_VOLUMES}
+    checkpoint |= fixed["parameterServer"]["checkpoint"]
     merged["parameterServer"] = {**server, **fixed["parameterServer"], "checkpoint": checkpoint}
     return merged
+
+
+def claim_name(job: str, spec: TrainingJobSpec) -> str | None:
+    """The claim that the servers of a job mount; None if their checkpoints are lost with their pods."""
+    checkpoint = spec.parameter_server.checkpoint
+    if checkpoint.resume_from is not None:
+        earlier = checkpoint.resume_from
+        return earlier.claim or names.claim(earlier.job or "")
+    return checkpoint.existing_claim or (names.claim(job) if checkpoint.volume_claim is not None else None)
 
 
 def has_standbys(spec: TrainingJobSpec) -> bool:
@@ -138,10 +153,15 @@ def claim(job: Mapping[str, Any], spec: TrainingJobSpec) -> Manifest:
     }
     if wanted.storage_class_name is not None:
         body["storageClassName"] = wanted.storage_class_name
+    metadata = _metadata(job, names.claim(name), names.pod_labels(name, "ps", 0))
+    if wanted.retain:
+        # Without an owner the garbage collector leaves it alone.
+        del metadata["ownerReferences"]
+        metadata["annotations"] = {names.RUN_ANNOTATION: job["metadata"]["uid"]}
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": _metadata(job, names.claim(name), names.pod_labels(name, "ps", 0)),
+        "metadata": metadata,
         "spec": body,
     }
 
@@ -247,9 +267,13 @@ def _contract(
 ) -> list[Manifest]:
     """The container's variables: the user's, then those of the process contract, which win."""
     name = job["metadata"]["name"]
+    # What a process does not use, an older image need not understand.
+    volumes = {"existing_claim": None, "resume_from": None}
+    checkpoint = spec.parameter_server.checkpoint.model_copy(update=volumes)
+    server = spec.parameter_server.model_copy(update={"template": {}, "checkpoint": checkpoint})
     bare = spec.model_copy(
         update={
-            "parameter_server": spec.parameter_server.model_copy(update={"template": {}}),
+            "parameter_server": server,
             "worker": spec.worker.model_copy(update={"template": {}}),
             "run_policy": RunPolicy(),
         }
@@ -267,6 +291,7 @@ def _contract(
         addresses=addresses("ps"),
         standbys=addresses("standby") if role == "ps" and has_standbys(spec) else (),
         checkpoints=None if role == "worker" else Path(names.CHECKPOINT_DIRECTORY),
+        resume="require" if spec.parameter_server.checkpoint.resume_from is not None else "auto",
         run=job["metadata"]["uid"],
     )
     variables = environment.to_variables()
@@ -332,9 +357,9 @@ def _affinity(job: str, spec: TrainingJobSpec, role: Role, shard: int) -> Manife
     """
     claim = spec.parameter_server.checkpoint.volume_claim
     hostname = {"topologyKey": "kubernetes.io/hostname"}
-    if claim is None:
+    if claim_name(job, spec) is None:
         return {}  # mutant: equal
-    if claim.access_mode != "ReadWriteMany":
+    if claim is None or claim.access_mode != "ReadWriteMany":
         servers = [{"key": names.ROLE_LABEL, "operator": "In", "values": ["ps", "standby"]}]
         together = {"matchLabels": {names.JOB_LABEL: job}, "matchExpressions": servers}
         terms = [{"labelSelector": together, **hostname}]
@@ -347,9 +372,8 @@ def _affinity(job: str, spec: TrainingJobSpec, role: Role, shard: int) -> Manife
 
 
 def _checkpoint_volume(job: str, spec: TrainingJobSpec) -> Manifest:
-    if spec.parameter_server.checkpoint.volume_claim is None:
-        return {"emptyDir": {}}
-    return {"persistentVolumeClaim": {"claimName": names.claim(job)}}
+    name = claim_name(job, spec)
+    return {"emptyDir": {}} if name is None else {"persistentVolumeClaim": {"claimName": name}}
 
 
 def _server_probes() -> Manifest:

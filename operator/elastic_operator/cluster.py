@@ -143,7 +143,10 @@ class Cluster:
             return Problem(
                 "NameTaken", f"{name} of {resource} belongs to an earlier job and is still being deleted"
             )
-        return Problem("NameTaken", f"{name} of {resource} exists already and does not belong to this job")
+        text = f"{name} of {resource} exists already and does not belong to this job"
+        if resource == "persistentvolumeclaims":
+            text += f"; to continue from it, set parameterServer.checkpoint.resumeFrom: {{claim: {name}}}"
+        return Problem("NameTaken", text)
 
     def _delete(self, job: Mapping[str, Any], action: DeletePod | DeleteJob) -> Problem | None:
         metadata = job["metadata"]
@@ -253,7 +256,9 @@ def _summaries(done: Sequence[Action]) -> Iterable[Note]:
 
 
 def _is_owned(manifest: Mapping[str, Any], uid: str) -> bool:
-    return any(ref.get("uid") == uid for ref in manifest["metadata"].get("ownerReferences") or [])
+    metadata = manifest["metadata"]
+    retained = (metadata.get("annotations") or {}).get(names.RUN_ANNOTATION) == uid
+    return retained or any(ref.get("uid") == uid for ref in metadata.get("ownerReferences") or [])
 
 
 def _group() -> str:

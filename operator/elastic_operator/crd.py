@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from elastic_operator import names
+from elastic_operator import builders, names
 from elastic_ps.job import GROUP, KIND, VERSION, TrainingJobSpec
 from elastic_ps.status import TrainingJobStatus
 
@@ -264,12 +264,13 @@ def _add_rules(spec: Schema) -> None:
         },
     ]
     server = fields["parameterServer"]["properties"]
-    server["checkpoint"]["properties"]["volumeClaim"].pop("nullable")
+    volumes = ("volumeClaim", *builders.OTHER_VOLUMES)
+    for name in volumes:
+        server["checkpoint"]["properties"][name].pop("nullable")
+    given = " || ".join(f"has(self.checkpoint.{name})" for name in volumes)
     fields["parameterServer"]["x-kubernetes-validations"] = [
         {
-            "rule": (
-                "(self.durability != 'standby' && self.replicas == 1) || has(self.checkpoint.volumeClaim)"
-            ),
+            "rule": f"(self.durability != 'standby' && self.replicas == 1) || {given}",
             "message": "a job with several shards or with standbys needs checkpoint.volumeClaim, because "
             "they share its volume",
         }
@@ -277,10 +278,11 @@ def _add_rules(spec: Schema) -> None:
     # A rule on the field itself would not be asked when the field appears or goes.
     server["checkpoint"]["x-kubernetes-validations"] = [
         {
-            "rule": "has(self.volumeClaim) == has(oldSelf.volumeClaim) && "
-            "(!has(self.volumeClaim) || self.volumeClaim == oldSelf.volumeClaim)",
-            "message": "parameterServer.checkpoint.volumeClaim cannot change; create a new job for that",
+            "rule": f"has(self.{name}) == has(oldSelf.{name}) && "
+            f"(!has(self.{name}) || self.{name} == oldSelf.{name})",
+            "message": f"parameterServer.checkpoint.{name} cannot change; create a new job for that",
         }
+        for name in volumes
     ]
     for name in ("replicas", "bucketBytes", "durability"):
         server[name]["x-kubernetes-validations"] = [_immutable(f"parameterServer.{name}")]

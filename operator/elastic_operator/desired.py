@@ -66,7 +66,7 @@ def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
         document, _ = documents.known_spec(_keep_fixed(document, fixed, ignored))
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec)
-    _check_claim(spec)
+    _check_claim(name, spec)
     restart = _restart(job, ignored)
     return Desired(
         name=name, spec=spec, replicas=spec.worker.replicas, ignored=tuple(ignored), restart=restart
@@ -186,9 +186,9 @@ def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec) -> None:
             raise InvalidJob(f"spec.image is missing, and spec.{field}.template names none for its container")
 
 
-def _check_claim(spec: TrainingJobSpec) -> None:
+def _check_claim(name: str, spec: TrainingJobSpec) -> None:
     """Raise InvalidJob where several servers would not see the same checkpoints."""
-    if builders.share(spec) and spec.parameter_server.checkpoint.volume_claim is None:
+    if builders.share(spec) and builders.claim_name(name, spec) is None:
         shards = f"spec.parameterServer.replicas {spec.parameter_server.replicas}"
         what = "spec.parameterServer.durability standby" if builders.has_standbys(spec) else shards
         raise InvalidJob(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, TypeAlias
 
+from elastic_operator import builders
 from elastic_operator.desired import Desired
 from elastic_operator.plan import Note, Observed
 from elastic_operator.pods import Pod, Problem
@@ -104,4 +105,4 @@ def fatal(status: TrainingJobStatus, desired: Desired, observed: Observed) -> Pr
 
 def _may_move(desired: Desired) -> bool:
     """Whether a server that is replaced finds the checkpoints again."""
-    return desired.spec.parameter_server.checkpoint.volume_claim is not None
+    return builders.claim_name(desired.name, desired.spec) is not None

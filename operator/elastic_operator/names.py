@@ -22,6 +22,9 @@ TEMPLATE_ANNOTATION = f"{GROUP}/template-hash"
 RESTART_ANNOTATION = f"{GROUP}/restartedAt"
 """A person sets it on a job, to a time: what was made before then is to be made again."""
 
+RUN_ANNOTATION = f"{GROUP}/run"
+"""On a volume claim that outlives its job, in the place of an owner: the job's uid."""
+
 PATTERN = "^[a-z]([-a-z0-9]{0,50}[a-z0-9])?$"
 EXPECTED = (
     "metadata.name must have at most 52 characters of a-z, 0-9 and '-', begin with a letter and not end with "

@@ -181,7 +181,7 @@ def _suspended(
         why = Problem("Stopping", f"{len(rest)} pods have not ended yet")
         status = with_condition(status, "Suspended", False, why, now=now)
     else:
-        kept = desired.spec.parameter_server.checkpoint.volume_claim is not None
+        kept = builders.claim_name(desired.name, desired.spec) is not None
         words = (
             "when the job is resumed, it continues from the last checkpoint"
             if kept
