@@ -30,6 +30,10 @@ Manifest: TypeAlias = dict[str, Any]
 USER_ID = 65532
 WORKER_GRACE_SECONDS = 60
 PS_GRACE_SECONDS = 120
+LOST_NODE_SECONDS = 30
+"""After which the pods of a node that does not answer are deleted."""
+
+_LOST_NODE = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _CPU = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m?)")
 FIXED_FIELDS = ("entrypoint", "arguments", "consistency", "compression", "data")
 FIXED_PS_FIELDS = ("replicas", "bucketBytes")
@@ -176,6 +180,7 @@ def pod(
     name = job["metadata"]["name"]
     template = spec.worker.template if role == "worker" else spec.parameter_server.template
     pod_spec = merge(_default_pod_spec(name, spec, role, index), template.get("spec") or {})
+    pod_spec["tolerations"] = with_tolerations(pod_spec.get("tolerations") or [])
     if avoid:
         _prefer_others(pod_spec, avoid)
     pod_spec["restartPolicy"] = "Never" if role == "worker" else "Always"
@@ -192,6 +197,19 @@ def pod(
             given = with_threads(container.get("env") or [], container.get("resources") or {})
             container["env"] = _contract(job, spec, role, index, given)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
+
+
+def with_tolerations(given: list[Manifest]) -> list[Manifest]:
+    """Tolerations, with those for the loss of a node if `given` has none. Kubernetes' own last 5 minutes.
+
+    A process that lives on behind a broken network is fenced off, so nobody has to wait for it.
+    """
+    covered = {
+        item.get("key") for item in given if item.get("effect") in (None, "", "NoExecute")
+    }  # without a key: each of them
+    missing = [key for key in _LOST_NODE if not covered & {key, None, ""}]
+    lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_SECONDS}
+    return [*given, *({"key": key, **lost} for key in missing)]
 
 
 def template_hash(spec: TrainingJobSpec, role: Role) -> str:

@@ -69,12 +69,14 @@ class Pod:
         deleting: when its grace period ends, once its deletion has been asked for.
         ending: how it ended; None while it may still run. Of a PS or standby, started again in place,
             only `invalid` is looked at while it lives.
+        live: some of its containers may run, though it be only side-cars of a worker that has ended.
         stopped: all its containers have terminated, sidecars too. Of a pod that is being deleted none is
             started again.
         exit: its container's exit status, if that is known.
         said: the last line that it wrote before it ended.
         node: where it runs or ran.
         conditions: (type, status) of each of its conditions.
+        disruption: the reason of its condition DisruptionTarget; "" if it is not disrupted.
         created: when it was made.
         template: what of the spec it was made from, see `builders.template_hash`; "" if that is not known.
         pending: not all of its containers have ever been started.
@@ -91,11 +93,13 @@ class Pod:
     ready: bool = False
     deleting: datetime | None = None
     ending: Ending | None = None
+    live: bool = False
     stopped: bool = False
     exit: int | None = None
     said: str = ""
     node: str = ""
     conditions: frozenset[tuple[str, str]] = frozenset()
+    disruption: str = ""
     created: datetime | None = None
     template: str = ""
     pending: bool = False
@@ -118,6 +122,12 @@ class Pod:
     def older_than(self, moment: datetime | None) -> bool:
         """Whether it was made before then."""
         return moment is not None and self.created is not None and self.created < moment
+
+    @property
+    def unheard(self) -> bool:
+        """It was deleted because its node does not answer, which therefore will not say that it has ended."""
+        lost = self.disruption == "DeletionByTaintManager" and not self.ready
+        return self.deleting is not None and lost
 
     @property
     def over(self) -> bool:
@@ -153,6 +163,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         ready=_condition(status, "Ready").get("status") == "True",
         deleting=parse_time(metadata.get("deletionTimestamp")),
         ending=ending,
+        live=status.get("phase") not in ("Succeeded", "Failed") and not _stopped(status),
         stopped=_stopped(status),
         exit=_last_exit(container).get("exitCode"),
         said=str(_last_exit(container).get("message") or "").strip().rpartition("\n")[2][-300:],
@@ -161,6 +172,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         problem=problem,
         started=parse_time(started),
         ended=parse_time(terminated.get("finishedAt")),
+        disruption=_disruption(status),
         created=parse_time(metadata.get("creationTimestamp")),
         template=str((metadata.get("annotations") or {}).get(names.TEMPLATE_ANNOTATION) or ""),
         pending=status.get("phase") == "Pending",
@@ -195,6 +207,11 @@ def _last_words(metadata: Mapping[str, Any], container: Mapping[str, Any]) -> Se
     return words if words.job == (metadata.get("labels") or {}).get(names.JOB_LABEL) else None
 
 
+def _disruption(status: Mapping[str, Any]) -> str:
+    target = _condition(status, "DisruptionTarget")
+    return str(target.get("reason") or "Disrupted") if target.get("status") == "True" else ""
+
+
 def _stopped(status: Mapping[str, Any]) -> bool:
     def gone(container: Mapping[str, Any]) -> bool:
         last = (container.get("lastState") or {}).get("terminated") or {}
@@ -219,18 +236,20 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
             return "invalid", Problem(
                 "InvalidJob", _said(f"{name} reports that the job cannot run as specified", end)
             )
-    if phase == "Succeeded":
+    # The container of a worker is not started again, so that its end is the worker's: what side-cars do
+    # does not matter. Containers of other pods are.
+    own = terminated if container.get("name") == names.CONTAINER["worker"] else {}
+    if phase == "Succeeded" or (own and own.get("exitCode") == 0):
         return "done", None
-    if phase != "Failed":
+    if phase != "Failed" and not own:
         return None, None
     if reason:
         words = _KILLED_AS.get(reason, f"was ended by its node ({reason})")
         detail = f": {status['message']}" if status.get("message") else ""
         return "disrupted", Problem(reason, f"{name} {words}{detail}")
-    disruption = _condition(status, "DisruptionTarget")
-    if disruption.get("status") == "True":
-        why = disruption.get("reason") or "Disrupted"
-        return "disrupted", Problem(why, f"{name} was disrupted: {disruption.get('message') or why}")
+    if why := _disruption(status):
+        said = _condition(status, "DisruptionTarget").get("message") or why
+        return "disrupted", Problem(why, f"{name} was disrupted: {said}")
     if not terminated or terminated.get("reason") in _LOST_SIGHT:
         return "disrupted", Problem("Lost", f"{name} ended, and its node does not know how")
     return "failed", _exit(name, manifest, terminated)

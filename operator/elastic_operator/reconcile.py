@@ -134,7 +134,7 @@ def _finished(job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus
     reason = f"the job is over, and cleanPodPolicy is {clean}"
     actions: list[Action] = []
     for pod in observed.pods:
-        if pod.deleting is None and (clean == "All" or (clean == "Running" and pod.ending is None)):
+        if pod.deleting is None and (clean == "All" or (clean == "Running" and pod.live)):
             actions.append(DeletePod(pod.name, pod.uid, reason))
     requeue = None
     ttl, completed = policy.get("ttlSecondsAfterFinished"), parse_time(old.completion_time)
@@ -171,7 +171,7 @@ def _suspended(
 ) -> Plan:
     """Workers leave first; then the parameter servers write a checkpoint and end."""
     reason = "the job is suspended"
-    workers = [pod for pod in observed.of("worker") if pod.ending != "done"]
+    workers = [pod for pod in observed.of("worker") if pod.ending != "done" or pod.live]
     deletable = [pod for pod in workers if not pod.over or pod.uid in old.worker.counted_pods]
     leaving = deletable if workers else observed.of("ps", "standby")
     actions: list[Action] = [DeletePod(p.name, p.uid, reason) for p in leaving if p.deleting is None]
@@ -308,7 +308,7 @@ def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[
     for pod in observed.pods:
         if pod.deleting is not None and pod.stopped:
             yield DeletePod(pod.name, pod.uid, "its processes have ended", force=True)
-        elif pod.deleting is not None and now - pod.deleting > options.force_after:
+        elif pod.unheard or (pod.deleting is not None and now - pod.deleting > options.force_after):
             yield DeletePod(pod.name, pod.uid, "its node does not confirm that it ended", force=True)
 
 

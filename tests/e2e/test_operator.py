@@ -165,10 +165,18 @@ def test_api_server_away(jobs: Jobs, operator: OperatorProcess, local_cluster: C
 
 
 def test_deletion_leaves_nothing(jobs: Jobs, operator: OperatorProcess) -> None:
+    """But the checkpoints that are to be kept, from which another job continues."""
+    retained = {"checkpoint": {"volumeClaim": {"storage": "10Mi", "retain": True}}}
+    jobs.apply("kept", parameterServer=retained, worker={"replicas": 1})
     jobs.apply("gone", parameterServer={**CLAIM, "replicas": 2})
     jobs.wait_status("gone", phase="Running", workers="2/2")
-    jobs.kubectl("delete", "tj", "gone")
+    jobs.wait_status("kept", phase="Running", workers="1/1")
+    jobs.kubectl("delete", "tj", "gone", "kept")
     jobs.wait_gone("gone")
+    wait_for(lambda: not jobs.pods("kept"), what="the pods of the other are gone", timeout=LIMIT)
+    resumed = {"checkpoint": {"resumeFrom": {"job": "kept"}}}
+    jobs.apply("next", parameterServer=resumed, worker={"replicas": 1})
+    jobs.wait_status("next", phase="Running", workers="1/1")
 
 
 def test_api_requests_use_what_is_granted(jobs: Jobs, operator: OperatorProcess) -> None:

@@ -128,6 +128,31 @@ def test_an_empty_probe_removes_the_default() -> None:
     assert "readinessProbe" in main
 
 
+LOST = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+NOT_READY, UNREACHABLE = "node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"
+
+
+@pytest.mark.parametrize("role", ["ps", "worker"])
+def test_a_lost_node_is_noticed_soon(role: env.Role) -> None:
+    assert build(role)["spec"]["tolerations"] == [{"key": NOT_READY, **LOST}, {"key": UNREACHABLE, **LOST}]
+
+
+@pytest.mark.parametrize(
+    ("given", "added"),
+    [
+        ([{"key": "gpu", "operator": "Exists"}], [NOT_READY, UNREACHABLE]),
+        ([{"key": UNREACHABLE, "operator": "Exists", "tolerationSeconds": 900}], [NOT_READY]),
+        ([{"key": NOT_READY, "effect": "NoSchedule"}], [NOT_READY, UNREACHABLE]),
+        ([{"operator": "Exists"}], []),
+    ],
+)
+def test_tolerations_that_a_person_has_set_stay(given: list[dict[str, Any]], added: list[str]) -> None:
+    template = {"spec": {"tolerations": given}}
+    tolerations = build("worker", worker={"template": template})["spec"]["tolerations"]
+    assert tolerations[: len(given)] == given
+    assert [item["key"] for item in tolerations[len(given) :]] == added
+
+
 def test_names_are_short_enough() -> None:
     longest = names.pod("x" * 52, "worker", 99999)
     assert len(longest) <= 65

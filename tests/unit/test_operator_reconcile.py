@@ -392,6 +392,77 @@ def test_pod_of_a_lost_node_is_removed_by_force() -> None:
     assert [(a.name, a.force) for a in forced] == [("digits-worker-0", True)]
 
 
+@pytest.mark.parametrize(
+    ("reason", "ready", "forced"),
+    [
+        ("DeletionByTaintManager", "False", ["digits-worker-0"]),
+        ("DeletionByTaintManager", "True", []),
+        ("EvictionByEvictionAPI", "False", []),
+    ],
+)
+def test_a_node_that_does_not_answer_is_not_waited_for(reason: str, ready: str, forced: list[str]) -> None:
+    simulation = running(worker={"replicas": 2})
+    pod = simulation.pods["digits-worker-0"]
+    pod["metadata"]["deletionTimestamp"] = stamp(simulation.now + timedelta(seconds=60))
+    pod["status"]["conditions"] = [
+        {"type": "Ready", "status": ready},
+        {"type": "DisruptionTarget", "status": "True", "reason": reason},
+    ]
+    actions = [a for a in simulation.plan().actions if isinstance(a, DeletePod) and a.force]
+    assert [action.name for action in actions] == forced
+
+
+def with_sidecar(simulation: Simulation, name: str, state: dict[str, Any], phase: str = "Running") -> None:
+    """The pod also has a container that is in this state."""
+    status = simulation.pods[name]["status"]
+    status["phase"] = phase
+    status["containerStatuses"].insert(0, {"name": "sidecar", "state": state})
+
+
+def test_a_side_car_that_runs_on_keeps_no_worker_from_being_done() -> None:
+    simulation = running(worker={"replicas": 2})
+    finish(simulation)
+    for name in simulation.workers():
+        simulation.end(name, 0)
+        with_sidecar(simulation, name, {"running": {}})
+    simulation.settle()
+    assert simulation.status["phase"] == "Succeeded"
+    assert simulation.status["summary"]["workers"] == "2/2"
+    assert simulation.pods == {}, "with their side-cars they would run for ever"
+
+
+def test_a_side_car_ends_with_the_job_that_is_suspended() -> None:
+    simulation = running(worker={"replicas": 2})
+    simulation.end("digits-worker-0", 0)
+    with_sidecar(simulation, "digits-worker-0", {"running": {}})
+    simulation.edit(runPolicy={"suspend": True})
+    simulation.settle()
+    assert simulation.status["phase"] == "Suspended"
+    assert simulation.pods == {}
+
+
+def test_a_side_car_that_fails_is_no_failure_of_the_worker() -> None:
+    simulation = running(worker={"replicas": 2}, runPolicy={"backoffLimit": 0})
+    finish(simulation)
+    for name in simulation.workers():
+        simulation.end(name, 0)
+        with_sidecar(simulation, name, {"terminated": {"exitCode": 1}}, phase="Failed")
+    simulation.settle()
+    assert simulation.status["phase"] == "Succeeded"
+    assert simulation.status["worker"]["failures"] == 0
+    assert len(simulation.workers()) == 2
+
+
+def test_a_worker_that_fails_beside_a_side_car_is_replaced() -> None:
+    simulation = running(worker={"replicas": 2})
+    old = simulation.pods["digits-worker-1"]["metadata"]["uid"]
+    simulation.end("digits-worker-1", 3)
+    with_sidecar(simulation, "digits-worker-1", {"running": {}})
+    simulation.settle()
+    assert simulation.status["worker"]["failures"] == 1
+    assert simulation.pods["digits-worker-1"]["metadata"]["uid"] != old
+
+
 def test_pod_whose_processes_have_ended_is_not_waited_for() -> None:
     """A kubelet may keep a pod for a minute after its last process has ended."""
     simulation = running(worker={"replicas": 2})
