@@ -150,9 +150,12 @@ def _finished(job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus
         "counted_pods": [uid for uid in old.worker.counted_pods if uid in {pod.uid for pod in workers}],
     }
     ready = {"ready": sum(pod.active and pod.ready for pod in servers), "standbys": None}
+    wanted = old.summary.workers.partition("/")[2]
+    shown = {"workers": f"{counts['ready']}/{wanted}"} if wanted else {}
     status = old.model_copy(
         update={
             "observed_generation": job["metadata"].get("generation"),
+            "summary": old.summary.model_copy(update=shown),
             "worker": old.worker.model_copy(update=counts),
             "parameter_server": old.parameter_server.model_copy(update=ready),
         }

@@ -86,7 +86,8 @@ def test_success_is_final_and_cleans_up_what_runs() -> None:
     assert simulation.status["phase"] == "Succeeded"
     assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
     assert "digits-ps-0" not in simulation.pods
-    assert simulation.status["summary"] == {"workers": "2/2", "progress": "100%"}
+    assert simulation.status["summary"] == {"workers": "0/2", "progress": "100%"}, "none is ready any more"
+    assert simulation.status["worker"]["completed"] == 2
     simulation.scale(4)
     simulation.settle()
     assert len(simulation.workers()) == 2
@@ -427,7 +428,7 @@ def test_a_side_car_that_runs_on_keeps_no_worker_from_being_done() -> None:
         with_sidecar(simulation, name, {"running": {}})
     simulation.settle()
     assert simulation.status["phase"] == "Succeeded"
-    assert simulation.status["summary"]["workers"] == "2/2"
+    assert simulation.status["worker"]["completed"] == 2
     assert simulation.pods == {}, "with their side-cars they would run for ever"
 
 
