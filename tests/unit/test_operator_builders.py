@@ -38,6 +38,14 @@ def test_pod_security_restricted(role: env.Role) -> None:
     assert kinds <= {"emptyDir", "persistentVolumeClaim"}
 
 
+@pytest.mark.parametrize(
+    ("role", "module"),
+    [("ps", "elastic_ps.server"), ("standby", "elastic_ps.server"), ("worker", "elastic_ps.worker")],
+)
+def test_each_role_runs_its_program(role: env.Role, module: str) -> None:
+    assert container(build(role))["command"] == ["python", "-m", module]
+
+
 def test_the_process_is_told_who_it_is() -> None:
     pod = build("worker", 3, parameterServer={"replicas": 2}, worker={"template": {"spec": {}}})
     variables = {item["name"]: item["value"] for item in container(pod)["env"]}
