@@ -9,12 +9,14 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from elastic_operator.documents import read_status
+from elastic_operator.documents import over, read_status
 from elastic_operator.plan import DeleteJob, Observed, Options, Plan
 from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
-from elastic_operator.status import dump_status, with_counts
+from elastic_operator.status import dump_status, holds, with_counts
 from elastic_ps.status import Progress, TrainingJobStatus, WorkerStatus
 from tests.unit.simulation import START, Simulation, job_document
 
@@ -103,6 +105,34 @@ def test_what_a_newer_operator_has_written_is_kept() -> None:
     before = simulation.writes
     simulation.step()
     assert simulation.writes == before
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = (*TrainingJobStatus.model_json_schema()["properties"], "phase2")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), JUNK, max_size=6),
+    st.lists(JUNK, max_size=3),
+    st.dictionaries(st.sampled_from([*WorkerStatus.model_json_schema()["properties"], "rack"]), JUNK),
+)
+def test_whatever_else_there_is_what_is_understood_is_read_and_what_is_not_ours_is_kept(
+    status: dict[str, Any], conditions: list[Any], worker: dict[str, Any]
+) -> None:
+    document = {**status, "conditions": [*conditions, SUCCEEDED], "worker": worker}
+    before = copy.deepcopy(document)
+    read = read_status({"status": document})
+    assert holds(read, "Succeeded")
+    assert document == before
+    written = over(document, dump_status(read))
+    assert written.get("phase2") == status.get("phase2")
+    assert written["worker"].get("rack") == worker.get("rack")
+    assert dump_status(read_status({"status": written})) == dump_status(read)
 
 
 def test_a_job_that_runs_goes_on_though_its_spec_has_a_field_of_a_newer_version() -> None:
