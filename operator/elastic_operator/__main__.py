@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import socket
 import sys
 import time
 from typing import Any
@@ -13,6 +16,7 @@ from elastic_operator import handlers, settings
 from elastic_operator.api import Api
 from elastic_operator.cluster import Cluster
 from elastic_operator.controller import Controller
+from elastic_operator.leader import Leadership
 from elastic_operator.metrics import HealthServer, Metrics
 from elastic_operator.queue import Queue
 from elastic_operator.settings import Settings
@@ -21,6 +25,9 @@ from elastic_ps.errors import UserError
 logger = logging.getLogger("elastic_operator")
 
 _TURN_LIMIT = 60.0
+
+EXIT_LOST = 3
+"""Exit status of an operator that has lost its lease."""
 
 
 def main() -> int:
@@ -43,17 +50,23 @@ def main() -> int:
     controller = Controller(cluster, given, metrics)
     queue = Queue(controller.run_pass, concurrency=given.concurrency)
     metrics.queue.set_function(lambda: len(queue))
+    leadership = _leadership(api, given)
     health = HealthServer(
         given.health,
         metrics,
         healthy=lambda: _unhealthy(controller, queue, given),
-        ready=lambda: None if controller.served else "the API server does not serve TrainingJobs yet",
+        ready=lambda: _unready(controller, leadership),
     )
     where = ", ".join(given.namespaces) or "all namespaces"
     logger.info("serving TrainingJobs in %s; probes and metrics on port %d", where, health.port)
     # Otherwise kopf asks for the user's name, and a container's user may have none.
     identity: Any = "elastic-ps-operator"
     try:
+        if leadership is not None:
+            # Nothing has begun yet. The first process of a container has no default action for this.
+            signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+            leadership.acquire()
+            leadership.hold(_lost)
         controller.wait_until_served()
         queue.last_turn = time.monotonic()
         kopf.run(
@@ -64,9 +77,28 @@ def main() -> int:
             clusterwide=not given.namespaces,
             namespaces=given.namespaces,
         )
+        if leadership is not None:
+            leadership.release()
     finally:
         health.close()  # mutant: equal
     return 0
+
+
+def _leadership(api: Api, given: Settings) -> Leadership | None:
+    if given.lease is None:
+        return None
+    return Leadership(api, *given.lease, given.identity or socket.gethostname())
+
+
+def _lost() -> None:
+    """Another operator may work now: end at once, and be started again to wait."""
+    os._exit(EXIT_LOST)
+
+
+def _unready(controller: Controller, leadership: Leadership | None) -> str | None:
+    """What keeps this process from doing its part, which may be to wait; None if nothing does."""
+    waits = leadership is not None and not leadership.held
+    return None if controller.served or waits else "the API server does not serve TrainingJobs yet"
 
 
 def _unhealthy(controller: Controller, queue: Queue, given: Settings) -> str | None:

@@ -25,6 +25,8 @@ class Settings:
         watch_limit: the operator is unhealthy when a watch misses a change for this long.
         request_timeout: deadline of a request to the API server.
         status_timeout: deadline of a request to a parameter server.
+        lease: (namespace, name) of the Lease that this operator has to hold to work; None: it works at once.
+        identity: this operator's name, as the lease's holder; empty: the host's.
         fail_after_writes: end the process, as if killed, right after so many writes (for tests).
     """
 
@@ -36,6 +38,8 @@ class Settings:
     watch_limit: timedelta = timedelta(seconds=120)
     request_timeout: timedelta = timedelta(seconds=15)
     status_timeout: timedelta = timedelta(seconds=2)
+    lease: tuple[str, str] | None = None
+    identity: str = ""
     fail_after_writes: int | None = None
     log_level: str = "info"
     options: Options = field(default_factory=Options)
@@ -73,6 +77,12 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         default=defaults.options.poll,
         help="time between two reads of a job's progress",
     )
+    add(
+        "--lease",
+        type=_lease,
+        help="namespace/name of a Lease: of several operators, the one that holds it works",
+    )
+    add("--identity", default="", help="this operator's name for the lease; by default the host's")
     add("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
     add("--fail-after-writes", type=int, default=None, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -83,6 +93,8 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         concurrency=given.concurrency,
         resync=given.resync,
         watch_limit=given.watch_limit,
+        lease=given.lease,
+        identity=given.identity,
         fail_after_writes=given.fail_after_writes,
         log_level=given.log_level,
         options=Options(poll=given.poll),
@@ -94,6 +106,13 @@ def _address(text: str) -> tuple[str, int]:
     if not port.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not host:port")
     return host or "0.0.0.0", int(port)
+
+
+def _lease(text: str) -> tuple[str, str]:
+    namespace, _, name = text.partition("/")
+    if not namespace or not name:
+        raise argparse.ArgumentTypeError(f"{text!r} is not namespace/name")
+    return namespace, name
 
 
 def _positive(text: str) -> int:

@@ -27,6 +27,7 @@ _KINDS = {
     "services": "Service",
     "persistentvolumeclaims": "PersistentVolumeClaim",
     "events": "Event",
+    "leases": "Lease",
     JOBS: "TrainingJob",
 }
 
@@ -250,11 +251,15 @@ class ApiServer:
         if request.method == "DELETE":
             return self._delete(resource, namespace, name, found, request.body or {})
         if request.method == "PATCH":
-            if request.headers.get("content-type") != "application/merge-patch+json" or sub != "status":
+            whole = resource == "leases"
+            patch = request.headers.get("content-type") == "application/merge-patch+json"
+            if not patch or sub != ("" if whole else "status"):
                 raise Refusal(415, "UnsupportedMediaType")
             named = request.body["metadata"]["resourceVersion"]
             if named != found["metadata"]["resourceVersion"]:
                 raise Refusal(409, "Conflict", "the object has been modified")
+            if whole:
+                return self.put(resource, {**found, "spec": _merged(found["spec"], request.body["spec"])})
             status = _merged(found.get("status") or {}, request.body["status"])
             return self.put(resource, {**found, "status": status})
         return found
@@ -355,7 +360,11 @@ _DISCOVERY: dict[str, Object] = {
     "/api": {"versions": ["v1"]},
     "/api/v1": _resources(
         _resource("namespaces", "Namespace", namespaced=False),
-        *(_resource(name, kind, namespaced=True) for name, kind in _KINDS.items() if name != JOBS),
+        *(
+            _resource(name, kind, namespaced=True)
+            for name, kind in _KINDS.items()
+            if name not in (JOBS, "leases")
+        ),
     ),
     "/apis": {"groups": [_group("elastic-ps.dev", "v1alpha1"), _group("apiextensions.k8s.io", "v1")]},
     "/apis/elastic-ps.dev/v1alpha1": _resources(_resource(JOBS, "TrainingJob", namespaced=True)),

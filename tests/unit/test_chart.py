@@ -21,6 +21,7 @@ from tools.render_install import CHART, ROOT, TARGET, install_manifest, render
 VERSION = "1.34"
 EVERYTHING = {
     "namespaces": ["one", "two"],
+    "replicas": 2,
     "networkPolicy": {"enabled": True},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "imagePullSecrets": [{"name": "registry"}],
@@ -102,6 +103,22 @@ def test_the_kubelet_restarts_an_operator_that_is_not_healthy() -> None:
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
     assert [port["containerPort"] for port in container["ports"] if port["name"] == "http"] == [8080]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_several_operators_share_a_lease(replicas: int) -> None:
+    found = list(documents({"replicas": replicas}))
+    (deployment,) = (d for d in found if d["kind"] == "Deployment")
+    assert deployment["spec"]["replicas"] == replicas
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert [a for a in container["args"] if a.startswith("--lease=")] == (
+        [f"--lease={deployment['metadata']['namespace']}/{deployment['metadata']['name']}"]
+        if replicas > 1
+        else []
+    )
+    rules = [rule for d in found if d["kind"] == "Role" for rule in d["rules"]]
+    verbs = {verb for rule in rules if rule["resources"] == ["leases"] for verb in rule["verbs"]}
+    assert verbs == ({"get", "create", "patch"} if replicas > 1 else set())
 
 
 def test_generated_files_are_up_to_date() -> None:

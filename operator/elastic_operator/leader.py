@@ -1,0 +1,153 @@
+"""Which of several operators works: the one that holds a Lease. The others wait.
+
+As in client-go's leader election, clocks of machines are not compared: a lease may be taken if its holder has
+given it up, or has not renewed it for its duration as the one who waits has measured it. Should two operators
+work for a moment, no harm is done: objects have one name, and a status that has changed is not written over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from elastic_operator.api import Api, ApiError
+from elastic_ps.errors import ConnectionLost
+
+logger = logging.getLogger(__name__)
+
+DURATION = timedelta(seconds=15)
+"""For how long a lease counts that is not renewed."""
+
+RENEW = timedelta(seconds=3)
+"""Between two looks at the lease, and two renewals."""
+
+GIVE_UP = timedelta(seconds=10)
+"""A holder that could not renew its lease for this long stops."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A lease as it was read. `mark` changes whenever the lease does."""
+
+    holder: str
+    mark: str
+    transitions: int
+
+
+def read(manifest: Mapping[str, Any]) -> Record:
+    """A Lease of the API as a `Record`."""
+    spec = manifest.get("spec") or {}
+    return Record(
+        holder=str(spec.get("holderIdentity") or ""),
+        mark=str(manifest["metadata"]["resourceVersion"]),
+        transitions=int(spec.get("leaseTransitions") or 0),
+    )
+
+
+def may_take(record: Record | None, me: str, unchanged: timedelta) -> bool:
+    """Whether a lease that has not changed for this long is mine, or may become so. Pure."""
+    return record is None or record.holder in ("", me) or unchanged >= DURATION
+
+
+class Leadership:
+    """The lease `name` in `namespace`, as the operator `me` sees it. Used from one thread at a time."""
+
+    def __init__(
+        self, api: Api, namespace: str, name: str, me: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._api, self._namespace, self._name, self._me = api, namespace, name, me
+        self._clock = clock
+        self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+        self._seen: Record | None = None
+        self._since = clock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Block until the lease is mine."""
+        logger.info("waiting for the lease %s/%s as %s", self._namespace, self._name, self._me)
+        while not self.attempt():
+            sleep(RENEW.total_seconds())
+        logger.info("the lease %s/%s is mine", self._namespace, self._name)
+
+    def attempt(self) -> bool:
+        """Take or renew the lease, if that may be done; whether it is mine now."""
+        try:
+            record = self._read()
+            if record != self._seen:
+                self._seen, self._since = record, self._clock()
+            if not may_take(record, self._me, timedelta(seconds=self._clock() - self._since)):
+                return False
+            self._write(record, self._me)
+        except (ApiError, ConnectionLost) as error:
+            logger.warning("the lease %s/%s: %s", self._namespace, self._name, error)
+            return False
+        return True
+
+    @property
+    def held(self) -> bool:
+        """Whether it has become mine."""
+        return self._thread is not None
+
+    def hold(self, lost: Callable[[], None]) -> None:
+        """Renew the lease from a thread until `release`; `lost` is called there if that fails for long."""
+        self._thread = threading.Thread(target=self._renew, args=(lost,), name="lease", daemon=True)
+        self._thread.start()
+
+    def _renew(self, lost: Callable[[], None]) -> None:
+        renewed = self._clock()
+        while not self._ended.wait(RENEW.total_seconds()):
+            if self.attempt():
+                renewed = self._clock()
+            elif self._clock() - renewed > GIVE_UP.total_seconds():
+                logger.error("the lease %s/%s is lost", self._namespace, self._name)
+                lost()
+                return
+
+    def release(self) -> None:
+        """Stop renewing and give the lease up, so that nobody waits for its end. Blocks for a request."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        try:
+            record = self._read()
+            if record is not None and record.holder == self._me:
+                self._write(record, "")
+        except (ApiError, ConnectionLost) as error:
+            logger.warning("the lease %s/%s is not given up: %s", self._namespace, self._name, error)
+
+    def _read(self) -> Record | None:
+        try:
+            return read(self._api.request("get", "leases", f"{self._path}/{self._name}"))
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def _write(self, record: Record | None, holder: str) -> None:
+        """Raises ApiError 409 if somebody else was faster."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        spec: dict[str, Any] = {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": round(DURATION.total_seconds()),
+            "renewTime": now,
+        }
+        if record is None or (holder and record.holder != holder):
+            spec |= {"acquireTime": now, "leaseTransitions": 0 if record is None else record.transitions + 1}
+        if record is None:
+            metadata: dict[str, Any] = {"name": self._name, "namespace": self._namespace}
+            body = {
+                "apiVersion": "coordination.k8s.io/v1",
+                "kind": "Lease",
+                "metadata": metadata,
+                "spec": spec,
+            }
+            self._api.request("create", "leases", self._path, body=body)
+        else:
+            body = {"metadata": {"resourceVersion": record.mark}, "spec": spec}
+            self._api.request("patch", "leases", f"{self._path}/{self._name}", body=body)
