@@ -54,6 +54,7 @@ MODES: Mapping[str, dict[str, Any]] = {
     "sync": {},
     "backupWorkers": {"backupWorkers": 1},
     "bounded": {"mode": "bounded", "maxStaleness": 4},
+    "accumulate": {"mode": "accumulate", "gradients": 4},
     "deterministic": {"deterministic": True},
 }
 TRANSPORTS: tuple[Scheme, ...] = get_args(Scheme)

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import yaml
 from pydantic import (
@@ -243,14 +243,45 @@ class Worker(CamelModel):
             raise ValueError(f"replicas {replicas} is above maxReplicas {self.max_replicas}")
 
 
+class ModeOption(NamedTuple):
+    """A field of `Consistency` that one mode alone has.
+
+    Attributes:
+        field: its name in Python.
+        mode: the mode.
+        needed: what it says, if the mode needs it; "" if the mode can do without.
+    """
+
+    field: str
+    mode: str
+    needed: str = ""
+
+    @property
+    def name(self) -> str:
+        """As in YAML."""
+        return to_camel(self.field)
+
+
+OPTIONS = (
+    ModeOption(
+        "max_staleness",
+        "bounded",
+        "the number of versions that the other workers may make while one worker computes a step",
+    ),
+    ModeOption("gradients", "accumulate", "the number of steps that each version is made of"),
+)
+"""The fields of `Consistency` that belong to one mode. The CRD has its rules from here."""
+
+
 class Consistency(CamelModel):
     """When gradients become a new version of the model."""
 
-    mode: Literal["sync", "bounded"] = Field(
+    mode: Literal["sync", "bounded", "accumulate"] = Field(
         default="sync",
         description="With sync, each version is made of one step of every worker, so fast workers wait for "
         "slow ones. With bounded, a version is made as soon as one worker has finished a step. A slow "
-        "worker's step goes into a later version, and maxStaleness limits how much later.",
+        "worker's step goes into a later version, and maxStaleness limits how much later. With accumulate, "
+        "each version is made of a fixed number of steps, from whichever workers have them; see gradients.",
     )
     max_staleness: int | None = Field(
         default=None,
@@ -258,6 +289,14 @@ class Consistency(CamelModel):
         description="Only with mode bounded, and needed there: how many versions the other workers may make "
         "while one worker computes a step. After that they wait for it. Example: three workers make 5 steps "
         "each while a fourth makes one. They make up to 15 versions meanwhile, so with 16 they do not wait.",
+    )
+    gradients: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode accumulate, and needed there: how many steps each version is made of, "
+        "all computed on the version before. If there are fewer workers, some of them compute several steps "
+        "for a version. If there are more, the steps that come last are dropped, and their records go to "
+        "other workers. The last version of a job may be made of fewer.",
     )
     deterministic: bool = Field(
         default=False,
@@ -279,24 +318,33 @@ class Consistency(CamelModel):
         return self.mode == "sync" and not self.backup_workers
 
     @property
+    def may_be_late(self) -> bool:
+        """Whether a version may be complete without a worker's step, which is then dropped."""
+        return self.backup_workers > 0 or self.mode == "accumulate"
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether a step may go into a later version than the one after that it was computed on."""
+        return self.mode == "bounded"
+
+    @property
     def may_assign(self) -> bool:
         """Whether a script may assign the model's values (`session.assign`)."""
         return self.waits_for_all and not self.deterministic
 
     @model_validator(mode="after")
-    def _check_staleness(self) -> Consistency:
-        if self.mode == "bounded" and self.max_staleness is None:
-            raise ValueError(
-                "mode bounded needs maxStaleness: the number of versions that the other workers may make "
-                "while one worker computes a step"
-            )
-        if self.mode != "bounded" and self.max_staleness is not None:
-            raise ValueError(
-                f"maxStaleness {self.max_staleness} has no meaning with mode {self.mode}, in which no "
-                "gradient is stale; leave it out, or set mode: bounded"
-            )
+    def _check_options(self) -> Consistency:
+        for option in OPTIONS:
+            value = getattr(self, option.field)
+            if self.mode == option.mode and option.needed and value is None:
+                raise ValueError(f"mode {option.mode} needs {option.name}: {option.needed}")
+            if self.mode != option.mode and value is not None:
+                raise ValueError(
+                    f"{option.name} {value} has no meaning with mode {self.mode}; leave it out, or set mode: "
+                    f"{option.mode}"
+                )
         other = "backupWorkers" if self.backup_workers else "deterministic" if self.deterministic else ""
-        if self.mode == "bounded" and other:
+        if self.mode != "sync" and other:
             raise ValueError(f"{other} works only with mode sync; leave it out, or set mode: sync")
         return self
 

@@ -111,7 +111,8 @@ class Member(CamelModel):
     records: int = Field(default=0, description="How many of this member's records are in the model.")
     late: int = Field(
         default=0,
-        description="With backupWorkers: how many of this member's steps came late and were dropped.",
+        description="With backupWorkers and in mode accumulate: how many of this member's steps came late "
+        "and were dropped.",
     )
     staleness: int = Field(
         default=0,

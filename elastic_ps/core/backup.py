@@ -8,10 +8,9 @@ has pushed nothing, so nothing has to be taken out of the sums.
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from elastic_ps.core.consistency import AskedRounds, Contribution, Entry
+from elastic_ps.core.consistency import AskedRounds, Entry
 
 
 @dataclass
@@ -20,14 +19,11 @@ class BackupRounds(AskedRounds):
 
     Attributes:
         spare: how many workers a round does without.
-        late: the workers that were turned away and have not been admitted since. They will be, so they count
-            when the size of a round is determined.
         shut: a worker has been turned away because the open round was full. From then on workers that come
             wait for the next round, so that this one does not wait for more of them.
     """
 
     spare: int = 1
-    late: set[int] = field(default_factory=set)
     shut: bool = False
 
     def admit(self, worker: int, *, at_once: bool = False) -> None:
@@ -35,38 +31,24 @@ class BackupRounds(AskedRounds):
 
         A round whose workers are all slow would keep it waiting.
         """
-        self.late.discard(worker)
         super().admit(worker, at_once=at_once or not (self.decided or self.shut))
 
     @property
-    def turned_away(self) -> Set[int]:
-        return self.late
-
-    @property
     def wanted(self) -> int:
-        """How many steps the open round is made of, while there are so many workers."""
+        """How many steps the open round is made of, while there are so many workers.
+
+        Those that were turned away count: they will be admitted again.
+        """
         return max(1, len(self.expected | self.late) - self.spare)
 
     def begin(self, worker: int, *, version: int) -> Entry:
         """LATE if the round has enough others, or the step was computed on a version that is over."""
-        took_part = self.takes_part(worker)
-        if took_part and version == self.version:
+        if self.takes_part(worker) and version == self.version:
             self.shut |= worker not in self.begun and len(self.begun) >= self.wanted
             if worker in self.begun or not (self.shut or self.decided):
                 self.begun.add(worker)
                 return Entry.IN
-        self.withdraw(worker)
-        if took_part:
-            self.late.add(worker)
-        return Entry.LATE
-
-    def withdraw(self, worker: int) -> None:
-        self.late.discard(worker)
-        super().withdraw(worker)
-
-    def lose(self, worker: int) -> list[Contribution]:
-        self.late.discard(worker)
-        return super().lose(worker)
+        return self._turn_away(worker)
 
     def _open_again(self) -> None:
         super()._open_again()

@@ -9,8 +9,9 @@ Sums are formed in place on the shards, so a contribution that was begun cannot 
 contributor vanishes with its step unfinished, the round is started again: a new *attempt*, for which the
 others push the same gradients once more (they keep them until the round is committed).
 
-`AskedRounds` is the common part of the modes in which a round leaves workers out (`backup`, `bounded`). There
-a worker asks before its first push, so that the sums contain only steps that belong to the round.
+`AskedRounds` is the common part of the modes in which a round leaves workers out (`backup`, `bounded`,
+`accumulate`). There a worker asks before its first push, so that the sums contain only steps that belong to
+the round.
 """
 
 from __future__ import annotations
@@ -59,6 +60,17 @@ class Entry(enum.Enum):
     """It asks again for the next round."""
     LATE = "late"
     """The step is void, and the worker takes no part until it is admitted again."""
+
+
+class After(enum.Enum):
+    """What a worker does after a step, in mode `accumulate`."""
+
+    PULL = "pull"
+    """The step is in the model: it pulls the next version."""
+    COMPUTE = "compute"
+    """It computes another step on the version that it has."""
+    PUSH = "push"
+    """The round has started again: it pushes the step once more."""
 
 
 @dataclass
@@ -134,7 +146,7 @@ class SyncRounds:
     def lose(self, worker: int) -> list[Contribution]:
         """`worker` is gone. If its step was begun and not finished, the round starts again.
 
-        Returns the steps that are void by that and whose workers are not there to push them again.
+        Returns the steps that are void by that and that nobody will push again.
         """
         self.waiting.discard(worker)
         if worker not in self.expected:
@@ -154,7 +166,7 @@ class SyncRounds:
         return self.restart()
 
     def restart(self) -> list[Contribution]:
-        """Start the round again, as a new attempt. Returns the void steps of workers that are gone.
+        """Start the round again, as a new attempt. Returns the void steps that nobody will push again.
 
         A process that has come in the place of one that is gone, and waits for the next round, takes part in
         this one: the round may not be complete without the worker.
@@ -184,7 +196,7 @@ class SyncRounds:
     def assign(self, worker: int) -> list[Contribution]:
         """The next version is to be made of values of `worker`. The steps of all others are void.
 
-        They take no part until they are admitted again. Returns the void steps of workers that are gone.
+        They take no part until they are admitted again. Returns the void steps that nobody will push again.
 
         Raises:
             ValueError: the round is decided, or another worker assigns.
@@ -255,9 +267,31 @@ class SyncRounds:
     # --- commits
 
     @property
+    def contributions(self) -> list[Contribution]:
+        """The finished steps of the open round, in order of worker, and of each worker's own count."""
+        return [self.done[worker] for worker in sorted(self.done)]
+
+    @property
     def staleness(self) -> dict[int, int]:
         """For each step in `done`, how many versions older its own is than the open round's."""
         return dict.fromkeys(self.done, 0)
+
+    def after(self, worker: int, *, attempt: int, step: int, anyway: bool = False) -> After | None:
+        """What `worker`, which has pushed its step, does where it may have to compute another one.
+
+        Args:
+            attempt: that the step was pushed for.
+            step: the worker's own count of its steps.
+            anyway: it need not wait for the version, as nobody is to compute any more.
+
+        Returns None if it waits.
+
+        Raises:
+            Refused: INVALID: it need not ask, because it waits for the version. LATE: the step is void.
+        """
+        del attempt, anyway
+        reason = f"worker {worker} asks what to do after step {step}, which it does not have to"
+        raise Refused(RefusalCode.INVALID, reason)
 
     @property
     def awaited(self) -> set[int]:
@@ -270,20 +304,34 @@ class SyncRounds:
         return (self.done.keys() - self.gone) | self.waiting
 
     @property
+    def resting(self) -> bool:
+        """Whether nobody takes part, and no finished step waits for its version."""
+        return not (self.expected or self.waiting)
+
+    @property
     def ready(self) -> bool:
         """Whether the round can be committed."""
-        return bool(self.done) and not self.committing and (self.decided or self._complete)
+        return self.can_commit()
+
+    def can_commit(self, *, last: bool = False) -> bool:
+        """Whether the round can be committed.
+
+        Args:
+            last: there are no records to compute on but those of the round's steps.
+        """
+        complete = self.decided or self._complete or (last and not self.awaited)
+        return bool(self.contributions) and not self.committing and complete
 
     @property
     def _complete(self) -> bool:
         return not self.awaited
 
-    def begin_commit(self) -> list[Contribution]:
-        """Decide the round: exactly these contributions, in order of worker."""
-        if not self.ready:
+    def begin_commit(self, *, last: bool = False) -> list[Contribution]:
+        """Decide the round: exactly these contributions. `last`: see `can_commit`."""
+        if not self.can_commit(last=last):
             raise ValueError("the round is not ready")
         self.committing = self.decided = True
-        return [self.done[worker] for worker in sorted(self.done)]
+        return self.contributions
 
     @property
     def following(self) -> set[int]:
@@ -309,9 +357,35 @@ class AskedRounds(SyncRounds):
 
     Attributes:
         begun: the workers that were let in to the open round. It waits for them, and only they push.
+        late: the workers that were turned away and have not been admitted since.
     """
 
     begun: set[int] = field(default_factory=set)
+    late: set[int] = field(default_factory=set)
+
+    def admit(self, worker: int, *, at_once: bool = False) -> None:
+        self.late.discard(worker)
+        super().admit(worker, at_once=at_once)
+
+    @property
+    def turned_away(self) -> Set[int]:
+        return self.late
+
+    def withdraw(self, worker: int) -> None:
+        self.late.discard(worker)
+        super().withdraw(worker)
+
+    def lose(self, worker: int) -> list[Contribution]:
+        self.late.discard(worker)
+        return super().lose(worker)
+
+    def _turn_away(self, worker: int) -> Entry:
+        """`worker` has come too late with its step; it takes no part until it is admitted again."""
+        took_part = self.takes_part(worker)
+        self.withdraw(worker)
+        if took_part:
+            self.late.add(worker)
+        return Entry.LATE
 
     def _begun(self, worker: int) -> bool:
         return worker in self.begun

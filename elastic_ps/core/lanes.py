@@ -72,10 +72,10 @@ class Lanes:
         self._lane_of[holder] = worker
         return self._outside(worker, self._lanes[worker].take(holder, batch=batch, workers=1))
 
-    def held(self, holder: int) -> list[Range]:
-        """What `holder` holds."""
+    def held(self, holder: int, *, besides: Iterable[Range] = ()) -> list[Range]:
+        """See `Ledger.held`."""
         lane = self._lane_of.get(holder, 0)
-        return self._outside(lane, self._lanes[lane].held(holder))
+        return self._outside(lane, self._lanes[lane].held(holder, besides=self._inside(lane, besides)))
 
     def apply(self, holder: int, ranges: Iterable[Range]) -> None:
         """See `Ledger.apply`."""
@@ -96,6 +96,11 @@ class Lanes:
         """See `Ledger.give_back`; the records stay in their lane."""
         lane = self._lane_of.get(holder, 0)
         self._lanes[lane].give_back(holder, keep=self._inside(lane, keep))
+
+    def give_back_some(self, holder: int, ranges: Iterable[Range]) -> None:
+        """See `Ledger.give_back_some`; the records stay in their lane."""
+        lane = self._lane_of.get(holder, 0)
+        self._lanes[lane].give_back_some(holder, self._inside(lane, ranges))
 
     def _outside(self, lane: int, ranges: Iterable[Range]) -> list[Range]:
         start = self._bounds[lane]

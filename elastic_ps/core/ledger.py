@@ -77,9 +77,9 @@ class Ledger:
         """Each record is to be trained `epochs` times instead, which is not fewer than before."""
         self.epochs = epochs
 
-    def held(self, holder: int) -> list[Range]:
-        """What `holder` holds."""
-        return list(self._held.get(holder, ()))
+    def held(self, holder: int, *, besides: Iterable[Range] = ()) -> list[Range]:
+        """What `holder` holds, without the ranges `besides`, which it must hold."""
+        return self._without(holder, list(besides))
 
     def take(self, holder: int, *, batch: int, workers: int, fresh: bool = False) -> list[Range]:
         """Hand records to `holder`; an empty list if there are none to hand out at the moment.
@@ -148,6 +148,12 @@ class Ledger:
         self._set_held(holder, kept)
         self._returned = _joined([*self._returned, *returned])
 
+    def give_back_some(self, holder: int, ranges: Iterable[Range]) -> None:
+        """Take back `ranges`, for others to be handed them. Raises LedgerError as `apply` does."""
+        wanted = list(ranges)
+        self._set_held(holder, self._without(holder, wanted))
+        self._returned = _joined([*self._returned, *wanted])
+
     def _set_held(self, holder: int, ranges: list[Range]) -> None:
         if ranges:
             self._held[holder] = ranges
@@ -155,7 +161,7 @@ class Ledger:
             self._held.pop(holder, None)
 
     def _without(self, holder: int, wanted: list[Range]) -> list[Range]:
-        held = self.held(holder)
+        held = list(self._held.get(holder, ()))
         for r in wanted:
             held = _subtract(held, r, holder)
         return held

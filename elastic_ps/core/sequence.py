@@ -43,6 +43,7 @@ class PushLog:
         expected: the incarnation of each worker that takes part; 0, which none has, for a worker that is
             waited for and has not come. Others are refused: their values would spoil the sums. In
             deterministic mode the workers order the additions.
+        several: a worker may push several steps for one round; else one.
         added: for each bucket, the (worker, incarnation, step) whose values are in its sum.
     """
 
@@ -50,6 +51,7 @@ class PushLog:
     version: int = 0
     attempt: int = 0
     expected: Mapping[int, int] = field(default_factory=dict)
+    several: bool = False
     added: dict[int, set[tuple[int, int, int]]] = field(default_factory=dict)
 
     def decide(self, key: PushKey) -> Verdict:
@@ -65,10 +67,11 @@ class PushLog:
                 f"worker {key.worker} with incarnation {key.incarnation} does not take part in the open "
                 "round: it was declared gone, or has no records",
             )
-        for worker, incarnation, step in self.added.get(key.bucket, ()):
+        added = self.added.get(key.bucket, set())
+        if (key.worker, key.incarnation, key.step) in added:
+            return Verdict.DUPLICATE
+        for worker, incarnation, step in () if self.several else added:
             if worker == key.worker:
-                if (incarnation, step) == (key.incarnation, key.step):
-                    return Verdict.DUPLICATE
                 raise Refused(
                     RefusalCode.STALE_INCARNATION,
                     f"this round has step {step} of worker {worker} with incarnation {incarnation} already",

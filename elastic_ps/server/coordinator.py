@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from elastic_ps.core.consistency import Contribution, Entry
+from elastic_ps.core.consistency import After, Contribution, Entry
 from elastic_ps.core.ledger import LedgerError, Range
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Layout, TensorSpec, difference
@@ -257,7 +257,7 @@ class Coordinator:
             new = state.calls.begin(incarnation, call)
             if (known := state.calls.answer(incarnation)) is not None:
                 return known
-            self._open_ledger(records, epochs)
+            self._open_ledger(records, epochs, batch)
             if not wait:
                 taken = Taken(state.take(worker, incarnation, batch), finished=state.finished)
                 return state.calls.answered(incarnation, taken)
@@ -325,7 +325,7 @@ class Coordinator:
             state.give_back(incarnation)
             state.rounds.withdraw(worker)
             return []
-        held = state.ledger.held(incarnation) or state.take(worker, incarnation, batch)
+        held = state.to_compute_on(incarnation) or state.take(worker, incarnation, batch)
         if held:
             state.starved.discard(worker)
         else:
@@ -338,11 +338,11 @@ class Coordinator:
             self.job.told()
         return held
 
-    def _open_ledger(self, records: int, epochs: int) -> None:
+    def _open_ledger(self, records: int, epochs: int, batch: int) -> None:
         state, spec = self.job.state, self.job.spec
         lanes = spec.worker.replicas if spec.consistency.deterministic else 0
         state.open_ledger(records, epochs, lanes=lanes)
-        if wrong := state.match_ledger(records, epochs):
+        if wrong := state.match_ledger(records, epochs, batch):
             raise Refused(RefusalCode.INVALID, wrong)
 
     def release(self, worker: int, incarnation: int, *, call: int, abandoned: bool = False) -> None:
@@ -412,6 +412,33 @@ class Coordinator:
             f"worker {worker} wants to push a step on version {version}, but the round on version {current} "
             "has enough other workers",
         )
+
+    def await_version(
+        self, worker: int, incarnation: int, *, attempt: int, step: int
+    ) -> tuple[After, int] | None:
+        """In mode `accumulate`, after a step: what the worker is to do. Blocks until that is known.
+
+        Args:
+            attempt: that the step was pushed for.
+            step: the worker's own count of its steps.
+
+        Returns that, and the round's attempt; None: nothing has happened, ask again.
+
+        Raises:
+            Refused: see `SyncRounds.after`.
+        """
+        deadline = self.job.clock() + WAIT.total_seconds()
+        while True:
+            self._driver.drive()
+            with self.job.settled() as state:
+                stay = self._check(worker, incarnation)
+                after = state.after_step(stay, attempt=attempt, step=step)
+                if after is not None and not (after is After.PUSH and self._driver.behind):
+                    return after, state.rounds.attempt
+                left = deadline - self.job.clock()
+                if left <= 0:
+                    return None
+                self.job.changed.wait(min(left, TICK.total_seconds()))  # mutant: equal
 
     def assign(self, worker: int, incarnation: int, *, version: int) -> Assigning | None:
         """A worker's values are to become the next version. Blocks.

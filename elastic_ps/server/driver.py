@@ -203,7 +203,7 @@ class Driver:
             if self._driving or job.closing != closing or model is None:
                 return False
             spoiled = job.spoiled
-            contributions = job.state.rounds.begin_commit() if job.state.ready else []
+            contributions = job.state.begin_commit() if job.state.ready else []
             if not (spoiled or contributions or job.stale):
                 return False
             self._driving = True

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 
 from elastic_ps import codec
 from elastic_ps.codec.plan import Plan
-from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.consistency import After, Contribution
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, Malformed, RefusalCode, Refused
 from elastic_ps.job import Compression
@@ -79,6 +79,7 @@ class Service:
                 "Stop": self._stop,
                 "Chief": self._chief,
                 "Begin": self._begin,
+                "Await": self._await,
                 "Assign": self._assign,
                 "Finish": self._finish,
                 "Heartbeat": self._heartbeat,
@@ -348,6 +349,23 @@ class Service:
             yield _frame(pb.BeginReply(pending=True))
         else:
             yield _frame(pb.BeginReply(version=begun.version, attempt=begun.attempt))
+
+    def _await(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.AwaitRequest, incoming.header)
+        caller = self._check(request.caller)
+        answer = self._members.await_version(
+            caller.worker, caller.incarnation, attempt=request.attempt, step=request.step
+        )
+        if answer is None:
+            yield _frame(pb.AwaitReply(pending=True))
+            return
+        after, attempt = answer
+        if after is After.PULL:
+            yield _frame(pb.AwaitReply(made=True))
+        elif after is After.COMPUTE:
+            yield _frame(pb.AwaitReply(compute=True, stopped=self._members.job.stopped))
+        else:
+            yield _frame(pb.AwaitReply(attempt=attempt))
 
     def _assign(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.AssignRequest, incoming.header)

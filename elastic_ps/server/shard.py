@@ -94,7 +94,7 @@ class Shard:
         self._changed = threading.Condition(lock)  # a version is there, or another round is open
         self._added = threading.Condition(lock)  # that, too, or a push is over
         self._advancing = threading.Lock()
-        self._log = PushLog(term=term)
+        self._log = PushLog(term=term, several=consistency.mode == "accumulate")
         self._consistency = consistency
         self._retired: RefusalCode | None = None
         self._torn = False  # some buckets were stepped, others not: the values are of no version
@@ -104,7 +104,7 @@ class Shard:
         name, settings = optimizer
         allocate = shared_if_possible([bucket.nbytes for bucket in layout.of_shard(index)])
         for bucket in layout.of_shard(index):
-            values = BucketValues(bucket, stale=consistency.mode == "bounded", allocate=allocate)
+            values = BucketValues(bucket, stale=consistency.may_be_stale, allocate=allocate)
             values.build_optimizer(name, settings.groups, layout.tensors)
             self._buckets[bucket.index] = values
         self._stepped = [

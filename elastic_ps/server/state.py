@@ -12,13 +12,12 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any
 
-from elastic_ps.core.backup import BackupRounds
-from elastic_ps.core.bounded import BoundedRounds
 from elastic_ps.core.calls import Calls
-from elastic_ps.core.consistency import Contribution, Entry, SyncRounds
+from elastic_ps.core.consistency import After, Contribution, Entry, SyncRounds
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.core.membership import Membership, Stay
+from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.progress import Curve, Rate
@@ -113,7 +112,7 @@ class JobState:
     def __post_init__(self) -> None:
         first = self.term * INCARNATIONS_PER_TERM
         self.members = Membership(lease=self.lease, last_incarnation=first)
-        self.rounds = _make_rounds(self.consistency)
+        self.rounds = rounds_of(self.consistency)
 
     @property
     def version(self) -> int:
@@ -124,9 +123,7 @@ class JobState:
         """Whether training is over: every record of every epoch is in the model, or it was stopped."""
         if self.ledger is None:
             return False
-        return self.ledger.finished or bool(
-            self.stopped and not (self.rounds.expected or self.rounds.waiting)
-        )
+        return self.ledger.finished or bool(self.stopped and self.rounds.resting)
 
     @property
     def required(self) -> frozenset[int]:
@@ -138,7 +135,20 @@ class JobState:
     @property
     def ready(self) -> bool:
         """Whether the open round can be committed."""
-        return self.rounds.ready and self.required <= self.rounds.done.keys()
+        complete = self.rounds.can_commit(last=self._all_in_hand)
+        return complete and self.required <= self.rounds.done.keys()
+
+    def begin_commit(self) -> Sequence[Contribution]:
+        """Decide the open round, which is `ready`. Returns the steps that it is made of."""
+        return self.rounds.begin_commit(last=self._all_in_hand)
+
+    @property
+    def _all_in_hand(self) -> bool:
+        """Whether there are no records to compute on but those of the open round's steps."""
+        if self.ledger is None:
+            return False
+        held = sum(r.records for c in self.rounds.contributions for r in (*c.records, *c.skipped))
+        return bool(self.stopped) or self.ledger.applied + self.ledger.skipped + held == self.ledger.expected
 
     @property
     def expected(self) -> dict[int, int]:
@@ -174,7 +184,8 @@ class JobState:
         if self.stopped and self.finished:
             self.give_back(stay.incarnation)
             return Entry.LATE
-        if step < stay.last_begun or step <= stay.last_step:
+        finished = [c.step for c in self.rounds.contributions if c.incarnation == stay.incarnation]
+        if step < stay.last_begun or step <= stay.last_step or step <= max(finished, default=-1):
             text = (
                 f"worker {stay.worker} asks to push step {step}, but has begun step {stay.last_begun} since"
             )
@@ -187,6 +198,23 @@ class JobState:
             self.give_back(stay.incarnation)
         return entry
 
+    def after_step(self, stay: Stay, *, attempt: int, step: int) -> After | None:
+        """What a worker does that has pushed a step, in mode `accumulate`; None: it waits.
+
+        Args:
+            attempt: that the step was pushed for.
+            step: the worker's own count of its steps.
+
+        Raises:
+            Refused: see `SyncRounds.after`.
+        """
+        if step <= stay.last_step:
+            return After.PULL
+        after = self.rounds.after(stay.worker, attempt=attempt, step=step, anyway=bool(self.stopped))
+        if after is After.COMPUTE:
+            self.pace.idled(stay.incarnation)
+        return after
+
     def open_ledger(self, records: int, epochs: int, *, lanes: int) -> None:
         """The first worker names its data set; with `lanes`, the schedule is fixed for that many workers."""
         if self.ledger is None and lanes:
@@ -194,7 +222,7 @@ class JobState:
         elif self.ledger is None:
             self.ledger = Ledger(records, epochs, self.data.shard_records)
 
-    def match_ledger(self, records: int, epochs: int) -> str:
+    def match_ledger(self, records: int, epochs: int, batch: int) -> str:
         """Compare a worker's data set with the job's; what is wrong with it in words, "" if nothing.
 
         A job that continues from a checkpoint may train more epochs than it was to train when the checkpoint
@@ -206,7 +234,7 @@ class JobState:
             self.ledger.extend(epochs)
         if (self.ledger.records, self.ledger.epochs) == (records, epochs):
             self.resumed = False
-            return ""
+            return self._match_gradients(batch)
         fewer = (
             ". A job that continues from a checkpoint may train more epochs, not fewer"
             if self.resumed
@@ -215,6 +243,19 @@ class JobState:
         return (
             f"this worker's data set has {records} records for {epochs} epochs; the job trains "
             f"{self.ledger.records} records for {self.ledger.epochs} epochs{fewer}"
+        )
+
+    def _match_gradients(self, batch: int) -> str:
+        """With a number of steps for each version: whether the job has so many steps."""
+        assert self.ledger is not None
+        records, epochs = self.ledger.records, self.ledger.epochs
+        steps = -(-records // batch) * epochs
+        if (self.consistency.gradients or 0) <= steps:
+            return ""
+        return (
+            f"consistency.gradients is {self.consistency.gradients}, but the job has only {steps} steps: "
+            f"{records} records for {epochs} epochs, in batches of {batch}. So no version could be made of "
+            f"so many. Set gradients to {steps} or less; a version should be made of far fewer"
         )
 
     def take(self, worker: int, incarnation: int, batch: int) -> list[Range]:
@@ -236,8 +277,7 @@ class JobState:
     def assign(self, stay: Stay) -> None:
         """A worker's values are to become the next version: the steps of others go to whoever takes them."""
         others = [who for worker, who in self.members.live.items() if worker in self.rounds.expected]
-        for void in self.rounds.assign(stay.worker):
-            self.give_back(void.incarnation)
+        self._give_back_steps(self.rounds.assign(stay.worker))
         for other in others:
             if other is not stay:
                 self.give_back(other.incarnation)
@@ -301,8 +341,7 @@ class JobState:
             abandoned: some of a step that it will not finish may be in the sums.
         """
         if abandoned:
-            for void in self.rounds.lose(stay.worker):
-                self.give_back(void.incarnation)
+            self._give_back_steps(self.rounds.lose(stay.worker))
         else:
             self.rounds.withdraw(stay.worker)
         self.give_back(stay.incarnation)
@@ -317,25 +356,36 @@ class JobState:
         self.calls.forget(stay.incarnation)
         if outcome == "left":  # before it was told that it is the chief: another one will be
             self.chiefs = {e: w for e, w in self.chiefs.items() if w != worker or e in self.told}
-        for void in self.rounds.lose(worker):
-            self.give_back(void.incarnation)
+        self._give_back_steps(self.rounds.lose(worker))
         self.give_back(stay.incarnation)
         if self.initialiser == worker:
             self.initialiser, self.model = None, None
         return stay
 
     def give_back(self, incarnation: int) -> None:
-        """Records that a worker holds go to others, except those of a step that it has finished."""
-        finished = (
-            (*c.records, *c.skipped) for c in self.rounds.done.values() if c.incarnation == incarnation
-        )
+        """Records that a worker holds go to others, except those of the steps that it has finished."""
         if self.ledger is not None:
-            self.ledger.give_back(incarnation, keep=next(finished, ()))
+            self.ledger.give_back(incarnation, keep=self._finished_by(incarnation))
+
+    def to_compute_on(self, incarnation: int) -> list[Range]:
+        """The records that a worker holds, except those of the steps that it has finished."""
+        assert self.ledger is not None
+        return self.ledger.held(incarnation, besides=self._finished_by(incarnation))
+
+    def _finished_by(self, incarnation: int) -> list[Range]:
+        """The records of a worker's steps that wait for their version."""
+        finished = [c for c in self.rounds.contributions if c.incarnation == incarnation]
+        return [r for c in finished for r in (*c.records, *c.skipped)]
+
+    def _give_back_steps(self, void: Iterable[Contribution]) -> None:
+        """The records of these steps, which are in no version, go to others."""
+        for c in void:
+            if self.ledger is not None:
+                self.ledger.give_back_some(c.incarnation, (*c.records, *c.skipped))
 
     def restart_round(self) -> None:
         """A shard's sums are not those of the round that was decided: it starts again."""
-        for void in self.rounds.undecide():
-            self.give_back(void.incarnation)
+        self._give_back_steps(self.rounds.undecide())
 
     def settings_after(self, contributions: Sequence[Contribution]) -> Settings:
         """The settings to step with. They are in force until the next version is made."""
@@ -364,7 +414,7 @@ class JobState:
         """
         sent = {c.incarnation: c.settings for c in contributions}
         eldest = self.members.stay(self.members.eldest(sent))
-        if self.consistency.mode == "bounded":
+        if self.consistency.may_be_stale:
             most = max((stay.steps for stay in self.members.live.values()), default=0)
             return sent[eldest.incarnation] if eldest.steps >= most else ""
         return sent[eldest.incarnation]
@@ -385,8 +435,8 @@ class JobState:
         if any(c.assigns for c in contributions):
             self.assigned = self.version
         here = {stay.incarnation for stay in self.members.live.values()}
-        bounded = self.consistency.mode == "bounded"
-        self.pace.opened(here, now, beginning=here & sent if bounded else here)
+        beginning = here & sent if self.consistency.may_be_stale else here
+        self.pace.opened(here, now, beginning=beginning)
         steps = [
             {"worker": c.worker, "incarnation": c.incarnation, "step": c.step, "samples": c.samples}
             | {"staleness": staleness[c.worker], "records": [list(r) for r in c.records]}
@@ -539,14 +589,6 @@ class JobState:
         fields["slowness"] = self.pace.slowness(stay.incarnation)
         fields["gone_seconds"] = None if stay.ended is None else now - stay.ended
         return Member.model_validate({**fields, "state": stay.outcome or here})
-
-
-def _make_rounds(consistency: Consistency) -> SyncRounds:
-    if consistency.max_staleness is not None:
-        return BoundedRounds(max_staleness=consistency.max_staleness)
-    if consistency.backup_workers:
-        return BackupRounds(spare=consistency.backup_workers)
-    return SyncRounds()
 
 
 def _utc(seconds: float) -> str:

@@ -173,7 +173,7 @@ class BucketValues:
             else:
                 torch.maximum(total, contribution, out=total)
         elif self.bucket.rule is Rule.BROADCAST:
-            if first or worker < self._lowest:
+            if first or worker <= self._lowest:  # of several steps of one worker, the last
                 self._lowest = worker
                 total.copy_(contribution)
         elif self.bucket.rule is Rule.MEAN:

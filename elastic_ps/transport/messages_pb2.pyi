@@ -231,6 +231,30 @@ class BeginReply(_message.Message):
     pending: bool
     def __init__(self, version: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ...) -> None: ...
 
+class AwaitRequest(_message.Message):
+    __slots__ = ("caller", "step", "attempt")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    step: int
+    attempt: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class AwaitReply(_message.Message):
+    __slots__ = ("made", "compute", "attempt", "pending", "stopped")
+    MADE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    made: bool
+    compute: bool
+    attempt: int
+    pending: bool
+    stopped: str
+    def __init__(self, made: bool = ..., compute: bool = ..., attempt: _Optional[int] = ..., pending: bool = ..., stopped: _Optional[str] = ...) -> None: ...
+
 class AssignRequest(_message.Message):
     __slots__ = ("caller", "version")
     CALLER_FIELD_NUMBER: _ClassVar[int]

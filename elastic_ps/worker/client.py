@@ -400,6 +400,14 @@ class Client:
             pass
         return reply.version, reply.attempt
 
+    def await_version(self, step: Step, attempt: int) -> pb.AwaitReply:
+        """In mode `accumulate`: all of the step has been pushed for this attempt; what is next?
+
+        Blocks for some seconds at most; then the answer is `pending`. Raises Refused (LATE): it is void.
+        """
+        request = pb.AwaitRequest(caller=step.stay.caller(), step=step.number, attempt=attempt)
+        return self._ask(0, "Await", request, pb.AwaitReply)
+
     def push(
         self,
         bucket: int,

@@ -271,6 +271,8 @@ class Engine:
     def finish_step(self) -> None:
         """End the step that has begun, and wait for the version that it is part of. Blocks.
 
+        In mode `accumulate` it does not wait if the version needs more steps than are under way.
+
         A step that came too late, or that is lost because this worker had to join again, is not made: its
         records go to others.
 
@@ -293,7 +295,7 @@ class Engine:
         )
         try:
             with self._phases.waiting(step.number):
-                exchange.finish(ending)
+                made = exchange.finish(ending)
         except Refused as refusal:
             late = refusal.code is RefusalCode.LATE
             if late and not self.spec.consistency.waits_for_all:
@@ -309,7 +311,8 @@ class Engine:
             self._steps += 1
             batches.step_made()
             self.stopped = self.stopped or exchange.stopped
-            self.schedule.step_made(settings, self._in_force())
+            if made:
+                self.schedule.step_made(settings, self._in_force())
         if self._stopping:
             self.stop_computing()
 

@@ -11,6 +11,9 @@ without computing anything again.
 If the model's gradients are one bucket on one shard, the training thread itself pushes the step when it is
 complete, and the new version is the answer to its last push: handing it to other threads would take longer.
 
+With mode `accumulate` a worker that has pushed a step asks what is next before it pulls: it may have to
+compute another one on the same version.
+
 With bounded staleness nothing is sent before the script calls `optimizer.step()`: the round that the step
 goes into waits for it from its first push on, so others would have to wait for the rest of a slow backward.
 """
@@ -102,8 +105,9 @@ class Exchange:
         self._client = client
         self._encoder = encoder
         self._flat = flat
-        self._bounded = consistency.mode == "bounded"
-        self._backup = consistency.backup_workers > 0
+        self._may_be_stale = consistency.may_be_stale
+        self._may_be_late = consistency.may_be_late
+        self._accumulates = consistency.mode == "accumulate"
         self._asking = threading.Lock()
         self._let_in: Step | None = None
         self._trace = trace
@@ -111,7 +115,7 @@ class Exchange:
         self._pushed = flat.layout.pushed
         # With a single bucket of gradients nothing is there to be sent before backward ends.
         gradients = sum(bucket.rule is Rule.GRADIENT for bucket in self._pushed)
-        self._at_once = client.shards == 1 and gradients == 1
+        self._at_once = client.shards == 1 and gradients == 1 and not self._accumulates
         self._stepped = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
         self._changed = threading.Condition()
         self._step: Step | None = None
@@ -185,7 +189,7 @@ class Exchange:
         if self._ending is not None:
             limit = self._ready
         else:
-            limit = 0 if self._bounded else min(self._ready, len(self._pushed) - 1)
+            limit = 0 if self._may_be_stale else min(self._ready, len(self._pushed) - 1)
         if self._at_once:
             return
         while self._queued < limit:
@@ -194,8 +198,10 @@ class Exchange:
             self._to_send[bucket.shard].put(_Push(self._generation, self._attempt, self._step, bucket))
             self._queued += 1
 
-    def finish(self, ending: Ending) -> None:
+    def finish(self, ending: Ending) -> bool:
         """End the step: push the rest and wait for the version that it is part of. Blocks.
+
+        Returns whether that version is here. If not, this worker computes another step on the one before.
 
         Raises:
             Refused, ConnectionLost: the step could not be taken; the model keeps its version.
@@ -204,19 +210,23 @@ class Exchange:
         assert step is not None, "begin was called"
         if self._ready < len(self._pushed):
             raise UsageError("not all buckets are ready")
-        if self._bounded:
+        if self._may_be_stale:
             version, self._attempt = self._client.begin(step)
             self._step = step = replace(step, version=version)
-        elif self._backup and self._at_once:
+        elif self._may_be_late and self._at_once:
             self._client.begin(step)
+        if self._accumulates and not self._push_alone(step, ending):
+            self._step = None
+            return False
         with self._changed:
             self._ending = ending
             self._versions.clear()
             pulls = self._expect(step.version + 1, self._stepped, contributor=True, held=self.version)
             self._owing = self._at_once
             if not self._at_once:
-                self._missing.add(_FINISH)
                 self._ask_for(pulls)
+            if not (self._at_once or self._accumulates):
+                self._missing.add(_FINISH)
                 self._queue_ready()
         if self._at_once:
             self._receive(0, pulls[0])
@@ -235,6 +245,26 @@ class Exchange:
             term=step.stay.term,
         )
         self._say_what_is_newer(step.version + 1)
+        return True
+
+    def _push_alone(self, step: Step, ending: Ending) -> bool:
+        """Push the rest, and block until the step is in a version. False: another one is to be computed."""
+        with self._changed:
+            self._ending, self._missing = ending, {_FINISH}
+            self._queue_ready()
+        while True:
+            self._wait()
+            with self._changed:
+                attempt, generation = self._attempt, self._generation
+            reply = self._client.await_version(step, attempt)
+            kind = reply.WhichOneof("kind")
+            if kind == "attempt":
+                with self._changed:
+                    self._missing.add(_FINISH)
+                    self._restart(reply.attempt, generation)
+            elif kind != "pending":
+                self.stopped = self.stopped or reply.stopped
+                return reply.made
 
     def assign(self, step: Step, attempt: int) -> None:
         """Push the values that the contributions hold, for the round of `step`. Blocks.
@@ -284,7 +314,7 @@ class Exchange:
 
     def _say_what_is_newer(self, version: int) -> None:
         """The parameter server believes that the next step is computed on `version`, as it was asked for."""
-        if self._bounded and self.version > version:
+        if self._may_be_stale and self.version > version:
             try:
                 self._client.heartbeat(computes_on=self.version)
             except Refused as refusal:
@@ -330,15 +360,23 @@ class Exchange:
             except Refused as refusal:
                 if refusal.code is not RefusalCode.STALE_ATTEMPT:
                     self._fail(refusal, push.generation)
+                elif self._accumulates:
+                    self._overtaken(push)
             except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
                 self._fail(error, push.generation)
+
+    def _overtaken(self, push: _Push) -> None:
+        """The round has started again, and no pull tells this worker the new attempt: it has to ask."""
+        with self._changed:
+            if self._current(push):
+                self._arrived(_FINISH, push.generation)
 
     def _current(self, push: _Push) -> bool:
         return (push.generation, push.attempt) == (self._generation, self._attempt) and self._error is None
 
     def _send(self, push: _Push) -> None:
         bucket, step = push.bucket, push.step
-        if self._backup:
+        if self._may_be_late:
             self._ask(push)
         with self._changed:
             if not self._current(push):
@@ -402,11 +440,12 @@ class Exchange:
         with self._asking:
             if self._let_in is not push.step and self._current(push):
                 try:
-                    self._client.begin(push.step)
+                    _, attempt = self._client.begin(push.step)
                 except Refused as refusal:
                     self._fail(refusal, push.generation)  # before another thread asks as well
                     raise
                 self._let_in = push.step
+                self._restart(attempt, push.generation)
 
     def _restart(self, attempt: int, generation: int) -> None:
         """The round starts again: push everything once more, as another attempt."""

@@ -249,12 +249,13 @@ class ElasticLoader:
         if (
             self._engine.batches.computed
             and self._supply.only is None
-            and self._engine.spec.consistency.backup_workers
+            and self._engine.spec.consistency.may_be_late
         ):
             raise UsageError(
-                "this script accumulates gradients of several batches. With backupWorkers its last step may "
-                "be dropped as too late, and its records would have to be trained after the loop. So write "
-                "`for epoch in loader.epochs()`, and iterate over the loader inside"
+                "this script accumulates gradients of several batches. With backupWorkers, and in mode "
+                "accumulate, its last step may be dropped as too late, and its records would have to be "
+                "trained after the loop. So write `for epoch in loader.epochs()`, and iterate over the "
+                "loader inside"
             )
 
     def is_chief(self) -> bool | None:

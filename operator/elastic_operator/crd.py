@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from elastic_operator import builders, names
-from elastic_ps.job import GROUP, KIND, VERSION, TrainingJobSpec
+from elastic_ps.job import GROUP, KIND, OPTIONS, VERSION, TrainingJobSpec
 from elastic_ps.status import TrainingJobStatus
 
 Schema: TypeAlias = dict[str, Any]
@@ -252,12 +252,22 @@ def _add_rules(spec: Schema) -> None:
             "which worker is late differs from run to run",
         }
     )
-    fields["consistency"]["properties"]["maxStaleness"].pop("nullable")
+    for option in OPTIONS:
+        fields["consistency"]["properties"][option.name].pop("nullable")
+        has, only = f"has(self.{option.name})", f"self.mode == '{option.mode}'"
+        rule = (
+            {
+                "rule": f"({only}) == {has}",
+                "message": f"consistency.{option.name} must be set with mode {option.mode}, and only then",
+            }
+            if option.needed
+            else {
+                "rule": f"{only} || !{has}",
+                "message": f"consistency.{option.name} works only with mode {option.mode}",
+            }
+        )
+        fields["consistency"]["x-kubernetes-validations"].append(rule)
     fields["consistency"]["x-kubernetes-validations"] += [
-        {
-            "rule": "(self.mode == 'bounded') == has(self.maxStaleness)",
-            "message": "consistency.maxStaleness must be set with mode bounded, and only then",
-        },
         {
             "rule": "self.mode == 'sync' || (!self.deterministic && self.backupWorkers == 0)",
             "message": "consistency.backupWorkers and deterministic work only with mode sync",

@@ -20,11 +20,15 @@ from tests.integration.trained import alone, check_against_replay, sgd
 from tests.polling import eventually
 
 BACKUP = {"backupWorkers": 1}
+ACCUMULATE = {"mode": "accumulate", "gradients": 2}
 
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_the_others_do_not_wait_for_the_slowest(tmp_path: Path, shards: int, where: str) -> None:
+@pytest.mark.parametrize("consistency", [BACKUP, ACCUMULATE], ids=["backup workers", "accumulate"])
+def test_the_others_do_not_wait_for_the_slowest(
+    tmp_path: Path, consistency: dict[str, Any], shards: int, where: str
+) -> None:
     """Each of its steps takes as long as ten rounds of the others, who in plain `sync` would wait for it."""
     data = Numbers(1200)
 
@@ -46,7 +50,7 @@ def test_the_others_do_not_wait_for_the_slowest(tmp_path: Path, shards: int, whe
 
     with running_job(
         tmp_path,
-        consistency=BACKUP,
+        consistency=consistency,
         data={"shardRecords": 8},
         worker={"replicas": 3},
         parameterServer={"replicas": shards, "bucketBytes": 1024},

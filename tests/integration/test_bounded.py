@@ -344,7 +344,10 @@ def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Pa
     ("fields", "reason"),
     [
         ({"mode": "bounded"}, "needs maxStaleness: the number of versions"),
-        ({"maxStaleness": 3}, "maxStaleness 3 has no meaning with mode sync, in which no"),
+        (
+            {"maxStaleness": 3},
+            "maxStaleness 3 has no meaning with mode sync; leave it out, or set mode: bounded",
+        ),
         ({"mode": "bounded", "maxStaleness": 0}, "greater than or equal to 1"),
         (bounded() | {"backupWorkers": 1}, "backupWorkers works only with mode sync"),
         (bounded() | {"deterministic": True}, "deterministic works only with mode sync"),

@@ -58,8 +58,14 @@ def check_stopped(job: Job, ends: Ends) -> None:
 
 @pytest.mark.parametrize(
     "consistency",
-    [{}, {"deterministic": True}, {"backupWorkers": 1}, {"mode": "bounded", "maxStaleness": 1}],
-    ids=["sync", "deterministic", "backup workers", "bounded"],
+    [
+        {},
+        {"deterministic": True},
+        {"backupWorkers": 1},
+        {"mode": "bounded", "maxStaleness": 1},
+        {"mode": "accumulate", "gradients": 3},
+    ],
+    ids=["sync", "deterministic", "backup workers", "bounded", "accumulate"],
 )
 def test_a_script_stops_the_job(tmp_path: Path, consistency: dict[str, Any]) -> None:
     """Worker 0 leaves its loop by break; worker 1's loop, over epochs, comes to its end."""

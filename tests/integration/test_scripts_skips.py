@@ -120,7 +120,15 @@ def test_what_is_skipped_is_not_in_the_model(tmp_path: Path, script: Script, ove
     assert check(read(tmp_path / "history"), Data(RECORDS, 1)) == []
 
 
-@pytest.mark.parametrize("consistency", [{}, {"backupWorkers": 1}, {"mode": "bounded", "maxStaleness": 1}])
+@pytest.mark.parametrize(
+    "consistency",
+    [
+        {},
+        {"backupWorkers": 1},
+        {"mode": "bounded", "maxStaleness": 1},
+        {"mode": "accumulate", "gradients": 3},
+    ],
+)
 def test_a_step_that_is_skipped_holds_nobody_up(tmp_path: Path, consistency: dict[str, Any]) -> None:
     """Worker 0 leaves out every second step, when some of it has been sent already."""
     records = 160

@@ -50,6 +50,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         {"mode": "sync", "deterministic": True},
         {"mode": "sync", "backupWorkers": 1},
         {"mode": "bounded", "maxStaleness": chance.choice([1, 3])},
+        {"mode": "accumulate", "gradients": chance.choice([1, 2, 4])},
     ]
     consistency = dict(chance.choice(modes))
     faults = tuple(chance.choice(sorted(FAULTS)) for _ in range(chance.choice([0, 1, 2, 3, 5])))
@@ -79,6 +80,9 @@ def draw(seed: int, **fixed: Any) -> Plan:
         smallest_bucket=chance.choice([64, 1024]),
         assigning=chance.choice([0.0, 0.05, 0.2]) if consistency == {"mode": "sync"} else 0.0,
     )
+    if most := consistency.get("gradients"):
+        steps = -(-plan.records // plan.batch) * plan.epochs
+        plan = replace(plan, consistency={**consistency, "gradients": min(most, steps)})
     return replace(plan, **fixed)
 
 

@@ -189,13 +189,13 @@ def test_a_resumed_job_may_train_more_epochs_and_nothing_else() -> None:
     state = JobState(1, timedelta(seconds=10), model=MODEL, initialised=True)
     state.open_ledger(100, 2, lanes=0)
     state.stopped, state.resumed = "no improvement", True
-    assert "may train more epochs, not fewer" in state.match_ledger(100, 1)
-    assert "has 99 records for 2 epochs" in state.match_ledger(99, 2)
+    assert "may train more epochs, not fewer" in state.match_ledger(100, 1, 4)
+    assert "has 99 records for 2 epochs" in state.match_ledger(99, 2, 4)
     assert state.stopped == "no improvement"
-    assert state.match_ledger(100, 5) == ""
+    assert state.match_ledger(100, 5, 4) == ""
     assert not state.stopped, "the end is another one"
     assert not state.resumed
-    wrong = state.match_ledger(100, 6)
+    wrong = state.match_ledger(100, 6, 4)
     assert wrong.endswith("the job trains 100 records for 5 epochs"), "it is not resumed any more"
 
 

@@ -1,0 +1,22 @@
+"""Which rounds a job has: one line for each mode of its `consistency`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from elastic_ps.core.accumulate import AccumulateRounds
+from elastic_ps.core.backup import BackupRounds
+from elastic_ps.core.bounded import BoundedRounds
+from elastic_ps.core.consistency import SyncRounds
+from elastic_ps.job import Consistency
+
+ROUNDS: Mapping[str, Callable[[Consistency], SyncRounds]] = {
+    "sync": lambda c: BackupRounds(spare=c.backup_workers) if c.backup_workers else SyncRounds(),
+    "bounded": lambda c: BoundedRounds(max_staleness=c.max_staleness or 1),
+    "accumulate": lambda c: AccumulateRounds(wanted=c.gradients or 1),
+}
+
+
+def rounds_of(consistency: Consistency) -> SyncRounds:
+    """The rounds of a job that begins."""
+    return ROUNDS[consistency.mode](consistency)

@@ -1,0 +1,233 @@
+"""Versions of a fixed number of gradients: whoever computes them, the result is right and nothing is lost."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.optim import lr_scheduler
+
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
+from elastic_ps.errors import InvalidJob, InvalidModel
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Job, Numbers, events, make_mlp, make_spec, running_job
+from tests.integration.oracle import assert_each_record_once, mse
+from tests.integration.trained import alone, check_against_replay, sgd, training
+from tests.polling import eventually
+
+
+def accumulate(gradients: int) -> dict[str, Any]:
+    return {"mode": "accumulate", "gradients": gradients}
+
+
+def check_histories(job: Job, data: Numbers, *, epochs: int = 1) -> None:
+    """Every record is in the model once; call it when the job is over."""
+    assert_each_record_once(job.commits(), records=len(data), epochs=epochs)
+    assert check(read(job.history), Data(len(data), epochs)) == []
+
+
+def contributors(commit: dict[str, Any]) -> list[int]:
+    return [c["worker"] for c in commit["contributions"]]
+
+
+def test_with_as_many_gradients_as_workers_it_is_sync(tmp_path: Path) -> None:
+    """From the moment when all take part, each version has one step of each."""
+    data, meet = Numbers(480), threading.Barrier(3)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for number, (x, y) in enumerate(session.loader(data, 4)):
+            if not number:
+                meet.wait(30)  # all have records, so all take part
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, consistency=accumulate(3), data={"shardRecords": 16}) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        job.join()
+        made_of = [contributors(commit) for commit in job.commits()]
+        check_histories(job, data)
+    assert len(made_of) == 480 // 4 // 3
+    alike = made_of.count([0, 1, 2])
+    assert alike >= len(made_of) - 3, "at the end there are no records for all of them"
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("gradients", [1, 2, 5])
+def test_the_result_is_that_of_the_recorded_rounds(tmp_path: Path, gradients: int, shards: int) -> None:
+    """Two workers make versions of one, two or five steps; plain torch, given the same steps, agrees."""
+
+    def halve(optimizer: Any) -> Any:
+        return lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.5)
+
+    check_against_replay(
+        tmp_path,
+        make_mlp,
+        sgd,
+        scheduler=halve,
+        interval="step",
+        consistency=accumulate(gradients),
+        parameterServer={"replicas": shards, "bucketBytes": 1024},
+    )
+
+
+def test_a_slow_worker_adds_fewer_gradients(tmp_path: Path) -> None:
+    """Its step is the last of each version. No step is dropped, and all versions but the last have eight."""
+    data = Numbers(640)
+
+    def slow() -> bool:
+        rounds, progress = job.coordinator.job.state.rounds, job.status().progress
+        return len(rounds.contributions) >= 7 or progress.records_applied > len(data) - 100
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            if session.worker == 1:
+                eventually(slow, "the other one makes all steps but one")
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, consistency=accumulate(8), data={"shardRecords": 8}) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        commits, members = job.commits(), job.status().members
+        check_histories(job, data)
+    assert {len(contributors(commit)) for commit in commits[:-1]} == {8}
+    assert [member.late for member in members] == [0, 0]
+    shares = [contributors(commit).count(1) for commit in commits]
+    assert shares.count(1) > len(commits) / 2
+
+
+def test_a_worker_that_dies_while_it_pushes_makes_earlier_steps_void(tmp_path: Path) -> None:
+    """What it had pushed is in the sums, so the round starts again; some gradients are gone by then.
+
+    Worker 0 has made several steps for that version. It still has the gradients of the last one.
+    """
+    data, pushed = Numbers(480), threading.Event()
+
+    def pushes(worker: int) -> list[dict[str, Any]]:
+        return [e for e in events(job.history, f"worker-{worker}") if e["event"] == "push"]
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for number, (x, y) in enumerate(session.loader(data, 4)):
+            optimizer.zero_grad()
+            if session.worker == 1 and number == 3:
+                before = len(pushes(1))
+                mse(model, x, y).backward()
+                eventually(lambda: len(pushes(1)) > before, "worker 1 pushes")  # noqa: B023 (at once)
+                of_0 = [e for e in pushes(0) if e["version"] == session.version]
+                assert len({e["step"] for e in of_0}) > 1, "worker 0 has made steps for this version"
+                pushed.set()
+                return
+            if session.worker == 1 and number == 2:
+                job.until(lambda: training(job, 0), "worker 0 trains")
+            if session.worker == 1:
+                before = len(pushes(0))
+                eventually(lambda: len(pushes(0)) > before + 4 * 2, "worker 0 goes on")  # noqa: B023
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, consistency=accumulate(12), parameterServer={"bucketBytes": 1024}) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        commits, members = job.commits(), job.status().members
+        check_histories(job, data)
+    assert pushed.is_set()
+    assert {m.worker: m.state for m in members}[1] == "lost"
+    assert {len(contributors(commit)) for commit in commits[:-1]} == {12}
+    sent = {(e["step"], e["version"]) for e in pushes(0)}
+    counted = {(c["step"], commit["version"] - 1) for commit in commits for c in commit["contributions"]}
+    assert sent - counted, "some steps of worker 0 became void"
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
+def test_parameter_servers_are_lost(tmp_path: Path, durability: str) -> None:
+    data = Numbers(600)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        loader = session.loader(data, 4, epochs=2)
+        for _ in loader.epochs():
+            for x, y in loader:
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        consistency=accumulate(4),
+        data={"shardRecords": 8},
+        parameterServer={
+            "replicas": 2,
+            "bucketBytes": 1024,
+            "durability": durability,
+            "checkpoint": {"everyVersions": 3, "interval": "1h"},
+        },
+    ) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        for term, (shard, version) in enumerate([(0, 10), (1, 30)], start=2):
+            job.until(lambda v=version: job.version >= v, f"version {version}")  # type: ignore[misc]
+            if durability == "standby":
+                job.until(lambda: job.followed, "the standbys have every round")
+            job.restart(shard)
+            job.until(lambda e=term: job.status().term >= e, f"term {term}")  # type: ignore[misc]
+        job.join()
+        last = job.commits()[-1]
+    histories = read(job.history)
+    assert check(histories, Data(len(data), 2)) == []
+    assert len(histories.restored) == 2
+    sizes = {len(committed.steps) for committed in histories.committed if committed.version < last["version"]}
+    assert sizes == {4}
+
+
+def test_more_gradients_than_the_job_has_are_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model)
+        for _ in session.loader(Numbers(21), 4, epochs=3):
+            raise AssertionError("no records are handed out")
+
+    expected = (
+        "consistency.gradients is 19, but the job has only 18 steps: 21 records for 3 epochs, in batches"
+    )
+    with pytest.raises(InvalidModel, match=expected):
+        alone(tmp_path, script, consistency=accumulate(19))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"mode": "accumulate"}, "mode accumulate needs gradients: the number of steps"),
+        (
+            {"gradients": 3},
+            "gradients 3 has no meaning with mode sync; leave it out, or set mode: accumulate",
+        ),
+        (
+            {"mode": "bounded", "maxStaleness": 1, "gradients": 3},
+            "gradients 3 has no meaning with mode bounded",
+        ),
+        (accumulate(0), "consistency.gradients: input should be greater than or equal to 1, got 0"),
+        (accumulate(2) | {"maxStaleness": 3}, "maxStaleness 3 has no meaning with mode accumulate"),
+        (accumulate(2) | {"backupWorkers": 1}, "backupWorkers works only with mode sync"),
+        (accumulate(2) | {"deterministic": True}, "deterministic works only with mode sync"),
+        ({"mode": "eventual"}, "consistency.mode: input should be 'sync', .*'accumulate'.*got 'eventual'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidJob, match=reason):
+        make_spec(consistency=fields)
