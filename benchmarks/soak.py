@@ -54,6 +54,8 @@ MODES: Mapping[str, dict[str, Any]] = {
     "sync": {},
     "backupWorkers": {"backupWorkers": 1},
     "bounded": {"mode": "bounded", "maxStaleness": 4},
+    "async": {"mode": "async"},
+    "async, inconsistent": {"mode": "async", "reads": "inconsistent"},
     "accumulate": {"mode": "accumulate", "gradients": 4},
     "deterministic": {"deterministic": True},
 }
@@ -271,7 +273,7 @@ def soak(plan: Plan, directory: Path, *, records: int, seconds: float, every: fl
         verdict.problems.append(f"{outcome.verdict.phase}: {outcome.verdict.message}")
     else:
         account(verdict, sorted(results.glob("*.pt")))
-        most = job.spec.consistency.max_staleness or 0
+        most = job.spec.consistency.most_stale
         found = check(read(history), Data(records, EPOCHS), max_staleness=most)
         verdict.problems += [f"the histories: {violation}" for violation in found]
     return verdict

@@ -10,6 +10,7 @@ Field names are snake_case in Python and camelCase in YAML. Unknown fields are e
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from datetime import timedelta
@@ -268,6 +269,7 @@ OPTIONS = (
         "bounded",
         "the number of versions that the other workers may make while one worker computes a step",
     ),
+    ModeOption("reads", "async"),
     ModeOption("gradients", "accumulate", "the number of steps that each version is made of"),
 )
 """The fields of `Consistency` that belong to one mode. The CRD has its rules from here."""
@@ -276,12 +278,14 @@ OPTIONS = (
 class Consistency(CamelModel):
     """When gradients become a new version of the model."""
 
-    mode: Literal["sync", "bounded", "accumulate"] = Field(
+    mode: Literal["sync", "bounded", "accumulate", "async"] = Field(
         default="sync",
         description="With sync, each version is made of one step of every worker, so fast workers wait for "
         "slow ones. With bounded, a version is made as soon as one worker has finished a step. A slow "
         "worker's step goes into a later version, and maxStaleness limits how much later. With accumulate, "
-        "each version is made of a fixed number of steps, from whichever workers have them; see gradients.",
+        "each version is made of a fixed number of steps, from whichever workers have them; see gradients. "
+        "With async, each step makes a version as soon as it is there, however old the version is that it "
+        "was computed on.",
     )
     max_staleness: int | None = Field(
         default=None,
@@ -297,6 +301,12 @@ class Consistency(CamelModel):
         "all computed on the version before. If there are fewer workers, some of them compute several steps "
         "for a version. If there are more, the steps that come last are dropped, and their records go to "
         "other workers. The last version of a job may be made of fewer.",
+    )
+    reads: Literal["consistent", "inconsistent"] | None = Field(
+        default=None,
+        description="Only with mode async; consistent if unset. With consistent, a worker reads one version "
+        "wholly, and the next version is made when all that read have finished. With inconsistent, versions "
+        "are made meanwhile, so some of the parameters that a worker reads may be newer than others.",
     )
     deterministic: bool = Field(
         default=False,
@@ -325,7 +335,17 @@ class Consistency(CamelModel):
     @property
     def may_be_stale(self) -> bool:
         """Whether a step may go into a later version than the one after that it was computed on."""
-        return self.mode == "bounded"
+        return self.mode in ("bounded", "async")
+
+    @property
+    def most_stale(self) -> float:
+        """The most versions that may be made between the one of a step and the one that it goes into."""
+        return math.inf if self.mode == "async" else self.max_staleness or 0
+
+    @property
+    def reads_one_version(self) -> bool:
+        """Whether no version is made while a worker reads the one that it is to compute on."""
+        return self.waits_for_all or (self.mode == "async" and self.reads != "inconsistent")
 
     @property
     def may_assign(self) -> bool:

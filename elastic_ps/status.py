@@ -116,8 +116,8 @@ class Member(CamelModel):
     )
     staleness: int = Field(
         default=0,
-        description="With mode bounded: how many versions the others made while this member computed its "
-        "last step. With mode sync it is always 0.",
+        description="With modes bounded and async: how many versions the others made while this member "
+        "computed its last step. With other modes it is always 0.",
     )
     step_seconds: float | None = Field(
         default=None,

@@ -99,14 +99,18 @@ class BoundedRounds(AskedRounds):
             raise Refused(RefusalCode.INVALID, reason)
         if worker in self.begun:
             return Entry.IN
-        shut = self.decided or (self.done and not self._at_the_bound - self.begun)
-        if shut or version > self.version:
+        if self._shut or version > self.version:
             self.asking.add(worker)
             return Entry.LATER
         self.asking.discard(worker)
         self.bases[worker] = version
         self.begun.add(worker)
         return Entry.IN
+
+    @property
+    def _shut(self) -> bool:
+        """Whether nobody is let in any more."""
+        return self.decided or (bool(self.done) and not self._at_the_bound - self.begun)
 
     def end_commit(self) -> None:
         contributors = set(self.done)

@@ -222,6 +222,10 @@ class SyncRounds:
         )
         raise Refused(RefusalCode.INVALID, reason)
 
+    def hand_out(self, worker: int) -> None:
+        """`worker` is told the open round's version, to pull it and compute on it."""
+        self.computes_on(worker, self.version)
+
     def computes_on(self, worker: int, version: int) -> bool:
         """`worker` has pulled `version`, to compute its next step on. Returns whether that was news.
 

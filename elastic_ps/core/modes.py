@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from elastic_ps.core.accumulate import AccumulateRounds
+from elastic_ps.core.asynchronous import AsyncRounds
 from elastic_ps.core.backup import BackupRounds
 from elastic_ps.core.bounded import BoundedRounds
 from elastic_ps.core.consistency import SyncRounds
@@ -13,6 +14,7 @@ from elastic_ps.job import Consistency
 ROUNDS: Mapping[str, Callable[[Consistency], SyncRounds]] = {
     "sync": lambda c: BackupRounds(spare=c.backup_workers) if c.backup_workers else SyncRounds(),
     "bounded": lambda c: BoundedRounds(max_staleness=c.max_staleness or 1),
+    "async": lambda c: AsyncRounds(consistent=c.reads != "inconsistent"),
     "accumulate": lambda c: AccumulateRounds(wanted=c.gradients or 1),
 }
 

@@ -162,13 +162,13 @@ class Data:
     epochs: int
 
 
-def check(histories: Histories, data: Data | None, *, max_staleness: int = 0) -> list[Violation]:
+def check(histories: Histories, data: Data | None, *, max_staleness: float = 0) -> list[Violation]:
     """Everything in the histories that breaks the guarantee; [] if nothing does.
 
     Args:
         histories: of one run, from its first term on.
         data: the records of a job that has succeeded; None if it has not, so that records may be missing.
-        max_staleness: what the job allows, in versions.
+        max_staleness: what the job allows, in versions; infinite if there is no bound.
     """
     surviving = fate(histories).surviving
     return [
@@ -280,7 +280,7 @@ def _steps(histories: Histories) -> Iterator[Violation]:
                 yield Violation("step in part", text, committed.time)
 
 
-def _staleness(histories: Histories, most: int) -> Iterator[Violation]:
+def _staleness(histories: Histories, most: float) -> Iterator[Violation]:
     """No step that was committed was computed on too old a version."""
     stale = {(sent.step, sent.version): sent.stale for sent in histories.sent}
     for committed in histories.committed:

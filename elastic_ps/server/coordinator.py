@@ -286,7 +286,7 @@ class Coordinator:
                     taken = Taken(finished=True, version=state.version, chief=chief)
                     return state.calls.answered(incarnation, taken)
                 if held and state.rounds.takes_part(worker) and not self._driver.behind:
-                    state.rounds.computes_on(worker, state.version)
+                    state.rounds.hand_out(worker)
                     return state.calls.answered(incarnation, Taken(held, state.version))
                 if self.job.stale and not told:
                     continue  # what is new here is told to the shards at once, not by the ticker

@@ -407,7 +407,7 @@ class Service:
         request = parse(pb.HeartbeatRequest, incoming.header)
         caller = self._check(request.caller)
         self._members.heartbeat(caller.worker, caller.incarnation)
-        if request.version:
+        if request.HasField("version"):
             self._members.computes_on(caller.worker, caller.incarnation, version=request.version)
         yield _done()
 

@@ -309,7 +309,7 @@ class Shard:
                 are not copied does not take part any more, so that they may be of several versions.
                 NOT_READY: the shard is about to end.
         """
-        stable = contributor is not None and self._consistency.waits_for_all
+        stable = contributor is not None and self._consistency.reads_one_version
         for index in buckets:
             self.bucket(index)
             values = self._buckets[index]

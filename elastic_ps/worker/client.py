@@ -301,12 +301,11 @@ class Client:
         """All first values were sent."""
         self._ask(0, "InitDone", pb.InitDoneRequest(caller=self.stay.caller()), pb.Done)
 
-    def heartbeat(self, *, computes_on: int = 0) -> None:
+    def heartbeat(self, *, computes_on: int | None = None) -> None:
         """Raises Refused (STALE_INCARNATION) if this worker was declared gone.
 
         Args:
-            computes_on: with bounded staleness, the version that this worker has pulled, if it is newer than
-                the one that it asked for.
+            computes_on: the version that this worker has pulled; see `Exchange.computes_on`.
         """
         request = pb.HeartbeatRequest(caller=self.stay.caller(), version=computes_on)
         self._ask(0, "Heartbeat", request, pb.Done)

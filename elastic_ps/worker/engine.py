@@ -495,6 +495,8 @@ class Engine:
             if behind:
                 exchange.fetch(granted.version, contributor=True)
                 self.schedule.take_over(self._in_force())
+            else:
+                exchange.computes_on(granted.version)
         elif granted.finished:
             if not granted.version and not self.stopped:
                 raise UsageError(

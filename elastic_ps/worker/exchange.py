@@ -107,6 +107,7 @@ class Exchange:
         self._flat = flat
         self._may_be_stale = consistency.may_be_stale
         self._may_be_late = consistency.may_be_late
+        self._holds_up = consistency.mode == "async" and consistency.reads_one_version
         self._accumulates = consistency.mode == "accumulate"
         self._asking = threading.Lock()
         self._let_in: Step | None = None
@@ -244,7 +245,7 @@ class Exchange:
             incarnation=step.stay.incarnation,
             term=step.stay.term,
         )
-        self._say_what_is_newer(step.version + 1)
+        self.computes_on(step.version + 1)
         return True
 
     def _push_alone(self, step: Step, ending: Ending) -> bool:
@@ -299,7 +300,7 @@ class Exchange:
             version = newest
         self._arrived_at(version)
         if contributor:
-            self._say_what_is_newer(version)
+            self.computes_on(version)
 
     def _arrived_at(self, version: int) -> None:
         """The values of `version` are there, or newer ones: their version is the oldest bucket's."""
@@ -312,9 +313,12 @@ class Exchange:
             self._history.record("values", term=self._client.stay.term, values=values)
         self._flat.publish()
 
-    def _say_what_is_newer(self, version: int) -> None:
-        """The parameter server believes that the next step is computed on `version`, as it was asked for."""
-        if self._may_be_stale and self.version > version:
+    def computes_on(self, version: int) -> None:
+        """The values are there for the next step. The parameter server believes that they are of `version`.
+
+        It has to know if they are newer, or if it makes no version before it knows that they are read.
+        """
+        if self._holds_up or (self._may_be_stale and self.version > version):
             try:
                 self._client.heartbeat(computes_on=self.version)
             except Refused as refusal:

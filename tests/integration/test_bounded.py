@@ -1,8 +1,12 @@
-"""With bounded staleness nobody waits for a slow worker before it is too far behind, and nothing is lost."""
+"""With bounded staleness nobody waits for a slow worker before it is too far behind, and nothing is lost.
+
+Some of it is tested in mode `async`, too, in which nobody waits for a slow worker at all.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,14 @@ def bounded(most: int = MOST) -> dict[str, Any]:
     return {"mode": "bounded", "maxStaleness": most}
 
 
-def check_histories(job: Job, data: Numbers, *, most: int = MOST) -> None:
+ASYNC = {"mode": "async"}
+INCONSISTENT = {"mode": "async", "reads": "inconsistent"}
+MODES = pytest.mark.parametrize(
+    "consistency", [bounded(), ASYNC, INCONSISTENT], ids=["bounded", "async", "inconsistent"]
+)
+
+
+def check_histories(job: Job, data: Numbers, *, most: float = MOST) -> None:
     """Every record is in the model once, and no step was too stale; call it when the job is over."""
     assert_each_record_once(job.commits(), records=len(data), epochs=1)
     assert check(read(job.history), Data(len(data), 1), max_staleness=most) == []
@@ -109,10 +120,21 @@ def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
-def test_the_result_is_that_of_the_recorded_rounds(tmp_path: Path, make: Any) -> None:
+@pytest.mark.parametrize(
+    ("consistency", "server"),
+    [
+        (bounded(), {}),
+        (INCONSISTENT, {}),
+        (ASYNC, {"bucketBytes": 1024}),
+        (ASYNC, {"bucketBytes": 1024, "replicas": 2}),
+    ],
+)
+def test_the_result_is_that_of_the_recorded_rounds(
+    tmp_path: Path, make: Any, consistency: dict[str, Any], server: dict[str, Any]
+) -> None:
     """Each step's gradient is that of the version it was computed on: plain torch, given both, agrees.
 
-    With a single bucket a pull cannot find values of several versions.
+    With a single bucket a pull cannot find values of several versions; with consistent reads it must not.
     """
     data, models = Numbers(240), dict[int, torch.nn.Module]()
 
@@ -125,12 +147,14 @@ def test_the_result_is_that_of_the_recorded_rounds(tmp_path: Path, make: Any) ->
             optimizer.step()
         models[session.worker] = model
 
-    with running_job(tmp_path, consistency=bounded(), data={"shardRecords": 8}) as job:
+    with running_job(
+        tmp_path, consistency=consistency, data={"shardRecords": 8}, parameterServer=server
+    ) as job:
         for worker in range(3):
             job.start(worker, script)
         job.join()
         commits, spec = job.commits(), job.spec
-    check_histories(job, data)
+    check_histories(job, data, most=spec.consistency.most_stale)
     assert any(stale for worker in range(3) for stale in staleness(commits, worker))
 
     model = make_mlp().double()
@@ -159,6 +183,89 @@ def test_the_result_is_that_of_the_recorded_rounds(tmp_path: Path, make: Any) ->
         torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("consistency", [ASYNC, INCONSISTENT], ids=["consistent", "inconsistent"])
+def test_with_async_nobody_waits_for_the_slowest(
+    tmp_path: Path, consistency: dict[str, Any], shards: int
+) -> None:
+    """Each of its steps ends when the others have made thirty versions. Each step is a version of its own."""
+    data = Numbers(800)
+
+    def slow(session: Session) -> None:
+        until = session.version + 30
+        eventually(lambda: job.version >= until or near_the_end(job, data), "the others go on")
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.02), model)
+        for x, y in session.loader(data, 4):
+            if session.worker == 2:
+                slow(session)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(
+        tmp_path,
+        consistency=consistency,
+        data={"shardRecords": 8},
+        parameterServer={"replicas": shards, "bucketBytes": 1024},
+    ) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        job.join()
+        commits = job.commits()
+    check_histories(job, data, most=math.inf)
+    assert {len(commit["contributions"]) for commit in commits} == {1}
+    slows = staleness(commits, 2)
+    assert sum(stale >= 30 for stale in slows) > 3, slows
+    pulled = [
+        {v for _, v, _ in e["values"]}
+        for w in range(3)
+        for e in events(job.history, f"worker-{w}")
+        if e["event"] == "values"
+    ]
+    if consistency == ASYNC:
+        assert {len(versions) for versions in pulled[2:]} == {1}, "each was read wholly"
+
+
+def test_with_consistent_reads_others_wait_for_who_reads(tmp_path: Path) -> None:
+    """Worker 1 is slow to say that it has read a version, and nobody makes the next one meanwhile."""
+    data, seen = Numbers(200), list[tuple[int, int]]()
+
+    def slow_to_read(session: Session) -> None:
+        exchange = session._engine.exchange
+        assert exchange is not None
+        says = exchange.computes_on
+
+        def late(version: int) -> None:
+            rounds = job.coordinator.job.state.rounds
+            if version < 20:
+                eventually(lambda: rounds.done or job.status().progress.finished, "another one has pushed")
+            seen.append((version, job.version))
+            says(version)
+
+        exchange.computes_on = late  # type: ignore[method-assign]
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        if session.worker == 1:
+            slow_to_read(session)
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, consistency=ASYNC, data={"shardRecords": 8}) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+    assert seen
+    assert all(now <= version for version, now in seen), seen
+    check_histories(job, data, most=math.inf)
+
+
 def test_alone_it_is_sync(tmp_path: Path) -> None:
     """With the schedule and all; `check_against_replay` has two workers, of whom one comes too late."""
     data, models = Numbers(80), list[torch.nn.Module]()
@@ -173,16 +280,20 @@ def test_alone_it_is_sync(tmp_path: Path) -> None:
             optimizer.step()
         models.append(model)
 
-    for number, consistency in enumerate((bounded(1), {})):
+    for number, consistency in enumerate((bounded(1), ASYNC, INCONSISTENT, {})):
         with running_job(tmp_path / str(number), consistency=consistency) as job:
             job.start(0, script)
             job.join()
         check_histories(job, data, most=0)
-    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    for model in models[:-1]:
+        for ours, theirs in zip(model.parameters(), models[-1].parameters(), strict=True):
+            assert torch.equal(ours, theirs)
 
 
-def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(tmp_path: Path) -> None:
+@MODES
+def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(
+    tmp_path: Path, consistency: dict[str, Any]
+) -> None:
     data, blocked = Numbers(400), threading.Event()
 
     def script(session: Session) -> None:
@@ -212,7 +323,7 @@ def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(tmp_path: Pa
 
     with running_job(
         tmp_path,
-        consistency=bounded(),
+        consistency=consistency,
         parameterServer={"bucketBytes": 1024},
         worker={"replicas": 3, "leaseDuration": "1s"},
     ) as job:
@@ -225,11 +336,16 @@ def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(tmp_path: Pa
     assert (member.state, member.steps) == ("lost", 2)
     assert [e["bucket"] for e in events(job.history, "worker-1") if e["event"] == "push"][6:] != []
     assert len(staleness(commits, 1)) == 2
-    check_histories(job, data)
+    check_histories(job, data, most=job.spec.consistency.most_stale)
 
 
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
-def test_a_lost_parameter_server_loses_nothing(tmp_path: Path, durability: str) -> None:
+@pytest.mark.parametrize(
+    "consistency", [bounded(3), ASYNC, INCONSISTENT], ids=["bounded", "async", "inconsistent"]
+)
+def test_a_lost_parameter_server_loses_nothing(
+    tmp_path: Path, durability: str, consistency: dict[str, Any]
+) -> None:
     """The steps under way are void; those who wait to be let in learn it, too."""
     data = Numbers(900)
 
@@ -247,7 +363,7 @@ def test_a_lost_parameter_server_loses_nothing(tmp_path: Path, durability: str) 
         tmp_path,
         transport="grpc",
         checkpoints=tmp_path / "checkpoints",
-        consistency=bounded(3),
+        consistency=consistency,
         parameterServer={
             "replicas": 2,
             "bucketBytes": 1024,
@@ -266,7 +382,7 @@ def test_a_lost_parameter_server_loses_nothing(tmp_path: Path, durability: str) 
             job.until(lambda e=term: job.status().term >= e, f"term {term}")  # type: ignore[misc]
         job.join()
     histories = read(job.history)
-    assert check(histories, Data(len(data), 1), max_staleness=3) == []
+    assert check(histories, Data(len(data), 1), max_staleness=job.spec.consistency.most_stale) == []
     assert len(histories.restored) >= 3
 
 
@@ -351,6 +467,15 @@ def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Pa
         ({"mode": "bounded", "maxStaleness": 0}, "greater than or equal to 1"),
         (bounded() | {"backupWorkers": 1}, "backupWorkers works only with mode sync"),
         (bounded() | {"deterministic": True}, "deterministic works only with mode sync"),
+        ({"reads": "inconsistent"}, "reads inconsistent has no meaning with mode sync; leave it out, or set"),
+        (bounded() | {"reads": "consistent"}, "reads consistent has no meaning with mode bounded"),
+        (
+            ASYNC | {"reads": "dirty"},
+            "consistency.reads: input should be 'consistent' or 'inconsistent', got",
+        ),
+        (ASYNC | {"maxStaleness": 3}, "maxStaleness 3 has no meaning with mode async; leave it out, or set"),
+        (ASYNC | {"gradients": 3}, "gradients 3 has no meaning with mode async"),
+        (ASYNC | {"backupWorkers": 1}, "backupWorkers works only with mode sync"),
     ],
 )
 def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:

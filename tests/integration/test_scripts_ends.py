@@ -64,8 +64,9 @@ def check_stopped(job: Job, ends: Ends) -> None:
         {"backupWorkers": 1},
         {"mode": "bounded", "maxStaleness": 1},
         {"mode": "accumulate", "gradients": 3},
+        {"mode": "async"},
     ],
-    ids=["sync", "deterministic", "backup workers", "bounded", "accumulate"],
+    ids=["sync", "deterministic", "backup workers", "bounded", "accumulate", "async"],
 )
 def test_a_script_stops_the_job(tmp_path: Path, consistency: dict[str, Any]) -> None:
     """Worker 0 leaves its loop by break; worker 1's loop, over epochs, comes to its end."""

@@ -127,6 +127,7 @@ def test_what_is_skipped_is_not_in_the_model(tmp_path: Path, script: Script, ove
         {"backupWorkers": 1},
         {"mode": "bounded", "maxStaleness": 1},
         {"mode": "accumulate", "gradients": 3},
+        {"mode": "async"},
     ],
 )
 def test_a_step_that_is_skipped_holds_nobody_up(tmp_path: Path, consistency: dict[str, Any]) -> None:
@@ -153,7 +154,7 @@ def test_a_step_that_is_skipped_holds_nobody_up(tmp_path: Path, consistency: dic
         progress = job.status().progress
         assert progress.records_applied + progress.records_skipped == records
         assert progress.records_skipped
-    most = consistency.get("maxStaleness", 0)
+        most = job.spec.consistency.most_stale
     assert check(read(tmp_path / "history"), Data(records, 1), max_staleness=most) == []
 
 

@@ -50,6 +50,8 @@ def draw(seed: int, **fixed: Any) -> Plan:
         {"mode": "sync", "deterministic": True},
         {"mode": "sync", "backupWorkers": 1},
         {"mode": "bounded", "maxStaleness": chance.choice([1, 3])},
+        {"mode": "async"},
+        {"mode": "async", "reads": "inconsistent"},
         {"mode": "accumulate", "gradients": chance.choice([1, 2, 4])},
     ]
     consistency = dict(chance.choice(modes))

@@ -12,6 +12,7 @@ from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.drill import history
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import CheckpointError
+from elastic_ps.job import Consistency
 from elastic_ps.worker.order import permutation
 from tests.simulator.cluster import MOMENTUM, PARAMETERS, Cluster, Sight
 
@@ -23,7 +24,7 @@ def judge(cluster: Cluster) -> list[str]:
     histories = read(cluster.history)
     completed = not found and not cluster.stopped_early
     data = history.Data(plan.records, plan.epochs) if completed else None
-    most = plan.consistency.get("maxStaleness", 0)
+    most = Consistency.model_validate(plan.consistency).most_stale
     violations = history.check(histories, data, max_staleness=most)
     if cluster.stopped_early and not cluster.stopped_well:
         # A server that was killed after the workers had seen a step, and before it was recorded, and that
@@ -32,7 +33,9 @@ def judge(cluster: Cluster) -> list[str]:
     found += [str(v) for v in violations]
     replayed = Replay(cluster, histories)
     for sight in cluster.sights:
-        if not _equal_rows(sight.values) and (sight.what.startswith(("end", "checkpoint")) or _waits(plan)):
+        if not _equal_rows(sight.values) and (
+            sight.what.startswith(("end", "checkpoint")) or _reads_one_version(plan)
+        ):
             versions = [replayed.version_like(row) for row in sight.values]
             found.append(
                 f"torn: {sight.what} of version {sight.version} has parameters of versions {versions}"
@@ -58,8 +61,8 @@ def judge(cluster: Cluster) -> list[str]:
     return found
 
 
-def _waits(plan: Any) -> bool:
-    return plan.consistency.get("mode", "sync") == "sync" and not plan.consistency.get("backupWorkers")
+def _reads_one_version(plan: Any) -> bool:
+    return Consistency.model_validate(plan.consistency).reads_one_version
 
 
 def _equal_rows(values: torch.Tensor) -> bool:
