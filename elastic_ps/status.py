@@ -10,6 +10,14 @@ from pydantic import Field
 from elastic_ps.job import CamelModel
 
 
+class Staleness(CamelModel):
+    """How stale the steps in the model were, in versions. From 100 on, p50 and p99 have two digits."""
+
+    p50: int = Field(description="Half of the steps were at most so stale.")
+    p99: int = Field(description="99 of 100 steps were at most so stale.")
+    max: int = Field(description="The largest staleness of any step.")
+
+
 class Progress(CamelModel):
     """How far training is, as the parameter server sees it."""
 
@@ -49,6 +57,11 @@ class Progress(CamelModel):
     )
     metrics: dict[str, float] = Field(
         default_factory=dict, description="The values that scripts reported last, for example test_accuracy."
+    )
+    staleness: Staleness | None = Field(
+        default=None,
+        description="With modes bounded and async: how many versions the others made while a worker computed "
+        "a step, over all steps that are in the model.",
     )
     finished: bool = Field(
         default=False,

@@ -103,6 +103,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
     if outcome.verdict.message == WAS_FINISHED:
         yield "note", WAS_FINISHED
     yield "version", f"{progress.version:,}"
+    if stale := progress.staleness:
+        yield "staleness", f"p50 {stale.p50:,}, p99 {stale.p99:,}, max {stale.max:,} versions"
     if outcome.record.samples_per_second is not None:
         seconds = duration(outcome.record.training_seconds)
         yield "speed", f"{outcome.record.samples_per_second:,.0f} samples/s over {seconds} of training"

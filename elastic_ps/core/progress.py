@@ -1,8 +1,9 @@
-"""Rates and curves out of counters."""
+"""Rates, curves and distributions out of counters."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -47,3 +48,31 @@ class Curve:
         if len(self.points) > self.limit:
             self.points = self.points[::2]
             self._stride *= 2
+
+
+@dataclass
+class Distribution:
+    """How often each number, not negative, has come. Memory grows with the logarithm of the largest one.
+
+    Numbers from 100 on are rounded down to two digits; `largest` is exact.
+    """
+
+    counts: dict[int, int] = field(default_factory=dict)
+    largest: int = 0
+
+    def add(self, numbers: Iterable[int]) -> None:
+        """These have come, too."""
+        for number in numbers:
+            unit = 10 ** max(0, len(str(number)) - 2)
+            rounded = number // unit * unit
+            self.counts[rounded] = self.counts.get(rounded, 0) + 1
+            self.largest = max(self.largest, number)
+
+    def percentile(self, percent: float) -> int:
+        """The least number that `percent` of those that came do not exceed (nearest rank); 0 for none."""
+        left = percent / 100 * sum(self.counts.values())
+        for number in sorted(self.counts):
+            left -= self.counts[number]
+            if left <= 0:
+                return number
+        return self.largest

@@ -41,6 +41,7 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
         "records_expected": progress.records_expected,
         "records_applied": progress.records_applied,
         "version": progress.version,
+        "staleness": progress.staleness.model_dump() if progress.staleness else None,
         "epoch": progress.epoch,
         "duration_seconds": outcome.elapsed.total_seconds(),
         "training_seconds": outcome.record.training_seconds,

@@ -20,11 +20,11 @@ from elastic_ps.core.membership import Membership, Stay
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
-from elastic_ps.core.progress import Curve, Rate
+from elastic_ps.core.progress import Curve, Distribution, Rate
 from elastic_ps.core.settings import Position, Settings, read_settings
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused
 from elastic_ps.job import Consistency, Data
-from elastic_ps.status import Member, Progress
+from elastic_ps.status import Member, Progress, Staleness
 
 INCARNATIONS_PER_TERM = 1 << 32
 """Incarnations start at a multiple of this in each term, so that none is given twice after a roll-back."""
@@ -78,6 +78,7 @@ class JobState:
             term, which may have been told.
         early: workers that wait for records, and whose scripts have not begun the last epoch. They will not
             come to its end if training ends now.
+        staleness: of all steps that are in the model.
         starved: workers that have asked for records when there were none to hand out.
         last_round: what the histories record of the version's commit; {} if it has not been made here.
     """
@@ -102,6 +103,7 @@ class JobState:
     metrics: dict[str, float] = field(default_factory=dict)
     loss: Curve = field(default_factory=Curve)
     rate: Rate = field(default_factory=Rate)
+    staleness: Distribution = field(default_factory=Distribution)
     last_round: dict[str, Any] = field(default_factory=dict)
     early: set[int] = field(default_factory=set)
     starved: set[int] = field(default_factory=set)
@@ -431,6 +433,7 @@ class JobState:
             stay.staleness = staleness[c.worker]
             stay.records += sum(r.records for r in c.records)
             self.metrics.update({k: v for k, v in c.metrics.items() if k != "loss"})
+        self.staleness.add(staleness[c.worker] for c in contributions if not c.assigns)
         self.rounds.end_commit()
         if any(c.assigns for c in contributions):
             self.assigned = self.version
@@ -464,6 +467,7 @@ class JobState:
         after.rounds = self.rounds.copy()
         after.ledger = self.ledger.copy() if self.ledger else None
         after.metrics = dict(self.metrics)
+        after.staleness = replace(self.staleness, counts=dict(self.staleness.counts))
         after.loss = replace(self.loss, points=list(self.loss.points))
         after.rate, after.pace = Rate(), Pace()
         after.book(contributions, decided, decided=decided)
@@ -481,6 +485,7 @@ class JobState:
             "members": [asdict(stay) for stay in self.members.stays()],
             "metrics": dict(self.metrics),
             "loss": list(self.loss.points),
+            "staleness": [list(self.staleness.counts.items()), self.staleness.largest],
             "round": self.last_round,
             "stopped": self.stopped,
             "assigned": self.assigned,
@@ -530,6 +535,8 @@ class JobState:
         state.chiefs = dict(saved["chiefs"])
         state.told = dict.fromkeys(state.chiefs)
         state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
+        counts, largest = saved.get("staleness", ([], 0))
+        state.staleness = Distribution(dict(counts), largest)
         return state
 
     # --- reports
@@ -541,6 +548,7 @@ class JobState:
             version=self.version,
             loss=self.loss.points[-1][1] if self.loss.points else None,
             metrics=dict(self.metrics),
+            staleness=self._staleness(),
             durable_version=version,
             durable_time=None if written is None else _utc(written),
         )
@@ -563,6 +571,12 @@ class JobState:
                 "stopped": self.stopped,
             }
         )
+
+    def _staleness(self) -> Staleness | None:
+        if not (self.consistency.may_be_stale and self.staleness.counts):
+            return None
+        p50, p99 = (self.staleness.percentile(percent) for percent in (50, 99))
+        return Staleness(p50=p50, p99=p99, max=self.staleness.largest)
 
     def member(self, stay: Stay, now: float) -> Member:
         """A stay as it is reported."""

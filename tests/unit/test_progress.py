@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ps.core.progress import Curve, Rate
+from elastic_ps.core.progress import Curve, Distribution, Rate
 
 
 def test_a_rate_is_that_of_the_last_seconds() -> None:
@@ -102,3 +102,25 @@ def test_a_curve_drops_every_second_point_when_it_is_full() -> None:
     curve.add(16, 0.0)
     assert [version for version, _ in curve.points] == [0, 8, 16]
     assert Curve().limit == 1024
+
+
+@given(st.lists(st.integers(0, 99), min_size=1), st.sampled_from([1, 50, 99, 100]))
+def test_a_percentile_is_the_least_number_that_so_many_do_not_exceed(
+    numbers: list[int], percent: int
+) -> None:
+    found = Distribution()
+    found.add(numbers)
+    least = found.percentile(percent)
+    assert least in numbers
+    assert 100 * sum(number <= least for number in numbers) >= percent * len(numbers)
+    assert 100 * sum(number < least for number in numbers) < percent * len(numbers)
+    assert found.largest == max(numbers)
+
+
+def test_large_numbers_are_rounded_so_that_a_distribution_stays_small() -> None:
+    found = Distribution()
+    assert found.percentile(50) == 0
+    found.add(range(100_000))
+    assert len(found.counts) < 400
+    assert (found.percentile(50), found.percentile(99)) == (49_000, 98_000)
+    assert found.largest == 99_999

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import timedelta
 
@@ -15,7 +16,8 @@ from elastic_ps.core.settings import Position, Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import Consistency
 from elastic_ps.server.state import JobState
-from tests.unit.state_rig import contribution, finish, join, training, two
+from elastic_ps.status import Staleness
+from tests.unit.state_rig import MODEL, contribution, finish, join, training, two
 
 
 @pytest.fixture
@@ -178,6 +180,29 @@ def test_a_slow_worker_does_not_take_the_schedule_back_even_when_the_fast_ones_w
     assert bounded_step(state, slow, schedule=0) == ""
     state.drop(0, "left")
     assert bounded_step(state, slow, schedule=1) == "1", "it is the one that has made most steps now"
+
+
+def test_how_stale_steps_were_is_told_and_outlives_the_parameter_server() -> None:
+    state, (fast, slow) = bounded(0, 1)
+    assert state.progress(0, None).staleness is None
+    state.model = MODEL
+    for _ in range(6):
+        bounded_step(state, fast, schedule=0)
+    assert state.begin(slow, version=0, step=0) is Entry.IN
+    finish(state, slow)
+    state.book(state.begin_commit(), 0, decided=0)
+    saved = json.loads(json.dumps(state.to_checkpoint()))
+    after = JobState.from_checkpoint(
+        {**saved, "settings": Settings(groups=()).to_json()},
+        term=2,
+        lease=state.lease,
+        consistency=state.consistency,
+        data=state.data,
+        version=7,
+        model=MODEL,
+    )
+    for each in (state, after):
+        assert each.progress(0, None).staleness == Staleness(p50=0, p99=6, max=6)
 
 
 def test_with_bounded_staleness_only_who_holds_others_up_is_hung() -> None:
