@@ -270,6 +270,7 @@ OPTIONS = (
         "the number of versions that the other workers may make while one worker computes a step",
     ),
     ModeOption("reads", "async"),
+    ModeOption("staleness_scale", "async"),
     ModeOption("gradients", "accumulate", "the number of steps that each version is made of"),
 )
 """The fields of `Consistency` that belong to one mode. The CRD has its rules from here."""
@@ -307,6 +308,12 @@ class Consistency(CamelModel):
         description="Only with mode async; consistent if unset. With consistent, a worker reads one version "
         "wholly, and the next version is made when all that read have finished. With inconsistent, versions "
         "are made meanwhile, so some of the parameters that a worker reads may be newer than others.",
+    )
+    staleness_scale: Literal["none", "inverse"] | None = Field(
+        default=None,
+        description="Only with mode async; none if unset. With inverse, the learning rate of a step is "
+        "divided by one more than its staleness: a step that is 3 versions old is made with a quarter of the "
+        "rate.",
     )
     deterministic: bool = Field(
         default=False,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -99,6 +99,11 @@ class Settings:
         data = json.loads(text)
         position = Position(*(int(number) for number in data["position"]))
         return cls(tuple(data["groups"]), tuple(data["schedulers"]), position, tuple(data["first"]))
+
+    def slowed(self, divisor: float) -> Settings:
+        """The same settings, with the learning rate of each group divided by `divisor`."""
+        groups = [{**g, "lr": g["lr"] / divisor} if "lr" in g else g for g in self.groups]
+        return replace(self, groups=tuple(groups))
 
     def check_follows(self, later: Settings) -> None:
         """Raise InvalidModel unless an optimizer that was built with these settings can step with `later`.

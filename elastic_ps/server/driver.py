@@ -265,7 +265,7 @@ class Driver:
             attempt=rounds.attempt,
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],
             samples=sum(c.samples for c in contributions),
-            settings=state.settings,
+            settings=state.settings_to_step_with(contributions),
             assigns=any(c.assigns for c in contributions),
         )
         version = rounds.version + 1

@@ -397,6 +397,17 @@ class JobState:
         settings = read_settings(sent) if sent else self.settings
         return replace(settings, position=self._position_after(contributions), first=self.settings.first)
 
+    def settings_to_step_with(self, contributions: Sequence[Contribution]) -> Settings:
+        """The settings in force; with `stalenessScale: inverse`, a stale step has a smaller learning rate.
+
+        Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", divide the rate by the
+        staleness. Here it is by one more, so that a fresh step has the whole rate.
+        """
+        if self.consistency.staleness_scale != "inverse":
+            return self.settings
+        staleness = self.rounds.staleness
+        return self.settings.slowed(1 + max(staleness[c.worker] for c in contributions))
+
     def _position_after(self, contributions: Sequence[Contribution]) -> Position:
         steps = self.settings.position.version + 1
         if self.ledger is None:

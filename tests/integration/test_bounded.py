@@ -126,7 +126,7 @@ def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where
         (bounded(), {}),
         (INCONSISTENT, {}),
         (ASYNC, {"bucketBytes": 1024}),
-        (ASYNC, {"bucketBytes": 1024, "replicas": 2}),
+        (ASYNC | {"stalenessScale": "inverse"}, {"bucketBytes": 1024, "replicas": 2}),
     ],
 )
 def test_the_result_is_that_of_the_recorded_rounds(
@@ -159,6 +159,7 @@ def test_the_result_is_that_of_the_recorded_rounds(
 
     model = make_mlp().double()
     optimizer = make(model)
+    rates = [group["lr"] for group in optimizer.param_groups]
     versions = [copy.deepcopy(model)]
     for commit in commits:
         total = [torch.zeros_like(p) for p in model.parameters()]
@@ -177,6 +178,9 @@ def test_the_result_is_that_of_the_recorded_rounds(
         samples = sum(c["samples"] for c in commit["contributions"])
         for p, one in zip(model.parameters(), total, strict=True):
             p.grad = one / samples
+        if spec.consistency.staleness_scale == "inverse":
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate / (1 + commit["contributions"][0]["staleness"])
         optimizer.step()
         versions.append(copy.deepcopy(model))
     for ours, exact in zip(models[0].parameters(), model.parameters(), strict=True):
@@ -481,6 +485,11 @@ def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Pa
         (
             ASYNC | {"reads": "dirty"},
             "consistency.reads: input should be 'consistent' or 'inconsistent', got",
+        ),
+        (ASYNC | {"stalenessScale": "root"}, "consistency.stalenessScale: input should be 'none' or"),
+        (
+            bounded() | {"stalenessScale": "inverse"},
+            "stalenessScale inverse has no meaning with mode bounded",
         ),
         (ASYNC | {"maxStaleness": 3}, "maxStaleness 3 has no meaning with mode async; leave it out, or set"),
         (ASYNC | {"gradients": 3}, "gradients 3 has no meaning with mode async"),

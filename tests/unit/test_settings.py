@@ -153,3 +153,12 @@ def test_a_constraint_that_means_nothing_is_refused_in_words(group: dict[str, An
 )
 def test_a_constraint_that_can_be_kept_is_none_to_be_refused(group: dict[str, Any]) -> None:
     check_constraints({"lr": 0.1, **group}, 0)
+
+
+def test_slowed_settings_differ_in_the_learning_rate_alone() -> None:
+    settings = Settings(({"lr": 0.4, "momentum": 0.9}, {"lr": 0.1}), position=Position(3))
+    slow = settings.slowed(4)
+    assert [group["lr"] for group in slow.groups] == pytest.approx([0.1, 0.025])
+    assert slow.groups[0]["momentum"] == 0.9
+    assert slow.position == settings.position
+    assert settings.groups[0]["lr"] == 0.4
