@@ -68,7 +68,7 @@ class Encoder:
             self._next.clear()
 
     def applied(self) -> None:
-        """The step is in the model."""
+        """The step is in the model, or in the sums that the next version is made of."""
         with self._lock:
             self._left_over |= self._next
             self._next.clear()

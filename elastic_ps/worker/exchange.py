@@ -218,6 +218,7 @@ class Exchange:
             self._client.begin(step)
         if self._accumulates and not self._push_alone(step, ending):
             self._step = None
+            self._encoder.applied()  # it is in the sums, and void only if the round starts again
             return False
         with self._changed:
             self._ending = ending

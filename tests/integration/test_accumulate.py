@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.optim import lr_scheduler
 
 from elastic_ps.drill.history import Data, check
@@ -193,6 +194,31 @@ def test_parameter_servers_are_lost(tmp_path: Path, durability: str) -> None:
     assert len(histories.restored) == 2
     sizes = {len(committed.steps) for committed in histories.committed if committed.version < last["version"]}
     assert sizes == {4}
+
+
+def test_what_an_encoded_step_leaves_over_counts_for_the_next_one_on_the_same_version(tmp_path: Path) -> None:
+    """Each step's gradient is one in each element. What is not sent of it waits, also within a version."""
+    left: list[torch.Tensor] = []
+    weights: list[torch.Tensor] = []
+
+    def script(session: Session) -> None:
+        model = torch.nn.Linear(512, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for _ in session.loader(Numbers(40), 4):
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            optimizer.step()
+        weights.append(model.weight.detach().flatten().clone())
+        exchange = session._engine.exchange
+        assert exchange is not None
+        left.extend(exchange._encoder._left_over.values())
+
+    compression = {"codec": "topk", "options": {"ratio": 0.25}}
+    commits = alone(tmp_path, script, consistency=accumulate(2), compression=compression)
+    assert [len(commit["contributions"]) for commit in commits] == [2] * 5
+    sent = -2 * weights[0]  # each version is the mean of two steps
+    torch.testing.assert_close(sent + left[0], torch.full_like(sent, 10.0))
 
 
 def test_more_gradients_than_the_job_has_are_refused(tmp_path: Path) -> None:
