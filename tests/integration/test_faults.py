@@ -151,8 +151,14 @@ def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(
     assert result.result.failures == 0
 
 
-def test_workers_and_the_parameter_server_are_killed_with_bounded_staleness(tmp_path: Path) -> None:
-    consistency = {"mode": "bounded", "maxStaleness": 3}
+@pytest.mark.parametrize(
+    "consistency",
+    [{"mode": "bounded", "maxStaleness": 3}, {"mode": "async"}],
+    ids=["bounded", "async"],
+)
+def test_workers_and_the_parameter_server_are_killed_in_other_modes(
+    tmp_path: Path, consistency: dict[str, Any]
+) -> None:
     result = drill(tmp_path, ["kill-worker", "kill-ps"], seed=1, consistency=consistency)
     assert [each.state for each in result.injections] == ["recovered"] * 2
     assert result.result.failures == 0

@@ -410,6 +410,47 @@ def test_a_push_that_ends_a_step_may_ask_for_the_new_values_too(worker: Worker) 
     assert code(refused) is RefusalCode.STALE_ATTEMPT, "this one ends no step"
 
 
+def test_in_mode_accumulate_a_worker_is_told_what_to_do_after_a_step() -> None:
+    """Of two workers the first computes two of the three steps of a version. Lost answers change nothing."""
+    given = environment(consistency={"mode": "accumulate", "gradients": 3}, worker={"replicas": 2})
+    with serving(given) as (listener, server):
+        first, second = workers = [Worker(listener, index) for index in range(2)]
+        for worker in workers:
+            worker.start()
+        taken = [worker.take(records=40) for worker in workers]
+
+        def begin(worker: Worker, step: int) -> None:
+            worker.ask(pb.BeginRequest(caller=worker.caller(), version=0, step=step))
+
+        def what_next(worker: Worker, step: int) -> str | None:
+            reply = worker.answer(pb.AwaitReply, pb.AwaitRequest(caller=worker.caller(), step=step))
+            kind: str | None = reply.WhichOneof("kind")
+            return kind
+
+        begin(first, 0)
+        first.push(0, 0, finish=first.finishing(0, taken[0]))
+        assert [what_next(first, 0) for _ in range(2)] == ["compute", "compute"]
+        with pytest.raises(Refused) as refused:
+            begin(first, 0)
+        assert code(refused) is RefusalCode.STALE_CALL, "a late copy"
+        more = first.take(wait=False, records=40)
+        begin(first, 1)
+        first.push(1, 0, value=4.0, finish=first.finishing(1, more, version=0))
+        begin(second, 0)
+        second.push(0, 0, finish=second.finishing(0, taken[1]))
+        assert [what_next(first, 1), what_next(first, 0), what_next(second, 0)] == ["made"] * 3
+        assert first.values(1) == [-2.0] * 4
+        assert server.status().progress.records_applied == 30
+
+
+def test_elsewhere_nobody_asks_what_to_do_after_a_step(worker: Worker) -> None:
+    taken = worker.take()
+    with pytest.raises(Refused, match="asks what to do after step 0, which it does not have to") as refused:
+        worker.ask(pb.AwaitRequest(caller=worker.caller(), step=0))
+    assert code(refused) is RefusalCode.INVALID
+    assert taken.ranges
+
+
 def test_who_pulls_as_a_contributor_must_take_part(worker: Worker) -> None:
     taken = worker.take()
     assert worker.pull(0, contributor=True)[-1][0].done
