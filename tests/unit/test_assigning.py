@@ -96,7 +96,7 @@ def test_values_are_not_assigned_where_a_version_is_not_everybodys() -> None:
 
 
 def test_values_that_another_worker_assigns_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(0))
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
     with running([Notes()]) as coordinator:
         first, second = start(coordinator, 0), start(coordinator, 1)
         answer = coordinator.assign(0, first.incarnation, version=0)

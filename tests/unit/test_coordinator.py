@@ -14,6 +14,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server import guarded
+from elastic_ps.server import lead as lead_module
 from elastic_ps.server.coordinator import Begun, Coordinator, Joined
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.orders import Advance
@@ -160,6 +161,7 @@ def test_an_answer_that_was_lost_is_given_again(coordinator: Coordinator) -> Non
 def test_a_worker_that_is_admitted_does_not_wait_for_the_ticker(monkeypatch: pytest.MonkeyPatch) -> None:
     """It had waited for up to a quarter of a second before its first step, and whenever it had no records."""
     monkeypatch.setattr(coordinator_module, "WAIT", timedelta(0))
+    monkeypatch.setattr(lead_module, "TICK", timedelta(hours=1))
     with running([Notes()]) as coordinator:
         stay = start(coordinator)
         for step in range(2):
@@ -280,7 +282,7 @@ def test_one_worker_is_the_chief_and_who_takes_its_place_after_its_end_is_not(
 
 def test_a_step_that_cannot_be_let_in_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The round has all the steps that it needs and is not committed yet."""
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(0))
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
     shard = Notes()
     with running([shard], consistency={"mode": "bounded", "maxStaleness": 2}) as coordinator:
         first, second = start(coordinator, 0), start(coordinator, 1)
@@ -304,7 +306,7 @@ def test_a_step_that_cannot_be_let_in_yet_is_asked_for_again(monkeypatch: pytest
 
 
 def test_who_has_pulled_a_newer_version_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(0))
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
     with running([Notes()], consistency={"mode": "bounded", "maxStaleness": 1}) as coordinator:
         first, second = start(coordinator, 0), start(coordinator, 1)
         take(coordinator, second, call=1)
@@ -361,7 +363,7 @@ def test_the_model_that_was_brought_to_a_term_that_is_over_is_not_the_jobs(
 def test_a_worker_that_was_too_late_and_gets_no_records_is_not_expected_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(0))
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
     with running([Notes()], consistency={"backupWorkers": 1}) as coordinator:
         first, late = start(coordinator, 0), start(coordinator, 1)
         taken = take(coordinator, first, call=1)

@@ -88,7 +88,7 @@ class ShardedWorker(Worker):
 
     def train(self, step: int) -> int:
         """A step with a gradient of ones on shard 0, of twos on shard 1. Returns its version."""
-        taken = self.take(records=1000)
+        taken = self.take(records=1_000_000)
         for shard in SHARDS:
             request = pb.PushRequest(
                 caller=self.caller(),
@@ -111,6 +111,18 @@ class ShardedWorker(Worker):
             assert torch.equal(values, torch.full((ELEMENTS,), -version * (1.0 + shard)))
 
 
+def train_until_followed(servers: Servers, worker: ShardedWorker, version: int) -> int:
+    """A standby is told of the model meanwhile, and has it after the next round. Returns the last version."""
+
+    def followed() -> bool:
+        nonlocal version
+        version = worker.train(version)
+        return servers.shard_0.status().standbys == [True, True]
+
+    eventually(followed, "both standbys follow")
+    return version
+
+
 @pytest.fixture
 def with_standbys(tmp_path: Path) -> Iterator[Servers]:
     servers = Servers(tmp_path, standbys=True)
@@ -131,10 +143,9 @@ def test_no_round_is_lost_with_all_parameter_servers_while_the_standbys_are_left
     servers = with_standbys
     worker = servers.worker()
     assert servers.shard_0.status().standbys == [False, False]
-    versions = [worker.train(step) for step in range(2)]
-    eventually(lambda: servers.shard_0.status().standbys == [True, True], "both follow")
-    versions += [worker.train(step) for step in range(2, 4)]
-    assert versions == [1, 2, 3, 4]
+    followed = train_until_followed(servers, worker, 0)
+    assert [worker.train(step) for step in range(followed, followed + 2)] == [followed + 1, followed + 2]
+    version = followed + 2
     before = servers.shard_0.status().progress
     assert before.durable_version == 0, "the interval is an hour"
     for shard in SHARDS:
@@ -142,32 +153,28 @@ def test_no_round_is_lost_with_all_parameter_servers_while_the_standbys_are_left
     for shard in reversed(SHARDS):
         servers.start("ps", shard)
     status = servers.shard_0.status()
-    assert (status.term, status.progress.version, status.progress.durable_version) == (2, 4, 4)
+    assert (status.term, status.progress.version, status.progress.durable_version) == (2, version, version)
     assert status.progress.records_applied == before.records_applied > 0
     assert status.standbys == [False, False], "they have to catch up with the new term"
     worker = servers.worker()
-    worker.assert_trained(4)
-    assert worker.train(4) == 5
-    worker.assert_trained(5)
-    eventually(lambda: servers.shard_0.status().standbys == [True, True], "both follow again")
+    worker.assert_trained(version)
+    worker.assert_trained(train_until_followed(servers, worker, version))
 
 
 def test_no_round_is_lost_with_one_shard_while_its_standby_is_left(with_standbys: Servers) -> None:
     servers = with_standbys
     worker = servers.worker()
-    worker.train(0)
-    eventually(lambda: servers.shard_0.status().standbys == [True, True], "both follow")
-    assert worker.train(1) == 2
+    version = worker.train(train_until_followed(servers, worker, 0))
     servers.lose("ps", 1)
     servers.start("ps", 1)
-    eventually(lambda: servers.shard_0.status().term == 2, "it is noticed")
+    eventually(lambda: servers.shard_0.status().term > 1, "it is noticed")
     with pytest.raises(Refused) as refused:
-        worker.train(2)
+        worker.train(version)
     assert code(refused) is RefusalCode.STALE_TERM
     worker = servers.worker()
-    assert servers.shard_0.status().progress.version == 2
-    worker.assert_trained(2)
-    assert worker.train(2) == 3
+    assert servers.shard_0.status().progress.version == version
+    worker.assert_trained(version)
+    assert worker.train(version) == version + 1
 
 
 def test_without_standbys_all_go_back_to_the_checkpoint(without: Servers) -> None:
@@ -176,7 +183,7 @@ def test_without_standbys_all_go_back_to_the_checkpoint(without: Servers) -> Non
     assert worker.train(0) == 1
     servers.lose("ps", 1)
     servers.start("ps", 1)
-    eventually(lambda: servers.shard_0.status().term == 2, "it is noticed")
+    eventually(lambda: servers.shard_0.status().term > 1, "it is noticed")
     worker = servers.worker()
     progress = servers.shard_0.status().progress
     assert (progress.version, progress.records_applied) == (0, 0)
