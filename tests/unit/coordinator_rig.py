@@ -54,7 +54,9 @@ def running(shards: Sequence[Notes], **fields: Any) -> Iterator[Coordinator]:
         lead.close(keep=False)
 
 
-def join(coordinator: Coordinator, worker: int, *, instance: str = "", call: int = 0) -> Joined | None:
+def join(
+    coordinator: Coordinator, worker: int, *, again: bool = False, instance: str = "", call: int = 0
+) -> Joined | None:
     return coordinator.join(
         worker,
         pid=worker,
@@ -62,6 +64,7 @@ def join(coordinator: Coordinator, worker: int, *, instance: str = "", call: int
         tensors=TENSORS,
         optimizer="SGD",
         settings=SETTINGS,
+        again=again,
         instance=instance,
         call=call,
     )

@@ -379,3 +379,17 @@ def test_a_worker_that_was_too_late_and_gets_no_records_is_not_expected_back(
         assert take(coordinator, late, call=2).pending
         assert rounds.turned_away == set()
         assert finish(coordinator, first, taken)
+
+
+def test_a_worker_that_has_trained_waits_for_who_brings_the_model_anew(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would not be let in to bring its own, but it can go on with the other one's."""
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
+    first = join(coordinator, 0)
+    assert first is not None
+    assert join(coordinator, 1, again=True) is None
+    coordinator.initialised(0, first.stay.incarnation)
+    second = join(coordinator, 1, again=True)
+    assert second is not None
+    assert not second.initialise
