@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -393,3 +394,19 @@ def test_a_worker_that_has_trained_waits_for_who_brings_the_model_anew(
     second = join(coordinator, 1, again=True)
     assert second is not None
     assert not second.initialise
+
+
+def test_a_worker_that_leaves_between_two_steps_does_not_make_the_others_push_again(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
+    first, second = start(coordinator, 0), start(coordinator, 1)
+    taken = take(coordinator, first, call=1)
+    more = take(coordinator, first, call=2, wait=False)
+    assert take(coordinator, second, call=1).pending, "it takes part from the next round on"
+    finish(coordinator, first, taken)
+    assert take(coordinator, second, call=1).version == 1
+    coordinator.leave(1, second.incarnation, call=2)
+    assert coordinator.job.state.rounds.attempt == 0
+    assert finish(coordinator, first, replace(more, version=1), step=1)
+    assert coordinator.job.state.version == 2
