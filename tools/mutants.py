@@ -84,14 +84,24 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: in `file`, the node with this number (as `ast.walk` counts), changed in one of its ways."""
+    """One change: in the `text` of `file`, node number `node`, as `ast.walk` counts, becomes `changed`."""
 
     file: Path
+    text: str
     node: int
     line: int
     before: str
-    after: str
-    source: str
+    changed: ast.AST
+
+    @property
+    def after(self) -> str:
+        """The node as it is then."""
+        return _text(self.changed)
+
+    @property
+    def source(self) -> str:
+        """The file as it is then."""
+        return _replaced(self.text, self.node, self.changed)
 
 
 def changes(node: ast.AST) -> Iterator[ast.AST]:
@@ -139,9 +149,7 @@ def mutants(file: Path) -> list[Mutant]:
         if id(node) not in inside or EQUAL in lines[line - 1]:
             continue
         for after in changes(node):
-            found.append(
-                Mutant(file, number, line, _text(node), _text(after), _replaced(source, number, after))
-            )
+            found.append(Mutant(file, source, number, line, _text(node), after))
     return found
 
 
@@ -187,18 +195,18 @@ def _with_helpers(test: Path, tree: Path) -> str:
     return "\n".join([text, *(helper.read_text() for helper in helpers if helper.is_file())])
 
 
-def outcome(mutant: Mutant, tree: Path, limit: float) -> str:
-    """Run the tests in a child of this process and the copy of the project in `tree`.
+def outcome(file: Path, source: str, tree: Path, limit: float) -> str:
+    """Run the tests in a child of this process, on the copy in `tree`, in which `file` has this `source`.
 
     Returns "alive" if they pass, "noticed" if one fails, "late" if they have not ended after `limit` seconds.
     """
-    place = tree / mutant.file.relative_to(ROOT)
+    place = tree / file.relative_to(ROOT)
     original = place.read_text()
-    place.write_text(mutant.source)
+    place.write_text(source)
     try:
         child = os.fork()
         if child == 0:
-            _test(tree, chosen_tests(mutant.file, tree))
+            _test(tree, chosen_tests(file, tree))
         deadline = time.monotonic() + limit
         while True:
             done, status = os.waitpid(child, os.WNOHANG)
@@ -262,11 +270,11 @@ def main() -> int:
     outcomes = Counter[str]()
     with copied() as tree:
         began = time.monotonic()
-        if outcome(Mutant(files[0], 0, 0, "", "", files[0].read_text()), tree, math.inf) != "alive":
+        if outcome(files[0], files[0].read_text(), tree, math.inf) != "alive":
             raise SystemExit("the unit tests fail without any change")
         limit = max(LIMIT, SLACK * (time.monotonic() - began))
         for number, mutant in enumerate(sorted(chosen, key=lambda each: (each.file, each.line)), 1):
-            became = outcome(mutant, tree, limit)
+            became = outcome(mutant.file, mutant.source, tree, limit)
             outcomes[became] += 1
             if became != "noticed":
                 where = f"{mutant.file.relative_to(ROOT)}:{mutant.line}"
