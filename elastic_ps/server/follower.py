@@ -198,7 +198,8 @@ class Follower:
                 )
                 self._standby.state(part, as_bytes(stored.value), term=shard.term)
             copy.buckets.add(bucket)
-            if time.monotonic() > end:
+            late = time.monotonic() > end  # mutant: equal
+            if late:
                 return
 
     def _run(self) -> None:

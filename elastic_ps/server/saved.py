@@ -75,7 +75,8 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
             raise ValueError(f"the numbers of a member are impossible: {stay}")
     if not 0 <= saved.assigned <= manifest.version:
         raise ValueError(f"values cannot have been assigned in version {saved.assigned}")
-    layout = partition(manifest.specs, bucket_bytes=spec.parameter_server.bucket_bytes, shards=1)
+    size = spec.parameter_server.bucket_bytes
+    layout = partition(manifest.specs, bucket_bytes=size, shards=1)  # mutant: equal
     JobState.from_checkpoint(
         manifest.state,
         term=manifest.term,

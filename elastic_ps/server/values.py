@@ -163,7 +163,9 @@ class BucketValues:
             present = [True] * len(self.bucket.pieces)
         total, first = self._memory(), first or self._blank
         if self.bucket.rule is Rule.GRADIENT:
-            bound = samples * largest + (0.0 if first else self._sum_bound)
+            bound = samples * largest
+            if not first:
+                bound += self._sum_bound
             if bound > torch.finfo(total.dtype).max / 2:
                 _require_no_overflow(contribution, samples, None if first else total, who)
             self._sum_bound = bound
