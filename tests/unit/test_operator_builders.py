@@ -82,6 +82,7 @@ def test_the_template_is_merged_and_cannot_break_what_is_relied_on() -> None:
         },
     }
     pod = build("worker", worker={"template": template})
+    assert pod["metadata"]["annotations"] == {"note": "x"}
     assert pod["metadata"]["labels"]["team"] == "a"
     assert pod["metadata"]["labels"][names.JOB_LABEL] == "digits"
     assert pod["spec"]["restartPolicy"] == "Never"
@@ -209,3 +210,20 @@ def test_a_server_has_five_minutes_to_start_and_one_to_answer() -> None:
         assert 0 < probe["timeoutSeconds"] <= probe["periodSeconds"], "one at a time"
         lasts[kind] = probe["periodSeconds"] * probe["failureThreshold"]
     assert lasts == {"startupProbe": 300, "livenessProbe": 60, "readinessProbe": 6}
+
+
+def test_a_claim_asks_for_what_the_job_asks_for() -> None:
+    def claim(**wanted: str) -> dict[str, Any]:
+        job = job_document(parameterServer={"checkpoint": {"volumeClaim": wanted}})
+        made = builders.claim(job, TrainingJobSpec.model_validate(job["spec"]))
+        assert made["metadata"]["name"] == names.claim("digits")
+        body: dict[str, Any] = made["spec"]
+        return body
+
+    requests = {"requests": {"storage": "2Gi"}}
+    assert claim(storage="2Gi") == {"accessModes": ["ReadWriteOnce"], "resources": requests}
+    asked = claim(storage="2Gi", storageClassName="fast", accessMode="ReadWriteMany")
+    assert asked == {"accessModes": ["ReadWriteMany"], "resources": requests, "storageClassName": "fast"}
+    job = job_document()
+    with pytest.raises(ValueError, match="no volumeClaim"):
+        builders.claim(job, TrainingJobSpec.model_validate(job["spec"]))
