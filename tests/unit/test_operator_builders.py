@@ -82,7 +82,7 @@ def test_the_template_is_merged_and_cannot_break_what_is_relied_on() -> None:
         },
     }
     pod = build("worker", worker={"template": template})
-    assert pod["metadata"]["annotations"] == {"note": "x"}
+    assert pod["metadata"]["annotations"]["note"] == "x"
     assert pod["metadata"]["labels"]["team"] == "a"
     assert pod["metadata"]["labels"][names.JOB_LABEL] == "digits"
     assert pod["spec"]["restartPolicy"] == "Never"
@@ -227,3 +227,17 @@ def test_a_claim_asks_for_what_the_job_asks_for() -> None:
     job = job_document()
     with pytest.raises(ValueError, match="no volumeClaim"):
         builders.claim(job, TrainingJobSpec.model_validate(job["spec"]))
+
+
+@pytest.mark.parametrize(("role", "module"), [("ps", "server"), ("standby", "server"), ("worker", "worker")])
+def test_each_role_runs_its_own_program_and_servers_alone_keep_checkpoints(
+    role: env.Role, module: str
+) -> None:
+    pod = build(role)
+    main = container(pod)
+    assert main["name"] == names.CONTAINER[role]
+    assert main["command"][-2:] == ["-m", f"elastic_ps.{module}"]
+    mounted = [mount["mountPath"] for mount in main["volumeMounts"]]
+    assert (names.CHECKPOINT_DIRECTORY in mounted) == (module == "server")
+    assert ("readinessProbe" in main) == (module == "server")
+    assert {mount["name"] for mount in main["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
