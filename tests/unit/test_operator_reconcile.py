@@ -244,6 +244,7 @@ def test_suspend_stops_workers_before_servers_and_goes_on() -> None:
     assert (stopping["status"], stopping["reason"]) == ("False", "Stopping")
     assert stopping["message"].startswith("3 pods")
     assert simulation.condition("Running")["status"] == "False"
+    assert simulation.condition("Degraded")["status"] == "False", "its pods are meant to be gone"
     assert named(simulation.step()) == ["digits-ps-0"]
     simulation.settle()
     assert simulation.status["phase"] == "Suspended"
