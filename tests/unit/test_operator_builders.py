@@ -241,3 +241,19 @@ def test_each_role_runs_its_own_program_and_servers_alone_keep_checkpoints(
     assert (names.CHECKPOINT_DIRECTORY in mounted) == (module == "server")
     assert ("readinessProbe" in main) == (module == "server")
     assert {mount["name"] for mount in main["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
+
+
+def test_a_server_has_the_time_to_keep_the_last_version_before_it_is_killed() -> None:
+    """And no pod is told of all services of its namespace, or runs as root."""
+    specs = {role: build(role)["spec"] for role in ("ps", "standby", "worker")}
+    grace = {role: spec["terminationGracePeriodSeconds"] for role, spec in specs.items()}
+    assert grace == {
+        "ps": builders.PS_GRACE_SECONDS,
+        "standby": builders.PS_GRACE_SECONDS,
+        "worker": builders.WORKER_GRACE_SECONDS,
+    }
+    for spec in specs.values():
+        assert spec["enableServiceLinks"] is False
+        security = spec["securityContext"]
+        assert len({security[key] for key in ("runAsUser", "runAsGroup", "fsGroup")} - {0}) == 1
+    assert [v["emptyDir"] for v in specs["worker"]["volumes"] if v["name"] == "shm"] == [{"medium": "Memory"}]
