@@ -43,7 +43,8 @@ class Decoder:
     ) -> Iterator[Incoming]:
         """The pushed body as that of a plain push; it is read and decoded when somebody looks at it.
 
-        Values that a script assigns are sent as they are, whatever the job's codec is.
+        Only then it takes one of the places: a push that waits for its turn keeps none from others. Values
+        that a script assigns are sent as they are, whatever the job's codec is.
 
         Raises:
             Refused: MALFORMED: another codec than the job's, or what was sent does not fit it.
@@ -64,15 +65,11 @@ class Decoder:
         if not incoming.size:  # no piece has a gradient
             yield incoming
             return
+        decoded = _Decoded(request, bucket, runs, incoming, self._places)
         try:
-            memory = self._places.get(timeout=PATIENCE.total_seconds())
-        except queue.Empty:
-            text = "too many gradients are being decoded; push again"
-            raise Refused(RefusalCode.NOT_READY, text) from None
-        try:
-            yield _Decoded(request, bucket, runs, incoming, memory)
+            yield decoded
         finally:
-            self._places.put(memory)
+            decoded.close()
 
 
 class _Memory:
@@ -97,7 +94,7 @@ class _Memory:
 
 
 class _Decoded:
-    """An `Incoming` whose body is the decoded one."""
+    """An `Incoming` whose body is the decoded one, in a place that it has until it is closed."""
 
     def __init__(
         self,
@@ -105,26 +102,43 @@ class _Decoded:
         bucket: Bucket,
         runs: list[Run],
         incoming: Incoming,
-        memory: _Memory,
+        places: queue.SimpleQueue[_Memory],
     ) -> None:
         self.header, self.transport = incoming.header, incoming.transport
         self.size = bucket.nbytes
         self._request, self._bucket, self._runs, self._incoming = request, bucket, runs, incoming
-        self._memory = memory
+        self._places = places
+        self._memory: _Memory | None = None
+
+    def close(self) -> None:
+        """Give the place back; the body must not be used any more."""
+        if self._memory is not None:
+            self._places.put(self._memory)
+            self._memory = None
+
+    def _place(self) -> _Memory:
+        if self._memory is None:
+            try:
+                self._memory = self._places.get(timeout=PATIENCE.total_seconds())
+            except queue.Empty:
+                text = "too many gradients are being decoded; push again"
+                raise Refused(RefusalCode.NOT_READY, text) from None
+        return self._memory
 
     def view(self) -> memoryview | None:
         """The decoded body. Blocks until the encoded one is there. See `Incoming.view`."""
-        body = self._incoming.view()
+        body, memory = self._incoming.view(), self._place()
         if body is None:
-            body = self._memory.encoded(self._incoming.size)
+            body = memory.encoded(self._incoming.size)
             self._incoming.read_into(body)
         try:
-            return as_bytes(self._decode(body))
-        except (Malformed, ValueError, KeyError, RuntimeError, TypeError) as error:
-            raise _refused(self._request, f"cannot be decoded: {error}") from error
+            return as_bytes(self._decode(body, memory))
+        except Exception as error:
+            problem = f"cannot be decoded: {type(error).__name__}: {error}"
+            raise _refused(self._request, problem) from error
 
-    def _decode(self, body: memoryview) -> torch.Tensor:
-        result = self._memory.decoded(self._bucket.elements, dtype_of(self._bucket.dtype))
+    def _decode(self, body: memoryview, memory: _Memory) -> torch.Tensor:
+        result = memory.decoded(self._bucket.elements, dtype_of(self._bucket.dtype))
         for run, message in zip(self._runs, self._request.runs, strict=True):
             parts = [Part(part.name, part.dtype, part.elements) for part in message.parts]
             encoded, used = unpack(parts, message.values, body)

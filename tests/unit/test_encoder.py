@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
+from elastic_ps.codec.base import Codec, Encoded
 from elastic_ps.codec.memory import as_bytes
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import Compression
-from elastic_ps.server.decoder import Decoder
+from elastic_ps.server.decoder import AT_A_TIME, Decoder
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.encoder import Encoder, Payload
 from tests.unit.shard_rig import Body
@@ -34,7 +37,7 @@ class Worker:
     def __init__(self, used: Plan | None = None, *, server: Plan | None = None) -> None:
         used = used or plan()
         self.encoder = Encoder(LAYOUT, used, worker=3, seed=0)
-        self._decoder = Decoder(server or used)
+        self.decoder = Decoder(server or used)
 
     def push(
         self, values: Sequence[float], step: int, present: Sequence[bool] = (), version: int = 0
@@ -49,7 +52,7 @@ class Worker:
     def decoded(self, payload: Payload) -> list[float]:
         request = pb.PushRequest(codec=payload.codec, runs=payload.runs, caller=pb.Caller(worker=3))
         body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
-        with self._decoder.open(request, LAYOUT, BUCKET, body) as incoming:
+        with self.decoder.open(request, LAYOUT, BUCKET, body) as incoming:
             assert incoming.size == BUCKET.nbytes
             target = memoryview(bytearray(BUCKET.nbytes))
             incoming.read_into(target)
@@ -167,6 +170,78 @@ def test_what_does_not_fit_is_refused_with_the_workers_name() -> None:
         Payload(memoryview(bytes(1 << 16)), payload.codec, [run]),
     ):
         refused(worker, wrong)
+
+
+class Failing(Codec):
+    """A user's own, with a mistake."""
+
+    feedback = True
+
+    def __init__(self, fails: str) -> None:
+        self._fails = fails
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        return Encoded({"all": [tensor][self._fails == "encode"]})
+
+    def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
+        out.copy_([encoded.tensors["all"]][self._fails == "decode"])
+
+
+FAILING = "tests.unit.test_encoder:Failing"
+
+
+def failing(where: str) -> Plan:
+    return plan(codec=FAILING, options={"fails": where})
+
+
+def test_an_error_in_decode_on_the_server_names_the_worker() -> None:
+    worker = Worker(failing("never"), server=failing("decode"))
+    worker.encoder.begin(0)
+    gradient = torch.ones(8)
+    payload = worker.encoder.encode(BUCKET, gradient, as_bytes(gradient), (), step=0, version=0)
+    assert "IndexError" in refused(worker, payload)
+
+
+def test_a_number_that_is_too_large_is_refused_with_the_workers_name() -> None:
+    worker = Worker(plan(codec="fp16"))
+    worker.encoder.begin(0)
+    _, payload = worker.push([1.0] * 8, 0)
+    [run] = payload.runs
+    values = f'{{"scale": 1{"0" * 400}}}'
+    refused(
+        worker, Payload(payload.body, payload.codec, [pb.Run(codec="fp16", parts=run.parts, values=values)])
+    )
+
+
+def test_pushes_that_wait_for_their_turn_keep_no_place_from_others() -> None:
+    """With `deterministic` all but one of the workers may wait, and that one is decoded at once."""
+    worker = Worker()
+    worker.encoder.begin(0)
+    expected, payload = worker.push([float(n) for n in range(8)], 0)
+    request = pb.PushRequest(codec=payload.codec, runs=payload.runs, caller=pb.Caller(worker=3))
+    body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
+    with ExitStack() as waiting, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elastic_ps.server.decoder.PATIENCE", timedelta(0))
+        for _ in range(AT_A_TIME):
+            waiting.enter_context(worker.decoder.open(request, LAYOUT, BUCKET, body))
+        assert worker.decoded(payload) == expected
+
+
+def test_no_more_than_some_are_decoded_at_a_time() -> None:
+    worker = Worker()
+    worker.encoder.begin(0)
+    expected, payload = worker.push([float(n) for n in range(8)], 0)
+    request = pb.PushRequest(codec=payload.codec, runs=payload.runs, caller=pb.Caller(worker=3))
+    body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
+    with ExitStack() as decoding, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elastic_ps.server.decoder.PATIENCE", timedelta(0))
+        for _ in range(AT_A_TIME):
+            decoding.enter_context(worker.decoder.open(request, LAYOUT, BUCKET, body)).view()
+        with pytest.raises(Refused) as refusal:
+            worker.decoded(payload)
+        assert refusal.value.code is RefusalCode.NOT_READY
+        decoding.close()
+        assert worker.decoded(payload) == expected
 
 
 def test_values_that_a_script_assigns_are_sent_as_they_are() -> None:
