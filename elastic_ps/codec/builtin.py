@@ -166,12 +166,15 @@ class Int4(_Integers):
         """See `Codec.encode`."""
         integers, scale = self._round(tensor, random, torch.uint8, above=self._most)
         pairs = integers.view(-1, 2)
+        pairs = pairs[: -(-tensor.numel() // 2)]
         return Encoded({"scale": scale, "pairs": pairs[:, 0] | (pairs[:, 1] << 4)})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """See `Codec.decode`."""
         whole = -(-out.numel() // self._block) * self._block
-        pairs = _require("pairs", encoded.tensors["pairs"], torch.uint8, whole // 2)
+        pairs = _require("pairs", encoded.tensors["pairs"], torch.uint8, -(-out.numel() // 2))
+        if missing := whole // 2 - pairs.numel():
+            pairs = torch.nn.functional.pad(pairs, (0, missing))
         integers = torch.stack((pairs & 15, pairs >> 4), dim=1).view(-1).to(torch.float32) - self._most
         self._restore(integers, encoded.tensors["scale"], out)
 

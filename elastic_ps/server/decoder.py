@@ -25,7 +25,7 @@ PATIENCE = timedelta(seconds=10)
 """How long one waits for its turn before the worker is asked to push again."""
 
 MORE = 4096
-"""An encoded bucket has at most so many bytes more than twice its plain ones."""
+"""An encoded bucket has at most so many bytes more than twice those of its elements, in float32 or wider."""
 
 
 class Decoder:
@@ -60,7 +60,7 @@ class Decoder:
                 f"codec {request.codec!r} ({', '.join(theirs)}); this job uses {self._plan.name!r} "
                 f"({', '.join(ours) or NONE}) here. All processes of a job need the same spec.compression",
             )
-        if incoming.size > 2 * bucket.nbytes + MORE:
+        if incoming.size > 2 * max(bucket.nbytes, 4 * bucket.elements) + MORE:
             raise _refused(request, f"{incoming.size} bytes; the plain gradient has {bucket.nbytes}")
         if not incoming.size:  # no piece has a gradient
             yield incoming

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ps.codec.base import Codec, Encoded
-from elastic_ps.codec.memory import as_bytes
+from elastic_ps.codec.memory import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
@@ -211,6 +211,33 @@ def test_a_number_that_is_too_large_is_refused_with_the_workers_name() -> None:
     refused(
         worker, Payload(payload.body, payload.codec, [pb.Run(codec="fp16", parts=run.parts, values=values)])
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "codec", "options"),
+    [
+        ("bfloat16", "topk", {"ratio": 1.0}),
+        ("float16", "topk", {"ratio": 1.0}),
+        ("float32", "int4", {"block": 1 << 14}),
+        ("float32", "int8", {"block": 1 << 16}),
+        ("float32", "signsgd", {"block": 1 << 20}),
+        ("float64", "topk", {"ratio": 1.0}),
+    ],
+)
+def test_what_a_codec_makes_is_never_too_long(dtype: str, codec: str, options: dict[str, Any]) -> None:
+    elements = 1 << 12 if codec == "topk" else 8
+    tensors = (TensorSpec("weight", (elements,), dtype, Rule.GRADIENT, 0),)
+    bucket = Bucket(0, 0, dtype, Rule.GRADIENT, (Piece(tensor=0, start=0, length=elements),))
+    layout, used = Layout(tensors, (bucket,), 1), plan(codec=codec, options=options)
+    gradient = torch.ones(elements, dtype=dtype_of(dtype))
+    encoder = Encoder(layout, used, worker=3, seed=0)
+    payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=0, version=0)
+    request = pb.PushRequest(codec=payload.codec, runs=payload.runs)
+    body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
+    with Decoder(used).open(request, layout, bucket, body) as incoming:
+        view = incoming.view()
+        assert view is not None
+        assert torch.allclose(as_tensor(view, gradient.dtype), gradient)
 
 
 def test_pushes_that_wait_for_their_turn_keep_no_place_from_others() -> None:
