@@ -60,8 +60,8 @@ class Codec(abc.ABC):
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """Write the gradient into `out`: flat, float32, as long as what was encoded.
 
-        What `encoded` holds comes from the network. Raises ValueError, KeyError or RuntimeError if it does
-        not fit.
+        All of `out` has to be written: it holds anything before. What `encoded` holds comes from the
+        network. Whatever is raised refuses the push.
         """
 
     def error_bound(self, tensor: torch.Tensor) -> float:  # noqa: ARG002

@@ -44,7 +44,8 @@ class Decoder:
         """The pushed body as that of a plain push; it is read and decoded when somebody looks at it.
 
         Only then it takes one of the places: a push that waits for its turn keeps none from others. Values
-        that a script assigns are sent as they are, whatever the job's codec is.
+        that a script assigns are sent as they are, whatever the job's codec is; so is a gradient that is not
+        finite.
 
         Raises:
             Refused: MALFORMED: another codec than the job's, or what was sent does not fit it.

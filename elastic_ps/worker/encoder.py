@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from elastic_ps.codec.base import Codec, Encoded, Packed, Part, pack
+from elastic_ps.codec.base import Packed, Part, pack
 from elastic_ps.codec.memory import as_bytes, name_of
 from elastic_ps.codec.plan import Plan, Run
 from elastic_ps.core.partition import Bucket, Layout
@@ -85,6 +85,9 @@ class Encoder:
     ) -> Payload:
         """What to send of a bucket's gradient. The second call in a step returns what the first one did.
 
+        A gradient with NaN or Inf is sent as it is, and the parameter server refuses it: a codec might hide
+        it, or keep it for later steps. So is one that float32 cannot hold.
+
         Args:
             gradient: flat, of the bucket's dtype; `raw` are its bytes.
             present: for each piece, whether it has a gradient; empty: all have.
@@ -97,31 +100,47 @@ class Encoder:
         with self._lock:
             if step == self._step and bucket.index in self._made:
                 return self._made[bucket.index]
+        if not _is_encodable(gradient):
+            return Payload(raw)
         random = torch.Generator()
         digest = hashlib.blake2b(f"{self._who}/{version}/{bucket.index}".encode(), digest_size=8).digest()
         random.manual_seed(int.from_bytes(digest, "little"))
-        packed, left_over = [], {}
-        with torch.no_grad():
-            for number, run in enumerate(runs):
-                place, own = (bucket.index, number), gradient[run.elements]
-                if run.codec is None:
-                    packed.append(Packed((Part("", name_of(own.dtype), run.length),), "", [as_bytes(own)]))
-                    continue
-                state = self._states.setdefault(place, {})
-                if not run.codec.feedback:
-                    packed.append(pack(run.codec.encode(own.to(torch.float32), state, random)))
-                    continue
-                absent = _absent(bucket, run, present)
-                total = self._total(place, own, absent)
-                encoded = run.codec.encode(total, state, random)
-                packed.append(pack(encoded))
-                left_over[place] = self._rest(place, run.codec, encoded, total, absent)
+        packed: list[Packed] = []
+        left_over: dict[_Place, torch.Tensor] = {}
+        for number, run in enumerate(runs):
+            place, own = (bucket.index, number), gradient[run.elements]
+            try:
+                with torch.no_grad():
+                    made, rest = self._encode_run(place, run, own, _absent(bucket, run, present), random)
+            except Exception as error:
+                error.add_note(f"The codec {run.name} has failed on a gradient, in bucket {bucket.index}.")
+                raise
+            packed.append(made)
+            if rest is not None:
+                left_over[place] = rest
         payload = self._payload(bucket, runs, packed)
         with self._lock:
             if step == self._step:
                 self._made[bucket.index] = payload
                 self._next |= left_over
         return payload
+
+    def _encode_run(
+        self, place: _Place, run: Run, own: torch.Tensor, absent: Sequence[slice], random: torch.Generator
+    ) -> tuple[Packed, torch.Tensor | None]:
+        """A run's gradient as it travels, and with error feedback what is left over of it."""
+        if run.codec is None:
+            return Packed((Part("", name_of(own.dtype), run.length),), "", [as_bytes(own)]), None
+        state = self._states.setdefault(place, {})
+        if not run.codec.feedback:
+            return pack(run.codec.encode(own.to(torch.float32), state, random)), None
+        total = self._total(place, own, absent)
+        encoded = run.codec.encode(total, state, random)
+        packed = pack(encoded)
+        decoded = torch.empty_like(total)
+        run.codec.decode(encoded, decoded)
+        # The parameter server has it in the model's dtype.
+        return packed, self._rest(place, decoded.to(own.dtype), total, absent)
 
     def _total(self, place: _Place, own: torch.Tensor, absent: Sequence[slice]) -> torch.Tensor:
         """A run's gradient and what was left over before, but for pieces without a gradient, in float32."""
@@ -133,11 +152,9 @@ class Encoder:
         return total
 
     def _rest(
-        self, place: _Place, codec: Codec, encoded: Encoded, total: torch.Tensor, absent: Sequence[slice]
+        self, place: _Place, decoded: torch.Tensor, total: torch.Tensor, absent: Sequence[slice]
     ) -> torch.Tensor:
         """What is left over of `total`, which is written to. Pieces without a gradient keep what they had."""
-        decoded = torch.empty_like(total)
-        codec.decode(encoded, decoded)
         rest = total.sub_(decoded)
         for piece in absent:
             rest[piece] = self._left_over[place][piece] if place in self._left_over else 0.0
@@ -161,6 +178,14 @@ class Encoder:
             body[place : place + len(part)] = part
             place += len(part)
         return Payload(body, self._plan.name, messages)
+
+
+def _is_encodable(gradient: torch.Tensor) -> bool:
+    """Whether all elements are finite, in float32 as well."""
+    if not gradient.numel():
+        return True
+    (low, high), limit = torch.aminmax(gradient), torch.finfo(torch.float32).max
+    return bool(-limit <= low) and bool(high <= limit)  # not, if one is NaN: then both are
 
 
 def _absent(bucket: Bucket, run: Run, present: Sequence[bool]) -> list[slice]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 from elastic_ps.codec.base import Codec, Encoded
 from elastic_ps.codec.memory import as_bytes, as_tensor, dtype_of
-from elastic_ps.codec.plan import Plan
+from elastic_ps.codec.plan import BUILT_IN, Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import Compression
@@ -194,6 +196,15 @@ def failing(where: str) -> Plan:
     return plan(codec=FAILING, options={"fails": where})
 
 
+@pytest.mark.parametrize("where", ["encode", "decode"])
+def test_an_error_of_the_users_codec_names_it(where: str) -> None:
+    worker = Worker(failing(where))
+    worker.encoder.begin(0)
+    with pytest.raises(IndexError) as error:
+        worker.push([1.0] * 8, 0)
+    assert any(FAILING in note for note in error.value.__notes__)
+
+
 def test_an_error_in_decode_on_the_server_names_the_worker() -> None:
     worker = Worker(failing("never"), server=failing("decode"))
     worker.encoder.begin(0)
@@ -211,6 +222,46 @@ def test_a_number_that_is_too_large_is_refused_with_the_workers_name() -> None:
     refused(
         worker, Payload(payload.body, payload.codec, [pb.Run(codec="fp16", parts=run.parts, values=values)])
     )
+
+
+@pytest.mark.parametrize("codec", sorted(BUILT_IN))
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_that_is_not_finite_arrives_as_it_is(codec: str, bad: float) -> None:
+    """The parameter server refuses it by that, and later steps know nothing of it."""
+    worker = Worker(plan(codec=codec))
+    worker.encoder.begin(0)
+    assert str(worker.push([1.0, bad] * 4, 0)[0]) == str([1.0, bad] * 4)
+    worker.encoder.begin(1)
+    assert all(math.isfinite(value) for value in worker.push([1.0] * 8, 1)[0])
+
+
+@pytest.mark.parametrize("codec", sorted(BUILT_IN))
+def test_what_float32_cannot_hold_arrives_as_it_is(codec: str) -> None:
+    bucket = replace(BUCKET, dtype="float64")
+    encoder = Encoder(replace(LAYOUT, buckets=(bucket,)), plan(codec=codec), worker=3, seed=0)
+    gradient = torch.full((8,), 1e300, dtype=torch.float64)
+    payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=0, version=0)
+    assert (payload.codec, bytes(payload.body)) == ("none", bytes(as_bytes(gradient)))
+
+
+def test_what_a_half_precision_model_rounds_away_waits_too() -> None:
+    """The mean magnitude of each step lies between two numbers of bfloat16."""
+    bucket = replace(BUCKET, dtype="bfloat16")
+    layout, used = replace(LAYOUT, buckets=(bucket,)), plan(codec="signsgd")
+    encoder, decoder = Encoder(layout, used, worker=3, seed=0), Decoder(used)
+    gradient = torch.tensor([1.0, 1.0 + 2.0**-7] * 4, dtype=torch.bfloat16)
+    sent, steps = torch.zeros(8, dtype=torch.float64), 800
+    for step in range(steps):
+        encoder.begin(step)
+        payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=step, version=step)
+        request = pb.PushRequest(codec=payload.codec, runs=payload.runs)
+        body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
+        with decoder.open(request, layout, bucket, body) as incoming:
+            view = incoming.view()
+            assert view is not None
+            sent += as_tensor(view, torch.bfloat16)
+        encoder.applied()
+    assert torch.allclose(sent, gradient.double() * steps, rtol=0, atol=2)
 
 
 @pytest.mark.parametrize(
