@@ -18,7 +18,7 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import RefusalCode, Refused, UsageError
+from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
@@ -307,6 +307,11 @@ class Engine:
                 self._join_again(refusal)
             else:
                 raise
+        except ElasticPSError:
+            raise
+        except BaseException:
+            self._leave_step()
+            raise
         else:
             self._steps += 1
             batches.step_made()
@@ -315,6 +320,15 @@ class Engine:
                 self.schedule.step_made(settings, self._in_force())
         if self._stopping:
             self.stop_computing()
+
+    def _leave_step(self) -> None:
+        """The script was interrupted while it waited, as by Ctrl-C in a notebook, and may go on.
+
+        Whether the step is in the model is not known here. If it is not, its records go to others.
+        """
+        self._drop_step()
+        self._abandoned = True
+        self._exchange().reset()
 
     def _is_left_out(self, refusal: Refused) -> bool:
         """Whether this worker takes no part in the round any more, though it is a member: see `assign`."""

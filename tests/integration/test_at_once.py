@@ -124,3 +124,59 @@ def test_the_step_is_pushed_again_if_another_worker_vanishes(tmp_path: Path, det
     assert max(attempts) == 1
     assert_each_record_once(commits, records=len(data), epochs=1)
     assert_equal_up_to_round_off(models[0], make_mlp(), lambda m: replay(commits, data, m, sgd, job.spec))
+
+
+@pytest.mark.parametrize(("applied", "shards"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(
+    "consistency",
+    [{"mode": "sync"}, {"mode": "sync", "backupWorkers": 1}, {"mode": "bounded", "maxStaleness": 2}],
+    ids=["sync", "backup", "bounded"],
+)
+def test_a_script_may_go_on_after_an_interrupt(
+    tmp_path: Path, consistency: dict[str, Any], applied: bool, shards: int
+) -> None:
+    """Ctrl-C while a step waits, in a notebook. The next one is another step, wherever that one is."""
+    data, interrupted = Numbers(120), threading.Event()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        interrupt_once(session)
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            with suppress(KeyboardInterrupt):
+                optimizer.step()
+
+    def interrupt_once(session: Session) -> None:
+        exchange = session._engine.exchange
+        assert exchange is not None
+        name = "_wait" if applied or shards > 1 else "_receive"
+        usual = getattr(exchange, name)
+
+        def wait(*given: Any) -> None:
+            step = exchange.under_way
+            now = step is not None and step.base > 2 and not interrupted.is_set()
+            if now:
+                interrupted.set()
+            if applied or not now:
+                usual(*given)
+            if now:
+                raise KeyboardInterrupt
+
+        setattr(exchange, name, wait)
+
+    with running_job(
+        tmp_path, consistency=consistency, worker={"replicas": 2}, parameterServer={"replicas": shards}
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        assert interrupted.is_set()
+        assert_each_record_once(job.commits(), records=len(data), epochs=1)
+        for worker in range(2):
+            pushes = [e for e in events(job.history, f"worker-{worker}") if e["event"] == "push"]
+            bases = {(e["incarnation"], e["step"], e["base"]) for e in pushes}
+            assert len(bases) == len({(incarnation, step) for incarnation, step, _ in bases})
+            first = [e for e in pushes if e["attempt"] == 0 and e["bucket"] == pushes[0]["bucket"]]
+            assert len(first) == len({(e["incarnation"], e["step"]) for e in first})
