@@ -94,7 +94,7 @@ def test_no_round_is_lost_with_the_parameter_server(
 def test_a_drill_loses_nothing(operator: OperatorProcess, jobs: Jobs, tmp_path: Path) -> None:
     """As the histories of all pods say, not as the parameter server counts."""
     jobs.cluster.apply(HISTORIES, namespace=jobs.namespace)
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(digits("drilled", epochs=50)))
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(digits("drilled", epochs=100)))
     command = [sys.executable, "-m", "elastic_ps.cli", "drill", str(tmp_path / "job.yaml"), "--seed", "3"]
     command += ["--faults", "kill-worker,kill-ps", "--histories", "histories"]
     command += ["--namespace", jobs.namespace, "--report", str(tmp_path / "report")]
