@@ -203,6 +203,7 @@ def main() -> None:
     parsed = parser.parse_args()
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         parser.error("needs root, and the commands ip and tc (iproute2)")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the hosts are removed
     four = range(4)
     servers, workers = ([0], [1]) if parsed.workers == 1 else (four, four)
     found: dict[str, list[Measured]] = {"elastic-ps": [], "elastic-ps over gRPC": []}
