@@ -297,7 +297,9 @@ def test_a_step_that_cannot_be_let_in_yet_is_asked_for_again(monkeypatch: pytest
 
         shard.refuse = lose
         finish(coordinator, first, taken)
+        asked = coordinator.job.clock()
         assert coordinator.begin(1, second.incarnation, version=0, step=0) is None
+        assert coordinator.job.clock() - asked >= 0.05, "it has waited, so that it does not ask all the time"
         shard.refuse = lambda _: None
         eventually(lambda: coordinator.job.state.version == 1, "the round is committed")
         eventually(
