@@ -78,7 +78,7 @@ class _Memory:
 
     def __init__(self) -> None:
         self._encoded = bytearray()
-        self._decoded = torch.empty(0, dtype=torch.uint8)
+        self._decoded = torch.empty(0, dtype=torch.uint8)  # mutant: equal
 
     def encoded(self, nbytes: int) -> memoryview:
         """That many bytes."""

@@ -80,19 +80,29 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_a_parameter_server_that_is_replaced_while_it_starts_is_fenced() -> None:
-    """A shard that it asks late has been configured in a newer term."""
+@pytest.mark.parametrize(
+    ("refusal", "expected"),
+    [
+        (Refused(RefusalCode.STALE_TERM, "this is an order of term 2; term 3 gives the orders now"), Fenced),
+        (Refused(RefusalCode.INVALID, "this cannot be, but in term 3"), Refused),
+    ],
+    ids=["replaced", "refused"],
+)
+def test_a_parameter_server_whose_shard_refuses_the_checkpoint_does_not_start(
+    refusal: Refused, expected: type[Exception]
+) -> None:
+    """If it has been configured in a newer term, the parameter server was replaced while it started."""
 
-    class Newer(Notes):
+    class Refusing(Notes):
         def configure(self, configuration: Configuration) -> None:
-            raise Refused(RefusalCode.STALE_TERM, "this is an order of term 2; term 3 gives the orders now")
+            raise refusal
 
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
-    lead = Lead("job", spec, 2, [Notes(), Newer()], keeper=None, history=History(None, ""))
+    lead = Lead("job", spec, 2, [Notes(), Refusing()], keeper=None, history=History(None, ""))
     tensors = [{"name": "w", "shape": [4], "dtype": "float32", "rule": int(Rule.GRADIENT), "group": 0}]
     state = {"settings": SETTINGS.to_json()}
     found = Manifest(job="job", version=1, term=1, tensors=tensors, optimizer="SGD", state=state)
-    with pytest.raises(Fenced, match="term 3 gives the orders now"):
+    with pytest.raises(expected, match="term 3"):
         lead.start(found)
 
 
