@@ -189,7 +189,7 @@ class TopK(Codec):
     feedback = True
 
     def __init__(self, ratio: float = 0.01) -> None:
-        """`ratio`: of the elements that are sent, at most, but one."""
+        """`ratio`: the largest share of the elements that is sent; one element is sent in any case."""
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio is {ratio}; expected a number above 0, and 1 at most")
         self._ratio = ratio

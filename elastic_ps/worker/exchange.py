@@ -187,12 +187,12 @@ class Exchange:
             self._queue_ready()
 
     def _queue_ready(self) -> None:
+        if self._at_once:
+            return
         if self._ending is not None:
             limit = self._ready
         else:
             limit = 0 if self._may_be_stale else min(self._ready, len(self._pushed) - 1)
-        if self._at_once:
-            return
         while self._queued < limit:
             bucket = self._pushed[self._queued]
             assert self._step is not None
