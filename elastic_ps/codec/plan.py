@@ -77,7 +77,11 @@ class Plan:
 
     def runs(self, layout: Layout, bucket: Bucket) -> list[Run]:
         """The runs of a bucket; none if all of it is sent as it is. Only gradients are encoded."""
-        if bucket.rule is not Rule.GRADIENT or not bucket.dtype.endswith(("16", "32", "64")):
+        if (
+            not self.encodes
+            or bucket.rule is not Rule.GRADIENT
+            or not bucket.dtype.endswith(("16", "32", "64"))
+        ):
             return []
         runs: list[Run] = []
         place = 0

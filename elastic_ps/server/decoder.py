@@ -33,6 +33,7 @@ class Decoder:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
+        self._known: tuple[Layout | None, dict[int, list[Run]]] = (None, {})  # the runs of a layout's buckets
         self._places: queue.SimpleQueue[_Memory] = queue.SimpleQueue()
         for _ in range(AT_A_TIME):
             self._places.put(_Memory())
@@ -53,7 +54,7 @@ class Decoder:
         if request.codec == NONE and not request.runs:
             yield incoming
             return
-        runs = self._plan.runs(layout, bucket)
+        runs = self._runs(layout, bucket)
         theirs, ours = [run.codec for run in request.runs], [run.name for run in runs]
         if request.codec != self._plan.name or theirs != ours:
             raise _refused(
@@ -71,6 +72,14 @@ class Decoder:
             yield decoded
         finally:
             decoded.close()
+
+    def _runs(self, layout: Layout, bucket: Bucket) -> list[Run]:
+        known, runs = self._known
+        if known is not layout:  # the shard has been configured anew
+            self._known = layout, (runs := {})
+        if bucket.index not in runs:
+            runs[bucket.index] = self._plan.runs(layout, bucket)
+        return runs[bucket.index]
 
 
 class _Memory:

@@ -322,9 +322,10 @@ class Engine:
             self.stop_computing()
 
     def _leave_step(self) -> None:
-        """The script was interrupted while it waited, as by Ctrl-C in a notebook, and may go on.
+        """Forget the step under way, and tell the parameter server at the next occasion.
 
-        Whether the step is in the model is not known here. If it is not, its records go to others.
+        So if the script was interrupted while it waited, as by Ctrl-C in a notebook, and goes on: whether the
+        step is in the model is not known here. If it is not, its records go to others.
         """
         self._drop_step()
         self._abandoned = True
@@ -346,9 +347,7 @@ class Engine:
         """The round is made without this worker: pull what there is, since some of it may have arrived."""
         exchange = self._exchange()
         logger.info("the step is dropped: the round is made without this worker")
-        self._drop_step()
-        self._abandoned = True
-        exchange.reset()
+        self._leave_step()
         try:
             exchange.fetch(exchange.version, contributor=False)
         except Refused as refusal:
