@@ -44,6 +44,12 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
+def find_own_modules() -> None:
+    """Import from the current directory, too, as `python -m` does: there are the user's modules."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+
+
 def take_descriptors() -> None:
     """Let this process have as many as the system permits: of a server, each call of a worker takes one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from elastic_ps.codec import NONE
@@ -17,6 +15,7 @@ from elastic_ps.codec.builtin import Bf16, Fp16, Int4, Int8, SignSGD, TopK
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.errors import InvalidJob
 from elastic_ps.job import Compression
+from elastic_ps.process import find_own_modules
 
 BUILT_IN: Mapping[str, type[Codec]] = {
     "bf16": Bf16,
@@ -128,8 +127,7 @@ def make(name: str, options: Mapping[str, Any]) -> Codec | None:
 
 def _imported(name: str) -> type[Codec]:
     module, _, attribute = name.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    find_own_modules()
     try:
         kind = getattr(importlib.import_module(module), attribute)
     except Exception as error:

@@ -413,12 +413,11 @@ class Client:
         shard: int,
         step: Step,
         attempt: int,
-        present: Sequence[bool],
         payload: Payload,
         ending: Ending | None,
     ) -> None:
         """Send a gradient; with `ending`, end the step as well. Blocks until it is in the round's sum."""
-        header = self._push(bucket, step, attempt, present, payload, ending).SerializeToString()
+        header = self._push(bucket, step, attempt, payload, ending).SerializeToString()
         self._retry(lambda: _only(self._call(shard, "Push", Frame(header, payload.body))))
 
     def push_and_pull(
@@ -426,13 +425,12 @@ class Client:
         bucket: int,
         step: Step,
         attempt: int,
-        present: Sequence[bool],
         payload: Payload,
         ending: Ending,
         wanted: Wanted,
     ) -> Answers:
         """One try of the step's last push to a shard that is alone, and of the pull after it, in one call."""
-        request = self._push(bucket, step, attempt, present, payload, ending)
+        request = self._push(bucket, step, attempt, payload, ending)
         request.pull.CopyFrom(wanted.request())
         return self._pulled(0, "Push", Frame(request.SerializeToString(), payload.body))
 
@@ -441,7 +439,6 @@ class Client:
         bucket: int,
         step: Step,
         attempt: int,
-        present: Sequence[bool],
         payload: Payload,
         ending: Ending | None,
     ) -> pb.PushRequest:
@@ -452,7 +449,7 @@ class Client:
             version=step.version,
             attempt=attempt,
             samples=step.samples,
-            present=present,
+            present=payload.present,
             codec=payload.codec,
             runs=payload.runs,
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from elastic_ps.codec import NONE
 from elastic_ps.codec.base import Packed, Part, pack
 from elastic_ps.codec.memory import as_bytes, name_of
 from elastic_ps.codec.plan import Plan, Run
@@ -34,11 +35,13 @@ class Payload:
         body: the bytes.
         codec: the name of the job's codec; `none` if the bucket is sent as it is.
         runs: how it is encoded.
+        present: for each piece, whether it has a gradient; empty: all have.
     """
 
     body: memoryview
-    codec: str = "none"
+    codec: str = NONE
     runs: Sequence[pb.Run] = ()
+    present: Sequence[bool] = ()
 
 
 class Encoder:
@@ -95,13 +98,14 @@ class Encoder:
             version: that the step is computed on.
         """
         runs = self._runs[bucket.index]
+        plain = Payload(raw, present=present)
         if not runs:
-            return Payload(raw)
+            return plain
         with self._lock:
             if step == self._step and bucket.index in self._made:
                 return self._made[bucket.index]
         if not _is_encodable(gradient):
-            return Payload(raw)
+            return plain
         random = torch.Generator()
         digest = hashlib.blake2b(f"{self._who}/{version}/{bucket.index}".encode(), digest_size=8).digest()
         random.manual_seed(int.from_bytes(digest, "little"))
@@ -118,7 +122,7 @@ class Encoder:
             packed.append(made)
             if rest is not None:
                 left_over[place] = rest
-        payload = self._payload(bucket, runs, packed)
+        payload = self._payload(bucket, runs, packed, present)
         with self._lock:
             if step == self._step:
                 self._made[bucket.index] = payload
@@ -160,7 +164,9 @@ class Encoder:
             rest[piece] = self._left_over[place][piece] if place in self._left_over else 0.0
         return rest
 
-    def _payload(self, bucket: Bucket, runs: Sequence[Run], packed: Sequence[Packed]) -> Payload:
+    def _payload(
+        self, bucket: Bucket, runs: Sequence[Run], packed: Sequence[Packed], present: Sequence[bool]
+    ) -> Payload:
         messages = [
             pb.Run(
                 codec=run.name,
@@ -177,7 +183,7 @@ class Encoder:
         for part in (part for made in packed for part in made.body):
             body[place : place + len(part)] = part
             place += len(part)
-        return Payload(body, self._plan.name, messages)
+        return Payload(body, self._plan.name, messages, present)
 
 
 def _is_encodable(gradient: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ps.errors import InvalidJob
+from elastic_ps.process import find_own_modules
 
 
 def load(entrypoint: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
@@ -22,8 +23,7 @@ def load(entrypoint: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
             it does not take these arguments.
     """
     module_name, _, name = entrypoint.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    find_own_modules()
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:

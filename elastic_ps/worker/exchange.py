@@ -277,7 +277,7 @@ class Exchange:
         for bucket in self._pushed:
             self._record_push(step, bucket, attempt)
             payload = Payload(self._flat.contribution_bytes(bucket))
-            self._client.push(bucket.index, bucket.shard, step, attempt, (), payload, None)
+            self._client.push(bucket.index, bucket.shard, step, attempt, payload, None)
         self._client.finish(step, attempt, Ending(ranges=(), settings="", metrics={}, assigns=True))
 
     def fetch(self, version: int, *, contributor: bool) -> None:
@@ -400,20 +400,19 @@ class Exchange:
             self._arrived(_FINISH, push.generation)
 
     def _push(self, bucket: Bucket, step: Step, attempt: int, ending: Ending | None) -> None:
-        present, payload = self._contribution(bucket, step, attempt)
+        payload = self._contribution(bucket, step, attempt)
         with self._traced(bucket, step, attempt, payload):
-            self._client.push(bucket.index, bucket.shard, step, attempt, present, payload, ending)
+            self._client.push(bucket.index, bucket.shard, step, attempt, payload, ending)
 
-    def _contribution(self, bucket: Bucket, step: Step, attempt: int) -> tuple[Sequence[bool], Payload]:
-        """What is sent of a bucket: which pieces are there, and the bytes. It is recorded as sent."""
+    def _contribution(self, bucket: Bucket, step: Step, attempt: int) -> Payload:
+        """What is sent of a bucket. It is recorded as sent."""
         self._record_push(step, bucket, attempt)
         present = self._present[bucket.index]
         absent = bool(present) and not any(present)
         if absent:
-            return present, Payload(EMPTY)
+            return Payload(EMPTY, present=present)
         raw, gradient = self._flat.contribution_bytes(bucket), self._flat.contribution_of(bucket)
-        payload = self._encoder.encode(bucket, gradient, raw, present, step=step.number, version=step.base)
-        return present, payload
+        return self._encoder.encode(bucket, gradient, raw, present, step=step.number, version=step.base)
 
     @contextmanager
     def _traced(self, bucket: Bucket, step: Step, attempt: int, payload: Payload) -> Iterator[None]:
@@ -532,10 +531,10 @@ class Exchange:
         try:
             for bucket in others:
                 self._push(bucket, step, wanted.attempt, None)
-            present, payload = self._contribution(last, step, wanted.attempt)
+            payload = self._contribution(last, step, wanted.attempt)
             with self._traced(last, step, wanted.attempt, payload):
                 answers = self._client.push_and_pull(
-                    last.index, step, wanted.attempt, present, payload, ending, wanted
+                    last.index, step, wanted.attempt, payload, ending, wanted
                 )
                 first = next(answers, None)
         except Refused as refusal:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.client import Answers, Step
+from elastic_ps.worker.encoder import Payload
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, events, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
@@ -93,10 +94,10 @@ def test_the_step_is_pushed_again_if_another_worker_vanishes(tmp_path: Path, det
         client = session._engine.client
         usual = client.push_and_pull
 
-        def half(bucket: int, step: Step, attempt: int, present: Sequence[bool], *rest: Any) -> Answers:
+        def half(bucket: int, step: Step, attempt: int, payload: Payload, *rest: Any) -> Answers:
             if step.number < 3:
-                return usual(bucket, step, attempt, present, *rest)
-            client.push(bucket, 0, step, attempt, present, rest[0], None)
+                return usual(bucket, step, attempt, payload, *rest)
+            client.push(bucket, 0, step, attempt, payload, None)
             eventually(lambda: waits(step.version), "the other one has pushed")
             pushed.set()
             raise Halt
