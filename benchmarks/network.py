@@ -29,7 +29,8 @@ from pathlib import Path
 from benchmarks.datapath import CASES, Measured, collect, make_model, median
 from benchmarks.recovery import ROOT
 from elastic_ps.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, ProcessEnvironment, Role
-from elastic_ps.job import CODECS, TrainingJobSpec
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.training import CODECS
 
 MASTER = 29500
 """The port of DistributedDataParallel's store."""

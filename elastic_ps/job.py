@@ -1,4 +1,4 @@
-"""The spec of a TrainingJob. `elastic_ps.status` has its status.
+"""The spec of a TrainingJob; `training` and `policies` have parts of it, `elastic_ps.status` has its status.
 
 These models are the single definition of the resource. The local launcher reads job files with them, the
 operator reads custom resources with them, and the CRD is generated from them. The module imports neither
@@ -10,76 +10,33 @@ Field names are snake_case in Python and camelCase in YAML. Unknown fields are e
 from __future__ import annotations
 
 import difflib
-import math
-import re
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import yaml
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
-    PlainSerializer,
     ValidationError,
-    WithJsonSchema,
     model_validator,
 )
-from pydantic.alias_generators import to_camel
 
 from elastic_ps.errors import InvalidJob
+from elastic_ps.fields import CamelModel, Duration, PodTemplate
+from elastic_ps.policies import RunPolicy
+from elastic_ps.training import Compression, Consistency
 
 GROUP = "elastic-ps.dev"
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "TrainingJob"
 
-_DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
 _CLAIM = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
-_UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def parse_duration(value: object) -> timedelta:
-    """Read a duration as Kubernetes writes it: `30s`, `1m30s`, `500ms`.
-
-    Raises:
-        ValueError: `value` is not such a string (nor already a timedelta).
-    """
-    if isinstance(value, timedelta):
-        return value
-    if not isinstance(value, str) or not re.match(_DURATION, value):
-        raise ValueError(f"{value!r} is not a duration; write it like 30s, 1m30s or 500ms")
-    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", value)
-    return timedelta(seconds=sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts))
-
-
-def format_duration(value: timedelta) -> str:
-    """Write a duration so that `parse_duration` reads it back."""
-    milliseconds = round(value.total_seconds() * 1000)
-    return f"{milliseconds // 1000}s" if milliseconds % 1000 == 0 else f"{milliseconds}ms"
-
-
-Duration: TypeAlias = Annotated[
-    timedelta,
-    BeforeValidator(parse_duration),
-    PlainSerializer(format_duration),
-    WithJsonSchema({"type": "string", "pattern": _DURATION}),
-]
-PodTemplate: TypeAlias = dict[str, JsonValue]
 _M = TypeVar("_M", bound=BaseModel)
-
-
-class CamelModel(BaseModel):
-    """Fields in camel case, as in YAML and JSON; unknown ones are refused."""
-
-    model_config = ConfigDict(
-        extra="forbid", populate_by_name=True, alias_generator=to_camel, validate_default=True
-    )
 
 
 class VolumeClaim(CamelModel):
@@ -244,196 +201,6 @@ class Worker(CamelModel):
             raise ValueError(f"replicas {replicas} is above maxReplicas {self.max_replicas}")
 
 
-class ModeOption(NamedTuple):
-    """A field of `Consistency` that one mode alone has.
-
-    Attributes:
-        field: its name in Python.
-        mode: the mode.
-        needed: what it says, if the mode needs it; "" if the mode can do without.
-    """
-
-    field: str
-    mode: str
-    needed: str = ""
-
-    @property
-    def name(self) -> str:
-        """As in YAML."""
-        return to_camel(self.field)
-
-
-OPTIONS = (
-    ModeOption(
-        "max_staleness",
-        "bounded",
-        "the number of versions that the other workers may make while one worker computes a step",
-    ),
-    ModeOption("reads", "async"),
-    ModeOption("staleness_scale", "async"),
-    ModeOption("gradients", "accumulate", "the number of steps that each version is made of"),
-)
-"""The fields of `Consistency` that belong to one mode. The CRD has its rules from here."""
-
-
-class Consistency(CamelModel):
-    """When gradients become a new version of the model."""
-
-    mode: Literal["sync", "bounded", "accumulate", "async"] = Field(
-        default="sync",
-        description="With sync, each version is made of one step of every worker, so fast workers wait for "
-        "slow ones. With bounded, a version is made as soon as one worker has finished a step. A slow "
-        "worker's step goes into a later version, and maxStaleness limits how much later. With accumulate, "
-        "each version is made of a fixed number of steps, from whichever workers have them; see gradients. "
-        "With async, each step makes a version as soon as it is there, however old the version is that it "
-        "was computed on.",
-    )
-    max_staleness: int | None = Field(
-        default=None,
-        ge=1,
-        description="Only with mode bounded, and needed there: how many versions the other workers may make "
-        "while one worker computes a step. After that they wait for it. Example: three workers make 5 steps "
-        "each while a fourth makes one. They make up to 15 versions meanwhile, so with 16 they do not wait.",
-    )
-    gradients: int | None = Field(
-        default=None,
-        ge=1,
-        description="Only with mode accumulate, and needed there: how many steps each version is made of, "
-        "all computed on the version before. If there are fewer workers, some of them compute several steps "
-        "for a version. If there are more, the steps that come last are dropped, and their records go to "
-        "other workers. The last version of a job may be made of fewer.",
-    )
-    reads: Literal["consistent", "inconsistent"] | None = Field(
-        default=None,
-        description="Only with mode async; consistent if unset. With consistent, a worker reads one version "
-        "wholly, and the next version is made when all that read have finished. With inconsistent, versions "
-        "are made meanwhile, so some of the parameters that a worker reads may be newer than others.",
-    )
-    staleness_scale: Literal["none", "inverse"] | None = Field(
-        default=None,
-        description="Only with mode async; none if unset. With inverse, the learning rate of a step is "
-        "divided by one more than its staleness: a step that is 3 versions old is made with a quarter of the "
-        "rate.",
-    )
-    deterministic: bool = Field(
-        default=False,
-        description="With true, two runs of the job give the same model, bit for bit. Each worker has a "
-        "fixed share of the records, and gradients are added in the order of the workers' indexes. When a "
-        "worker is lost, the others wait for its replacement. worker.replicas cannot change while the job "
-        "runs.",
-    )
-    backup_workers: int = Field(
-        default=0,
-        ge=0,
-        description="How many slow workers each round leaves out. Example: with 4 workers and 1, a version "
-        "is made of the first 3 steps. The fourth step is dropped, and its records go to other workers.",
-    )
-
-    @property
-    def waits_for_all(self) -> bool:
-        """Whether each version is made of the steps of all workers that compute."""
-        return self.mode == "sync" and not self.backup_workers
-
-    @property
-    def may_be_late(self) -> bool:
-        """Whether a version may be complete without a worker's step, which is then dropped."""
-        return self.backup_workers > 0 or self.mode == "accumulate"
-
-    @property
-    def may_be_stale(self) -> bool:
-        """Whether a step may go into a later version than the one after that it was computed on."""
-        return self.mode in ("bounded", "async")
-
-    @property
-    def most_stale(self) -> float:
-        """The most versions that may be made between the one of a step and the one that it goes into."""
-        return math.inf if self.mode == "async" else self.max_staleness or 0
-
-    @property
-    def reads_one_version(self) -> bool:
-        """Whether no version is made while a worker reads the one that it is to compute on."""
-        return self.waits_for_all or (self.mode == "async" and self.reads != "inconsistent")
-
-    @property
-    def may_assign(self) -> bool:
-        """Whether a script may assign the model's values (`session.assign`)."""
-        return self.waits_for_all and not self.deterministic
-
-    @model_validator(mode="after")
-    def _check_options(self) -> Consistency:
-        for option in OPTIONS:
-            value = getattr(self, option.field)
-            if self.mode == option.mode and option.needed and value is None:
-                raise ValueError(f"mode {option.mode} needs {option.name}: {option.needed}")
-            if self.mode != option.mode and value is not None:
-                raise ValueError(
-                    f"{option.name} {value} has no meaning with mode {self.mode}; leave it out, or set mode: "
-                    f"{option.mode}"
-                )
-        other = "backupWorkers" if self.backup_workers else "deterministic" if self.deterministic else ""
-        if self.mode != "sync" and other:
-            raise ValueError(f"{other} works only with mode sync; leave it out, or set mode: sync")
-        return self
-
-    @model_validator(mode="after")
-    def _check_backup_workers(self) -> Consistency:
-        if self.deterministic and self.backup_workers:
-            raise ValueError(
-                f"backupWorkers {self.backup_workers} cannot be combined with deterministic: true, because "
-                "which worker is late differs from run to run; leave one of the two out"
-            )
-        return self
-
-
-CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "signsgd")
-"""Names of codecs; a codec of the user's own is named as module:Class."""
-
-CODEC = Annotated[str, AfterValidator(lambda name: _check_codec(name))]
-
-
-def _check_codec(name: str) -> str:
-    own = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name)
-    if name in CODECS or own:
-        return name
-    nearest = difflib.get_close_matches(name, CODECS, 1)
-    hint = f"; {nearest[0]} is the nearest" if nearest else ""
-    raise ValueError(
-        f"there is no codec {name!r}; expected one of {', '.join(CODECS)}, or module:Class{hint}"
-    )
-
-
-class CompressionRule(CamelModel):
-    """A codec for some of the parameters."""
-
-    match: str = Field(
-        min_length=1,
-        description="A pattern of parameter names, as of files: *.bias matches layer1.bias. The first rule "
-        "that matches a parameter counts.",
-    )
-    codec: CODEC = Field(description="As compression.codec.")
-    options: dict[str, JsonValue] = Field(default_factory=dict, description="As compression.options.")
-
-
-class Compression(CamelModel):
-    """What a gradient looks like on the wire."""
-
-    codec: CODEC = Field(
-        default="none",
-        description="How workers encode gradients. With none, they are sent as they are. bf16 and fp16 take "
-        "half the bytes, int8 a quarter, int4 an eighth, signsgd a twentieth, and topk sends only the "
-        "largest ones. With topk and signsgd, what a step does not send is added to the worker's next step. "
-        "A codec of your own is named as module:Class.",
-    )
-    options: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        description="Arguments of the codec: block, the number of elements that share a scale (int8, int4, "
-        "signsgd), or ratio, the share of elements that is sent (topk).",
-    )
-    rules: list[CompressionRule] = Field(
-        default_factory=list, description="Other codecs for some of the parameters, by their names."
-    )
-
-
 class Data(CamelModel):
     """How records are handed out to the workers."""
 
@@ -442,89 +209,6 @@ class Data(CamelModel):
     )
     shuffle: bool = Field(default=True, description="Whether each epoch has the records in a new order.")
     seed: int = Field(default=0, ge=0, description="The seed of the records' order.")
-
-
-class OnExitCodes(CamelModel):
-    """Which exit statuses of a worker's container a rule is for."""
-
-    operator: Literal["In", "NotIn"] = Field(
-        default="In", description="Whether the rule is for these exit statuses, or for all others but 0."
-    )
-    values: list[Annotated[int, Field(ge=1, le=255)]] = Field(description="Exit statuses from 1 to 255.")
-
-
-class OnPodCondition(CamelModel):
-    """Which condition of a worker's pod a rule is for."""
-
-    type: str = Field(description="The type of the condition, as in DisruptionTarget.")
-    status: Literal["True", "False", "Unknown"] = Field(
-        default="True", description="The status that the condition must have."
-    )
-
-
-class FailureRule(CamelModel):
-    """What follows from a worker's end. The first rule that fits decides."""
-
-    action: Literal["FailJob", "Ignore", "Count"] = Field(
-        description="FailJob ends the job. Count replaces the worker and counts against backoffLimit. Ignore "
-        "only replaces the worker."
-    )
-    on_exit_codes: OnExitCodes | None = Field(
-        default=None, description="The rule is for workers with these exit statuses."
-    )
-    on_pod_conditions: list[OnPodCondition] | None = Field(
-        default=None, description="The rule is for pods that have one of these conditions."
-    )
-
-    @model_validator(mode="after")
-    def _check_one(self) -> FailureRule:
-        if (self.on_exit_codes is None) == (self.on_pod_conditions is None):
-            raise ValueError("a rule needs either onExitCodes or onPodConditions, and not both")
-        return self
-
-
-class PodFailurePolicy(CamelModel):
-    """What follows from a worker's end, in the manner of a Kubernetes Job."""
-
-    rules: list[FailureRule] = Field(
-        description="Looked at in this order; the first that fits decides. If none does, each end other than "
-        "0 counts, except disruptions."
-    )
-
-
-class RunPolicy(CamelModel):
-    """When to stop, give up, and clean up."""
-
-    suspend: bool = Field(
-        default=False,
-        description="Set it to true to suspend the job: the job writes a checkpoint, and all of its pods are "
-        "deleted. Set it to false again, and the job continues from that checkpoint.",
-    )
-    backoff_limit: int = Field(
-        default=3,
-        ge=0,
-        description="The job fails when its workers have failed more often than this. On a cluster, each "
-        "exit status other than 0 counts, and so do signals and a lack of memory. Disruptions do not: "
-        "eviction, preemption, deletion, a lost node. On one machine, scripts that fail count. A "
-        "crash, such as a segmentation fault, counts if the same worker's last crash had the same "
-        "cause and the worker has trained nothing since. A worker that is killed from outside does "
-        "not count.",
-    )
-    pod_failure_policy: PodFailurePolicy | None = Field(
-        default=None,
-        description="Rules for a cluster: which ends of a worker count against backoffLimit, which do not, "
-        "and which end the job.",
-    )
-    active_deadline_seconds: int | None = Field(
-        default=None, ge=1, description="The job fails when it has run for this many seconds."
-    )
-    ttl_seconds_after_finished: int | None = Field(
-        default=None, ge=0, description="The job is deleted this many seconds after it has finished."
-    )
-    clean_pod_policy: Literal["Running", "None", "All"] = Field(
-        default="Running",
-        description="Which pods are deleted when the job has finished: those that still run, none, or all.",
-    )
 
 
 class TrainingJobSpec(CamelModel):

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from elastic_ps.job import CamelModel
+from elastic_ps.fields import CamelModel
 
 
 class Staleness(CamelModel):

@@ -14,8 +14,8 @@ from elastic_ps.codec.base import Codec
 from elastic_ps.codec.builtin import Bf16, Fp16, Int4, Int8, SignSGD, TopK
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.errors import InvalidJob
-from elastic_ps.job import Compression
 from elastic_ps.process import find_own_modules
+from elastic_ps.training import Compression
 
 BUILT_IN: Mapping[str, type[Codec]] = {
     "bf16": Bf16,

@@ -9,7 +9,7 @@ from elastic_ps.core.asynchronous import AsyncRounds
 from elastic_ps.core.backup import BackupRounds
 from elastic_ps.core.bounded import BoundedRounds
 from elastic_ps.core.consistency import SyncRounds
-from elastic_ps.job import Consistency
+from elastic_ps.training import Consistency
 
 ROUNDS: Mapping[str, Callable[[Consistency], SyncRounds]] = {
     "sync": lambda c: BackupRounds(spare=c.backup_workers) if c.backup_workers else SyncRounds(),

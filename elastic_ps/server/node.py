@@ -20,7 +20,6 @@ from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
-from elastic_ps.job import Consistency
 from elastic_ps.server.copying import Part
 from elastic_ps.server.follower import Follower, for_standby, sum_key
 from elastic_ps.server.orders import (
@@ -34,6 +33,7 @@ from elastic_ps.server.orders import (
 )
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import History, Trace
+from elastic_ps.training import Consistency
 from elastic_ps.transport.base import Incoming
 
 logger = logging.getLogger(__name__)

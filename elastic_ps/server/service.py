@@ -15,7 +15,6 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core.consistency import After, Contribution
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, Malformed, RefusalCode, Refused
-from elastic_ps.job import Compression
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.copying import Part
 from elastic_ps.server.decoder import Decoder
@@ -29,6 +28,7 @@ from elastic_ps.server.orders import (
     settings_from_message,
 )
 from elastic_ps.server.shard import Pulled, RestartedAs
+from elastic_ps.training import Compression
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.convert import (

@@ -23,12 +23,12 @@ from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.job import Consistency
 from elastic_ps.server import copying
 from elastic_ps.server.copying import Arriving, Part
 from elastic_ps.server.orders import Application
 from elastic_ps.server.values import BucketValues, StateEntry, require_finite
 from elastic_ps.telemetry import Trace
+from elastic_ps.training import Consistency
 from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.transport.memory import shared_if_possible
 

@@ -23,8 +23,9 @@ from elastic_ps.core.partition import Layout
 from elastic_ps.core.progress import Curve, Distribution, Rate
 from elastic_ps.core.settings import Position, Settings, read_settings
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused
-from elastic_ps.job import Consistency, Data
+from elastic_ps.job import Data
 from elastic_ps.status import Member, Progress, Staleness
+from elastic_ps.training import Consistency
 
 INCARNATIONS_PER_TERM = 1 << 32
 """Incarnations start at a multiple of this in each term, so that none is given twice after a roll-back."""

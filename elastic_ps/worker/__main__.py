@@ -22,7 +22,7 @@ def check(name: str, arguments: str, compression: str) -> int:
     try:
         with process.importing():
             from elastic_ps.codec.plan import Plan
-            from elastic_ps.job import Compression
+            from elastic_ps.training import Compression
 
             entrypoint.load(name, json.loads(arguments))
             Plan(Compression.model_validate_json(compression))

@@ -39,8 +39,8 @@ from elastic_ps.errors import (
     Refused,
     UsageError,
 )
-from elastic_ps.job import Consistency
 from elastic_ps.telemetry import History, Trace
+from elastic_ps.training import Consistency
 from elastic_ps.transport.base import EMPTY
 from elastic_ps.worker.client import PATIENCE, Answers, Client, Ending, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Encoder, Payload

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ps.errors import UserError
-from elastic_ps.job import API_VERSION, CODECS, KIND, TrainingJob, parse_job
+from elastic_ps.job import API_VERSION, KIND, TrainingJob, parse_job
+from elastic_ps.training import CODECS
 from elastic_ps.zoo.catalog import check_fit, find_dataset, find_network
 
 ENTRYPOINT = "elastic_ps.zoo.train:main"

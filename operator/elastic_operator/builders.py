@@ -23,7 +23,8 @@ from elastic_ps.env import (
     ProcessEnvironment,
     Role,
 )
-from elastic_ps.job import API_VERSION, KIND, RunPolicy, TrainingJobSpec
+from elastic_ps.job import API_VERSION, KIND, TrainingJobSpec
+from elastic_ps.policies import RunPolicy
 
 Manifest: TypeAlias = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition, generated from the models in `elastic_ps.job` and `elastic_ps.status`.
+"""The CustomResourceDefinition, generated from `elastic_ps.job` and its parts, and from `elastic_ps.status`.
 
 `python -m elastic_operator.crd --write` writes it to `manifests/crd/` and into the chart, `--check` fails
 where the files differ from what would be written. There are two variants: rules in CEL (comparisons between
@@ -18,8 +18,9 @@ from typing import Any, TypeAlias
 import yaml
 
 from elastic_operator import builders, names
-from elastic_ps.job import GROUP, KIND, OPTIONS, VERSION, TrainingJobSpec
+from elastic_ps.job import GROUP, KIND, VERSION, TrainingJobSpec
 from elastic_ps.status import TrainingJobStatus
+from elastic_ps.training import OPTIONS
 
 Schema: TypeAlias = dict[str, Any]
 

@@ -17,7 +17,7 @@ from elastic_operator import builders
 from elastic_operator.desired import Desired
 from elastic_operator.plan import Note, Observed
 from elastic_operator.pods import Pod, Problem
-from elastic_ps.job import FailureRule, PodFailurePolicy
+from elastic_ps.policies import FailureRule, PodFailurePolicy
 from elastic_ps.status import TrainingJobStatus
 
 Consequence: TypeAlias = Literal["FailJob", "Ignore", "Count"]

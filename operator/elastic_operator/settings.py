@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from elastic_operator.plan import Options
-from elastic_ps.job import parse_duration
+from elastic_ps.fields import parse_duration
 
 
 @dataclass(frozen=True, kw_only=True)

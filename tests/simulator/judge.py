@@ -12,7 +12,7 @@ from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.drill import history
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import CheckpointError
-from elastic_ps.job import Consistency
+from elastic_ps.training import Consistency
 from elastic_ps.worker.order import permutation
 from tests.simulator.cluster import MOMENTUM, PARAMETERS, Cluster, Sight
 

@@ -14,10 +14,10 @@ from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
-from elastic_ps.job import Consistency
 from elastic_ps.server.orders import Application
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import Trace
+from elastic_ps.training import Consistency
 
 TERM = 3
 LR = Settings(groups=({"lr": 1.0},))

@@ -13,7 +13,7 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import NoCheckpoint, StorageUnavailable
-from elastic_ps.job import Consistency, TrainingJobSpec
+from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server import safekeeping
 from elastic_ps.server.coordinator import Coordinator
@@ -22,6 +22,7 @@ from elastic_ps.server.lead import Lead
 from elastic_ps.server.node import Node
 from elastic_ps.server.state import Taken
 from elastic_ps.telemetry import History, Trace
+from elastic_ps.training import Consistency
 from tests.polling import eventually
 from tests.unit.coordinator_rig import finish, start, take
 from tests.unit.shard_rig import Body

@@ -14,7 +14,7 @@ from elastic_ps.codec.base import Codec, Encoded, Part, pack, unpack
 from elastic_ps.codec.plan import BUILT_IN, Plan, make
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import InvalidJob, Malformed
-from elastic_ps.job import CODECS, Compression
+from elastic_ps.training import CODECS, Compression
 
 SHARE = {"bf16": 0.5, "fp16": 0.5, "int8": 0.27, "int4": 0.15, "topk": 0.021, "signsgd": 0.048}
 """Of the plain bytes, at most, in a large tensor."""

@@ -17,8 +17,8 @@ from elastic_ps.codec.memory import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.plan import BUILT_IN, Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.job import Compression
 from elastic_ps.server.decoder import AT_A_TIME, Decoder
+from elastic_ps.training import Compression
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.encoder import Encoder, Payload
 from tests.unit.shard_rig import Body

@@ -14,7 +14,6 @@ from elastic_ps.core.partition import Layout, Rule, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
-from elastic_ps.job import Consistency
 from elastic_ps.server import follower as follower_module
 from elastic_ps.server.copying import Part
 from elastic_ps.server.follower import Follower, for_standby
@@ -23,6 +22,7 @@ from elastic_ps.server.orders import Advance, Application, Configuration, Standi
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.service import Service
 from elastic_ps.telemetry import Trace
+from elastic_ps.training import Consistency
 from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.inproc import InprocServer, connect
 from tests.polling import eventually

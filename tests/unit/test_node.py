@@ -22,12 +22,12 @@ from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
-from elastic_ps.job import Consistency
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, OrderId, Written
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import History, Trace
+from elastic_ps.training import Consistency
 from tests.polling import eventually
 from tests.unit.shard_rig import Body, tensor
 

@@ -15,7 +15,6 @@ import torch
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
-from elastic_ps.job import Consistency
 from elastic_ps.server import rescue as rescue_module
 from elastic_ps.server.follower import for_standby
 from elastic_ps.server.keeper import Keeper
@@ -24,6 +23,7 @@ from elastic_ps.server.orders import Advance, Application, Configuration, Report
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.rescue import held, rescue
 from elastic_ps.telemetry import Trace
+from elastic_ps.training import Consistency
 from tests.unit.shard_rig import LR, Body, one_bucket, ones, tensor
 
 TENSOR = {"name": "w", "shape": [4], "dtype": "float32", "rule": 0, "group": 0}

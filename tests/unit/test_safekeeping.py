@@ -18,7 +18,7 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, StorageUnavailable
-from elastic_ps.job import Consistency, TrainingJobSpec
+from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server import safekeeping as module
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import Keeper
@@ -27,6 +27,7 @@ from elastic_ps.server.orders import Advance, Configuration
 from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.state import Model
 from elastic_ps.telemetry import Trace
+from elastic_ps.training import Consistency
 from tests.unit.shard_rig import LR, one_bucket, tensor
 
 LAYOUT = one_bucket(tensor("w", 4))

@@ -12,7 +12,7 @@ from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.job import Consistency
+from elastic_ps.training import Consistency
 from tests.unit.shard_rig import Rig, one_bucket, ones, refusal, tensor
 
 

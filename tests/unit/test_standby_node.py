@@ -11,10 +11,10 @@ import torch
 
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.job import Consistency
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration
 from elastic_ps.telemetry import Trace
+from elastic_ps.training import Consistency
 from tests.unit.shard_rig import LR, Body, one_bucket, ones, tensor
 
 

@@ -14,11 +14,11 @@ from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Rule
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
-from elastic_ps.job import Consistency
 from elastic_ps.server.follower import for_standby, sum_key
 from elastic_ps.server.orders import Advance, Application
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import Trace
+from elastic_ps.training import Consistency
 from tests.unit.shard_rig import TERM, Body, Rig, one_bucket, tensor
 
 ADAM = Settings(groups=({"lr": 0.01},))

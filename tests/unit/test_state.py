@@ -14,9 +14,9 @@ from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.settings import Position, Settings
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.job import Consistency
 from elastic_ps.server.state import JobState
 from elastic_ps.status import Staleness
+from elastic_ps.training import Consistency
 from tests.unit.state_rig import MODEL, contribution, finish, join, training, two
 
 

@@ -15,8 +15,9 @@ from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.errors import InvalidJob
-from elastic_ps.job import Consistency, Data
+from elastic_ps.job import Data
 from elastic_ps.server.state import JobState, Model
+from elastic_ps.training import Consistency
 from tests.unit.state_rig import MODEL, contribution, finish, join, training, two
 
 

@@ -1,0 +1,50 @@
+"""What the fields of a TrainingJob are made of: names, durations, templates of pods."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Annotated, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, PlainSerializer, WithJsonSchema
+from pydantic.alias_generators import to_camel
+
+_DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
+_UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_duration(value: object) -> timedelta:
+    """Read a duration as Kubernetes writes it: `30s`, `1m30s`, `500ms`.
+
+    Raises:
+        ValueError: `value` is not such a string (nor already a timedelta).
+    """
+    if isinstance(value, timedelta):
+        return value
+    if not isinstance(value, str) or not re.match(_DURATION, value):
+        raise ValueError(f"{value!r} is not a duration; write it like 30s, 1m30s or 500ms")
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", value)
+    return timedelta(seconds=sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts))
+
+
+def format_duration(value: timedelta) -> str:
+    """Write a duration so that `parse_duration` reads it back."""
+    milliseconds = round(value.total_seconds() * 1000)
+    return f"{milliseconds // 1000}s" if milliseconds % 1000 == 0 else f"{milliseconds}ms"
+
+
+Duration: TypeAlias = Annotated[
+    timedelta,
+    BeforeValidator(parse_duration),
+    PlainSerializer(format_duration),
+    WithJsonSchema({"type": "string", "pattern": _DURATION}),
+]
+PodTemplate: TypeAlias = dict[str, JsonValue]
+
+
+class CamelModel(BaseModel):
+    """Fields in camel case, as in YAML and JSON; unknown ones are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid", populate_by_name=True, alias_generator=to_camel, validate_default=True
+    )

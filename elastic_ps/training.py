@@ -1,0 +1,203 @@
+"""The parts of a TrainingJob that say how gradients travel and become versions of the model."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic.alias_generators import to_camel
+
+from elastic_ps.fields import CamelModel
+
+
+class ModeOption(NamedTuple):
+    """A field of `Consistency` that one mode alone has.
+
+    Attributes:
+        field: its name in Python.
+        mode: the mode.
+        needed: what it says, if the mode needs it; "" if the mode can do without.
+    """
+
+    field: str
+    mode: str
+    needed: str = ""
+
+    @property
+    def name(self) -> str:
+        """As in YAML."""
+        return to_camel(self.field)
+
+
+OPTIONS = (
+    ModeOption(
+        "max_staleness",
+        "bounded",
+        "the number of versions that the other workers may make while one worker computes a step",
+    ),
+    ModeOption("reads", "async"),
+    ModeOption("staleness_scale", "async"),
+    ModeOption("gradients", "accumulate", "the number of steps that each version is made of"),
+)
+"""The fields of `Consistency` that belong to one mode. The CRD has its rules from here."""
+
+
+class Consistency(CamelModel):
+    """When gradients become a new version of the model."""
+
+    mode: Literal["sync", "bounded", "accumulate", "async"] = Field(
+        default="sync",
+        description="With sync, each version is made of one step of every worker, so fast workers wait for "
+        "slow ones. With bounded, a version is made as soon as one worker has finished a step. A slow "
+        "worker's step goes into a later version, and maxStaleness limits how much later. With accumulate, "
+        "each version is made of a fixed number of steps, from whichever workers have them; see gradients. "
+        "With async, each step makes a version as soon as it is there, however old the version is that it "
+        "was computed on.",
+    )
+    max_staleness: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode bounded, and needed there: how many versions the other workers may make "
+        "while one worker computes a step. After that they wait for it. Example: three workers make 5 steps "
+        "each while a fourth makes one. They make up to 15 versions meanwhile, so with 16 they do not wait.",
+    )
+    gradients: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode accumulate, and needed there: how many steps each version is made of, "
+        "all computed on the version before. If there are fewer workers, some of them compute several steps "
+        "for a version. If there are more, the steps that come last are dropped, and their records go to "
+        "other workers. The last version of a job may be made of fewer.",
+    )
+    reads: Literal["consistent", "inconsistent"] | None = Field(
+        default=None,
+        description="Only with mode async; consistent if unset. With consistent, a worker reads one version "
+        "wholly, and the next version is made when all that read have finished. With inconsistent, versions "
+        "are made meanwhile, so some of the parameters that a worker reads may be newer than others.",
+    )
+    staleness_scale: Literal["none", "inverse"] | None = Field(
+        default=None,
+        description="Only with mode async; none if unset. With inverse, the learning rate of a step is "
+        "divided by one more than its staleness: a step that is 3 versions old is made with a quarter of the "
+        "rate.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="With true, two runs of the job give the same model, bit for bit. Each worker has a "
+        "fixed share of the records, and gradients are added in the order of the workers' indexes. When a "
+        "worker is lost, the others wait for its replacement. worker.replicas cannot change while the job "
+        "runs.",
+    )
+    backup_workers: int = Field(
+        default=0,
+        ge=0,
+        description="How many slow workers each round leaves out. Example: with 4 workers and 1, a version "
+        "is made of the first 3 steps. The fourth step is dropped, and its records go to other workers.",
+    )
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether each version is made of the steps of all workers that compute."""
+        return self.mode == "sync" and not self.backup_workers
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether a version may be complete without a worker's step, which is then dropped."""
+        return self.backup_workers > 0 or self.mode == "accumulate"
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether a step may go into a later version than the one after that it was computed on."""
+        return self.mode in ("bounded", "async")
+
+    @property
+    def most_stale(self) -> float:
+        """The most versions that may be made between the one of a step and the one that it goes into."""
+        return math.inf if self.mode == "async" else self.max_staleness or 0
+
+    @property
+    def reads_one_version(self) -> bool:
+        """Whether no version is made while a worker reads the one that it is to compute on."""
+        return self.waits_for_all or (self.mode == "async" and self.reads != "inconsistent")
+
+    @property
+    def may_assign(self) -> bool:
+        """Whether a script may assign the model's values (`session.assign`)."""
+        return self.waits_for_all and not self.deterministic
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Consistency:
+        for option in OPTIONS:
+            value = getattr(self, option.field)
+            if self.mode == option.mode and option.needed and value is None:
+                raise ValueError(f"mode {option.mode} needs {option.name}: {option.needed}")
+            if self.mode != option.mode and value is not None:
+                raise ValueError(
+                    f"{option.name} {value} has no meaning with mode {self.mode}; leave it out, or set mode: "
+                    f"{option.mode}"
+                )
+        other = "backupWorkers" if self.backup_workers else "deterministic" if self.deterministic else ""
+        if self.mode != "sync" and other:
+            raise ValueError(f"{other} works only with mode sync; leave it out, or set mode: sync")
+        return self
+
+    @model_validator(mode="after")
+    def _check_backup_workers(self) -> Consistency:
+        if self.deterministic and self.backup_workers:
+            raise ValueError(
+                f"backupWorkers {self.backup_workers} cannot be combined with deterministic: true, because "
+                "which worker is late differs from run to run; leave one of the two out"
+            )
+        return self
+
+
+CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "signsgd")
+"""Names of codecs; a codec of the user's own is named as module:Class."""
+
+CODEC = Annotated[str, AfterValidator(lambda name: _check_codec(name))]
+
+
+def _check_codec(name: str) -> str:
+    own = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name)
+    if name in CODECS or own:
+        return name
+    nearest = difflib.get_close_matches(name, CODECS, 1)
+    hint = f"; {nearest[0]} is the nearest" if nearest else ""
+    raise ValueError(
+        f"there is no codec {name!r}; expected one of {', '.join(CODECS)}, or module:Class{hint}"
+    )
+
+
+class CompressionRule(CamelModel):
+    """A codec for some of the parameters."""
+
+    match: str = Field(
+        min_length=1,
+        description="A pattern of parameter names, as of files: *.bias matches layer1.bias. The first rule "
+        "that matches a parameter counts.",
+    )
+    codec: CODEC = Field(description="As compression.codec.")
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="As compression.options.")
+
+
+class Compression(CamelModel):
+    """What a gradient looks like on the wire."""
+
+    codec: CODEC = Field(
+        default="none",
+        description="How workers encode gradients. With none, they are sent as they are. bf16 and fp16 take "
+        "half the bytes, int8 a quarter, int4 an eighth, signsgd a twentieth, and topk sends only the "
+        "largest ones. With topk and signsgd, what a step does not send is added to the worker's next step. "
+        "A codec of your own is named as module:Class.",
+    )
+    options: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Arguments of the codec: block, the number of elements that share a scale (int8, int4, "
+        "signsgd), or ratio, the share of elements that is sent (topk).",
+    )
+    rules: list[CompressionRule] = Field(
+        default_factory=list, description="Other codecs for some of the parameters, by their names."
+    )
