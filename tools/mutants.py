@@ -1,36 +1,31 @@
 """Change the code in small ways and see whether the unit tests notice.
 
 `python tools/mutants.py core --count 60` takes 60 places of `elastic_ps/core` by chance, and for each of them
-runs the package's unit tests on a copy of the project in which that place is wrong. It prints the
-mutants that nothing noticed, and the share that was. A survivor is a missing test, or the changed code means
-the same (then the line ends with `# mutant: equal`, and is left out). After R. DeMillo, R. Lipton and
+runs the unit tests that call its function on a copy of the project in which that place is wrong. It prints
+the mutants that nothing noticed, and the share that was. A survivor is a missing test, or the changed code
+means the same (then the line ends with `# mutant: equal`, and is left out). After R. DeMillo, R. Lipton and
 F. Sayward, "Hints on Test Data Selection", Computer, 1978.
-
-Each run is a fork of a process that has imported torch and the test tools already.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import copy
 import importlib
-import math
-import os
 import random
 import re
-import shutil
-import signal
 import sys
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.noticing import Project, Reach, copied, noticed  # noqa: E402
+
 GROUPS = {
     "core": ["elastic_ps/core/*.py"],
     "server": ["elastic_ps/server/*.py"],
@@ -41,23 +36,6 @@ GROUPS = {
     ],
 }
 EQUAL = "# mutant: equal"
-TREE = (
-    "benchmarks",
-    "docs",
-    "elastic_ps",
-    "operator",
-    "tests",
-    "charts",
-    "manifests",
-    "tools",
-    "pyproject.toml",
-)
-LIMIT = 120.0
-"""Seconds for the unit tests, at the least; a mutant that never ends is noticed, too."""
-
-SLACK = 4
-"""As many times as long as without a change may the tests take, on a machine that does other things, too."""
-
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -84,12 +62,16 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change: in the `text` of `file`, node number `node`, as `ast.walk` counts, becomes `changed`."""
+    """One change: in the `text` of `file`, node number `node`, as `ast.walk` counts, becomes `changed`.
+
+    `function` are the lines of the function around it, the outermost one.
+    """
 
     file: Path
     text: str
     node: int
     line: int
+    function: range
     before: str
     changed: ast.AST
 
@@ -135,21 +117,23 @@ def mutants(file: Path) -> list[Mutant]:
     source = file.read_text()
     lines, found = source.splitlines(), []
     tree = ast.parse(source)
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef)
-        for part in [*function.body, *function.args.defaults, *function.args.kw_defaults]
-        if part is not None
-        for node in ast.walk(part)
-    }
-    inside -= {id(part) for node in ast.walk(tree) if _logs(node) for part in ast.walk(node)}
+    inside = dict[int, range]()
+    for function in ast.walk(tree):  # the outermost first
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            begin = min(part.lineno for part in (function, *function.decorator_list))
+            lines_of = range(begin, (function.end_lineno or begin) + 1)
+            for place in [*function.body, *function.args.defaults, *function.args.kw_defaults]:
+                for inner in ast.walk(place) if place is not None else ():
+                    inside.setdefault(id(inner), lines_of)
+    for node in ast.walk(tree):
+        for part in ast.walk(node) if _logs(node) else ():
+            inside.pop(id(part), None)
     for number, node in enumerate(ast.walk(tree)):
         line = getattr(node, "lineno", 0)
         if id(node) not in inside or EQUAL in lines[line - 1]:
             continue
         for after in changes(node):
-            found.append(Mutant(file, source, number, line, _text(node), after))
+            found.append(Mutant(file, source, number, line, inside[id(node)], _text(node), after))
     return found
 
 
@@ -178,13 +162,10 @@ def _replaced(source: str, number: int, after: ast.AST) -> str:
 
 
 def chosen_tests(file: Path, tree: Path) -> list[str]:
-    """The copy's unit tests that speak of the module's package; first those that are about the module."""
+    """The test files below `tree` that speak of the module's package."""
     package = ".".join(file.relative_to(ROOT).parts[-3:-1]).removeprefix("operator.")
-    texts = {path: _with_helpers(path, tree) for path in sorted((tree / "tests" / "unit").glob("test_*.py"))}
-    module = re.compile(rf"\b{package}(\.| import .*){file.stem}\b")
-    near = [path for path, text in texts.items() if package in text]
-    near.sort(key=lambda path: (file.stem not in path.stem, module.search(texts[path]) is None))
-    return [str(path.relative_to(tree)) for path in near]
+    tests = sorted((tree / "tests" / "unit").glob("test_*.py"))
+    return [str(path.relative_to(tree)) for path in tests if package in _with_helpers(path, tree)]
 
 
 def _with_helpers(test: Path, tree: Path) -> str:
@@ -195,95 +176,44 @@ def _with_helpers(test: Path, tree: Path) -> str:
     return "\n".join([text, *(helper.read_text() for helper in helpers if helper.is_file())])
 
 
-def outcome(file: Path, source: str, tree: Path, limit: float) -> str:
-    """Run the tests in a child of this process, on the copy in `tree`, in which `file` has this `source`.
-
-    Returns "alive" if they pass, "noticed" if one fails, "late" if they have not ended after `limit` seconds.
-    """
-    place = tree / file.relative_to(ROOT)
-    original = place.read_text()
-    place.write_text(source)
-    try:
-        child = os.fork()
-        if child == 0:
-            _test(tree, chosen_tests(file, tree))
-        deadline = time.monotonic() + limit
-        while True:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return "noticed" if status else "alive"
-            if time.monotonic() > deadline:
-                os.killpg(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                return "late"
-            time.sleep(0.02)
-    finally:
-        place.write_text(original)
-
-
-def _test(tree: Path, tests: list[str]) -> None:
-    """In the child: run the tests and end with their status."""
-    import pytest
-
-    os.setsid()
-    os.chdir(tree)
-    for stream in (1, 2):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    sys.path[:0] = [str(tree), str(tree / "operator")]
-    sys.dont_write_bytecode = True
-    try:
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-seed=0", *tests]))
-    except BaseException:  # noqa: BLE001
-        code = 1
-    os._exit(code)
-
-
-@contextlib.contextmanager
-def copied() -> Iterator[Path]:
-    """A copy of what the unit tests need."""
-    with tempfile.TemporaryDirectory() as name:
-        for part in TREE:
-            source, target = ROOT / part, Path(name) / part
-            if source.is_dir():
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy(source, target)
-        os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(Path(name) / ".hypothesis")
-        yield Path(name)
-
-
 def main() -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("group", choices=sorted(GROUPS))
     parser.add_argument("--files", default="", help="only files whose name contains this")
     parser.add_argument("--count", type=int, default=60, help="how many mutants")
-    parser.add_argument("--seed", type=int, default=1, help="of the choice")
+    parser.add_argument("--seed", type=int, nargs="+", default=[1], help="of the choice; one choice for each")
     parser.add_argument("--least", type=float, default=0.95, help="the share that must be noticed")
     parsed = parser.parse_args()
     files = [path for pattern in GROUPS[parsed.group] for path in sorted(ROOT.glob(pattern))]
     everything = [mutant for file in files if parsed.files in file.name for mutant in mutants(file)]
-    chosen = random.Random(parsed.seed).sample(everything, min(parsed.count, len(everything)))
     # What is not under test is imported once for all.
-    for name in ("torch", "yaml", "pydantic", "kubernetes.client", "kopf"):
+    for name in ("torch", "yaml", "pydantic", "grpc", "hypothesis", "kubernetes.client", "kopf"):
         importlib.import_module(name)
+    with copied(ROOT) as project:
+        reach = project.reach(chosen_tests(files[0], ROOT))
+        shares = [sampled(project, reach, everything, parsed.count, seed) for seed in parsed.seed]
+    return 0 if min(shares) >= parsed.least else 1
+
+
+def sampled(project: Project, reach: Reach, everything: Sequence[Mutant], count: int, seed: int) -> float:
+    """Try so many of these mutants, taken by chance; print those that nothing noticed.
+
+    Returns the share that was noticed.
+    """
+    chosen = random.Random(seed).sample(everything, min(count, len(everything)))
     outcomes = Counter[str]()
-    with copied() as tree:
-        began = time.monotonic()
-        if outcome(files[0], files[0].read_text(), tree, math.inf) != "alive":
-            raise SystemExit("the unit tests fail without any change")
-        limit = max(LIMIT, SLACK * (time.monotonic() - began))
-        for number, mutant in enumerate(sorted(chosen, key=lambda each: (each.file, each.line)), 1):
-            became = outcome(mutant.file, mutant.source, tree, limit)
-            outcomes[became] += 1
-            if became != "noticed":
-                where = f"{mutant.file.relative_to(ROOT)}:{mutant.line}"
-                print(f"{became} ({number}): {where}: {mutant.before}  ->  {mutant.after}", flush=True)
+    for mutant in sorted(chosen, key=lambda each: (each.file, each.line)):
+        file, plain = str(mutant.file.relative_to(ROOT)), ast.unparse(ast.parse(mutant.text))
+        became = noticed(project, reach, file, plain, mutant.source, mutant.function)
+        outcomes[became] += 1
+        if became != "noticed":
+            print(f"{became}: {file}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
     found, late = len(chosen) - outcomes["alive"], outcomes["late"]
     share = found / len(chosen)
     print(f"{found} of {len(chosen)} mutants noticed ({share:.1%}), {late} of them by the time limit")
-    print(f"{len(everything)} are possible; seed {parsed.seed}")
-    return 0 if share >= parsed.least else 1
+    print(f"{len(everything)} are possible; seed {seed}", flush=True)
+    return share
 
 
 if __name__ == "__main__":
