@@ -82,7 +82,7 @@ class AccumulateRounds(AskedRounds):
             return False
         return super().finish(contribution, version=version, attempt=attempt)
 
-    def after(self, worker: int, *, attempt: int, step: int, anyway: bool = False) -> After | None:
+    def after(self, worker: int, *, attempt: int, step: int, anyway: bool) -> After | None:
         if not self.takes_part(worker):
             raise Refused(RefusalCode.LATE, f"step {step} of worker {worker} is void: it takes no part")
         if worker not in self.begun:  # it has asked before, and the answer was lost

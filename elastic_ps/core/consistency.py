@@ -280,7 +280,7 @@ class SyncRounds:
         """For each step in `done`, how many versions older its own is than the open round's."""
         return dict.fromkeys(self.done, 0)
 
-    def after(self, worker: int, *, attempt: int, step: int, anyway: bool = False) -> After | None:
+    def after(self, worker: int, *, attempt: int, step: int, anyway: bool) -> After | None:
         """What `worker`, which has pushed its step, does where it may have to compute another one.
 
         Args:

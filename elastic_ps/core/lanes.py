@@ -74,33 +74,37 @@ class Lanes:
 
     def held(self, holder: int, *, besides: Iterable[Range] = ()) -> list[Range]:
         """See `Ledger.held`."""
-        lane = self._lane_of.get(holder, 0)
+        lane = self._lane(holder)
         return self._outside(lane, self._lanes[lane].held(holder, besides=self._inside(lane, besides)))
 
     def apply(self, holder: int, ranges: Iterable[Range]) -> None:
         """See `Ledger.apply`."""
-        lane = self._lane_of.get(holder, 0)
+        lane = self._lane(holder)
         self._lanes[lane].apply(holder, self._inside(lane, ranges))
 
     def skip(self, holder: int, ranges: Iterable[Range]) -> None:
         """See `Ledger.skip`."""
-        lane = self._lane_of.get(holder, 0)
+        lane = self._lane(holder)
         self._lanes[lane].skip(holder, self._inside(lane, ranges))
 
     def check(self, holder: int, ranges: Iterable[Range]) -> None:
         """See `Ledger.check`."""
-        lane = self._lane_of.get(holder, 0)
+        lane = self._lane(holder)
         self._lanes[lane].check(holder, self._inside(lane, ranges))
 
     def give_back(self, holder: int, *, keep: Iterable[Range] = ()) -> None:
         """See `Ledger.give_back`; the records stay in their lane."""
-        lane = self._lane_of.get(holder, 0)
+        lane = self._lane(holder)
         self._lanes[lane].give_back(holder, keep=self._inside(lane, keep))
 
     def give_back_some(self, holder: int, ranges: Iterable[Range]) -> None:
         """See `Ledger.give_back_some`; the records stay in their lane."""
-        lane = self._lane_of.get(holder, 0)
+        lane = self._lane(holder)
         self._lanes[lane].give_back_some(holder, self._inside(lane, ranges))
+
+    def _lane(self, holder: int) -> int:
+        """The lane of a holder; any if it has never taken a record, because it holds none in each of them."""
+        return self._lane_of.get(holder, 0)
 
     def _outside(self, lane: int, ranges: Iterable[Range]) -> list[Range]:
         start = self._bounds[lane]

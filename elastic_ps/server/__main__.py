@@ -74,7 +74,7 @@ def main() -> int:
     server.close()
     _leave_last_words(server)
     http.close()
-    process.end_soon()
+    process.end_soon()  # mutant: equal
     return env.EXIT_FENCED if fenced else 0
 
 

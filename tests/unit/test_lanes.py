@@ -75,6 +75,24 @@ def test_what_a_worker_holds_is_applied_or_given_back_in_its_own_lane() -> None:
     assert lanes.take(9, worker=0, batch=4) == [Range(0, 0, 4)]
 
 
+def test_whoever_has_taken_nothing_holds_nothing() -> None:
+    lanes = Lanes(records=16, epochs=1, shard_records=4, lanes=1)
+    assert lanes.held(7) == []
+    lanes.give_back(7)
+    lanes.give_back_some(7, [])
+    with pytest.raises(LedgerError):
+        lanes.apply(7, [Range(0, 0, 4)])
+
+
+def test_a_step_that_is_void_gives_its_records_back_to_their_lane() -> None:
+    lanes = Lanes(records=16, epochs=1, shard_records=4, lanes=2)
+    assert lanes.take(7, worker=1, batch=4) == [Range(0, 8, 12)]
+    lanes.give_back_some(7, [Range(0, 8, 10)])
+    assert lanes.held(7) == [Range(0, 10, 12)]
+    assert lanes.take(8, worker=1, batch=2) == [Range(0, 8, 10)]
+    assert lanes.take(9, worker=0, batch=4) == [Range(0, 0, 4)]
+
+
 def test_a_copy_goes_its_own_way() -> None:
     lanes = Lanes(records=16, epochs=1, shard_records=4, lanes=2)
     taken = lanes.take(7, worker=1, batch=4)

@@ -66,3 +66,13 @@ def test_who_has_gone_is_forgotten_and_warms_up_again() -> None:
     pace.opened([1, 2], 400, beginning=[1, 2])
     pace.finished(2, 0, 450)
     assert pace.slowness(2) is None
+
+
+def test_who_comes_again_is_not_measured_from_when_it_was_here_before() -> None:
+    pace = Pace()
+    rounds(pace, {1: [1, 1], 2: [3, 3]})
+    pace.opened([1], 300, beginning=[1])
+    pace.opened([1, 2], 400, beginning=[1])
+    for now in (450, 460):
+        pace.finished(2, 0, now)
+    assert pace.slowness(2) is None

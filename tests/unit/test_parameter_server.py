@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.settings import Settings
 from elastic_ps.env import Resume
 from elastic_ps.errors import InvalidJob, NoCheckpoint, RefusalCode, Refused
+from elastic_ps.server import process
+from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Configuration
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import waiting_status
@@ -109,6 +113,30 @@ def test_a_checkpoint_that_another_shard_cannot_load_is_asked_for_again(tmp_path
             RemoteShard("job", connect(listener)).configure(missing)
         assert code(refused) is RefusalCode.NOT_READY
         assert not server.status().ready
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_another_shard_ends_when_the_first_has_its_part_of_the_last_checkpoint(
+    keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless nothing is to be kept: then nobody comes for it."""
+    waited = threading.Event()
+
+    def release(*_: object, **limits: timedelta) -> None:
+        assert limits["quiet"] < process.RELEASE
+        waited.set()
+
+    monkeypatch.setattr(Node, "await_release", release)
+    given = environment(index=1, parameterServer={"replicas": 2}, checkpoints=tmp_path)
+    with serving(given) as (_, server):
+        server.close(keep=keep)
+        assert not waited.is_set(), "it has no model"
+    with serving(given) as (listener, server):
+        layout = one_bucket(tensor("w", 4))
+        configuration = Configuration(layout, "SGD", Settings(({"lr": 1.0},)), 1, None)
+        RemoteShard("job", connect(listener)).configure(configuration)
+        server.close(keep=keep)
+        assert waited.is_set() is keep
 
 
 def test_a_history_tells_what_became_of_each_record(tmp_path: Path) -> None:

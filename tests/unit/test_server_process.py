@@ -31,6 +31,13 @@ from elastic_ps.server.__main__ import main
 process.TERMINATION_LOG = Path(sys.argv[1])
 sys.exit(main())
 """
+ASKED_AT_ONCE = """
+import os, signal, sys
+from elastic_ps import process
+from elastic_ps.server.__main__ import main
+process.importing = lambda: os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(main())
+"""
 
 
 class Process:
@@ -85,6 +92,13 @@ def test_it_serves_until_it_is_asked_to_end(tmp_path: Path, number: signal.Signa
     finally:
         process.child.kill()
         process.child.wait()
+
+
+def test_one_that_is_asked_to_end_while_it_imports_has_done_all_that_it_was_asked_to(tmp_path: Path) -> None:
+    """Importing takes long. A worker or a person has nothing from it that could be lost."""
+    process = Process(tmp_path, program=("-c", ASKED_AT_ONCE))
+    assert process.child.wait(60) == 0
+    assert "Traceback" not in process.said
 
 
 def test_it_leaves_how_far_training_was_where_kubernetes_looks_for_it(tmp_path: Path) -> None:

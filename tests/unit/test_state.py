@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import timedelta
+from typing import Literal
 
 import pytest
 
@@ -203,6 +204,29 @@ def test_how_stale_steps_were_is_told_and_outlives_the_parameter_server() -> Non
     )
     for each in (state, after):
         assert each.progress(0, None).staleness == Staleness(p50=0, p99=6, max=6)
+
+
+@pytest.mark.parametrize(("scale", "rates"), [("none", [0.1] * 4), ("inverse", [0.1, 0.1, 0.1, 0.025])])
+def test_the_learning_rate_of_a_stale_step_may_be_divided_by_how_stale_it_is(
+    scale: Literal["none", "inverse"], rates: list[float]
+) -> None:
+    consistency = Consistency(mode="async", staleness_scale=scale)
+    state = JobState(term=1, lease=timedelta(seconds=10), consistency=consistency, initialised=True)
+    state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
+    state.settings = Settings(groups=({"lr": 0.1},))
+    fast, slow = join(state, 0), join(state, 1)
+    made = []
+    for step, stay in enumerate((fast, fast, fast, slow)):
+        version = 0 if stay is slow else state.version
+        assert state.begin(stay, version=version, step=step) is Entry.IN
+        finish(state, stay, step=step)
+        contributions = state.rounds.begin_commit()
+        made += [group["lr"] for group in state.settings_to_step_with(contributions).groups]
+        state.book(contributions, 0, decided=0)
+        state.take(stay.worker, stay.incarnation, 10)
+        state.rounds.computes_on(stay.worker, state.version)
+    assert made == pytest.approx(rates)
+    assert state.settings.groups == ({"lr": 0.1},), "a schedule goes on from the whole rate"
 
 
 def test_with_bounded_staleness_only_who_holds_others_up_is_hung() -> None:
