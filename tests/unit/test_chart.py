@@ -127,6 +127,20 @@ def test_generated_files_are_up_to_date() -> None:
     assert TARGET.read_text() == install_manifest(), "run `python tools/render_install.py --write`"
 
 
+def test_generated_files_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = ["--root", str(tmp_path)]
+    assert crd.main(["--check", *root]) == 1
+    assert "trainingjobs.yaml is not up to date; run" in capsys.readouterr().err
+    assert crd.main(["--write", *root]) == 0
+    assert crd.main(["--check", *root]) == 0
+    assert capsys.readouterr().err == ""
+    chart = tmp_path / "charts/elastic-ps/templates/crd.yaml"
+    assert chart.read_text() == crd.chart_template()
+    chart.write_text("another")
+    assert crd.main(["--check", *root]) == 1
+    assert capsys.readouterr().err.count("not up to date") == 1
+
+
 def test_chart_holds_the_generated_definition() -> None:
     (rendered,) = (d for d in documents() if d["kind"] == "CustomResourceDefinition")
     assert rendered["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}

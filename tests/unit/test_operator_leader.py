@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from elastic_operator import leader
 from elastic_operator.api import Api
 from elastic_operator.leader import DURATION, GIVE_UP, RENEW, Leadership, Record, may_take
 from elastic_operator.metrics import Metrics
 from elastic_operator.settings import Settings
 from tests.polling import eventually
-from tests.unit.api_server import ApiServer, Refusal
+from tests.unit.api_server import ApiServer, Refusal, Request
 from tests.unit.test_operator_process import Process, start
 
 LEASE = ("--lease", "system/operator")
@@ -86,6 +88,49 @@ def test_a_lease_that_was_given_up_is_free_at_once(server: ApiServer, tmp_path: 
     second.acquire(lambda _: pytest.fail("it need not wait"))
     first.release()
     assert spec(server)["holderIdentity"] == "second", "what is another's is not given up"
+
+
+def test_a_holder_renews_its_lease_until_it_gives_it_up(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "RENEW", timedelta(milliseconds=1))
+    holder = candidate(server, tmp_path, "me", Clock())
+    holder.acquire()
+    assert not holder.held, "it is mine, but nobody renews it yet"
+    holder.hold(lambda: pytest.fail("it is not lost"))
+    assert holder.held
+    seen = {str(spec(server)["renewTime"])}
+    eventually(lambda: seen.add(str(spec(server)["renewTime"])) or len(seen) > 3, "it is renewed")
+    assert (spec(server)["leaseTransitions"], spec(server)["leaseDurationSeconds"]) == (0, 15)
+    holder.release()
+    assert spec(server)["holderIdentity"] == ""
+    assert not [t for t in threading.enumerate() if t.name == "lease"], "nobody renews it any more"
+
+
+def test_a_holder_that_cannot_renew_its_lease_for_long_has_lost_it(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leader, "RENEW", timedelta(milliseconds=1))
+    clock, lost = Clock(), threading.Event()
+    holder = candidate(server, tmp_path, "me", clock)
+    holder.acquire()
+    failed = threading.Semaphore(0)
+
+    def refuse(request: Request) -> None:
+        failed.release()
+        raise Refusal(500, "InternalError")
+
+    server.refuse = refuse
+    holder.hold(lost.set)
+    clock.now = GIVE_UP.total_seconds()
+    for _ in range(3):
+        assert failed.acquire(timeout=60)
+    assert not lost.is_set(), "it may still be renewed"
+    clock.now += 1
+    assert lost.wait(60)
+    holder.release()
+    server.refuse = lambda _: None
+    assert spec(server)["holderIdentity"] == "me", "it could not be given up"
 
 
 def test_one_that_was_slower_waits(server: ApiServer, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
 import signal
@@ -9,13 +11,13 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from elastic_operator import settings
+from elastic_operator import handlers, settings
 from elastic_operator.metrics import HealthServer, Metrics
 from tests.polling import eventually
 from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
@@ -215,10 +217,11 @@ def test_the_command_line() -> None:
         [
             *("--namespace", "a", "--namespace", "b", "--kubeconfig", "k", "--health", ":81"),
             *("--concurrency", "1", "--resync", "5s", "--watch-limit", "1m30s", "--poll", "500ms"),
-            *("--log-level", "debug", "--fail-after-writes", "3"),
+            *("--log-level", "debug", "--fail-after-writes", "3", "--lease", "system/operator"),
         ]
     )
     assert given.namespaces == ("a", "b")
+    assert given.lease == ("system", "operator")
     assert (given.kubeconfig, given.health) == (Path("k"), ("0.0.0.0", 81))
     assert (given.concurrency, given.fail_after_writes, given.log_level) == (1, 3, "debug")
     assert (given.resync, given.watch_limit) == (timedelta(seconds=5), timedelta(seconds=90))
@@ -232,6 +235,8 @@ def test_the_command_line() -> None:
         ("--concurrency 0", "'0' is not a number from 1"),
         ("--concurrency x", "'x' is not a number from 1"),
         ("--poll 5", "write it like 30s"),
+        ("--lease operator", "'operator' is not namespace/name"),
+        ("--lease system/", "'system/' is not namespace/name"),
     ],
 )
 def test_a_wrong_command_line_says_what_is_wrong(
@@ -241,6 +246,20 @@ def test_a_wrong_command_line_says_what_is_wrong(
         settings.parse(arguments.split())
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_kopf_watches_for_ever_and_writes_nothing() -> None:
+    """Were its limit not longer, kopf would end a watch before the API server does, as if it had failed."""
+    chosen = handlers.build_settings()
+    assert (chosen.watching.client_timeout or 0) > (chosen.watching.server_timeout or math.inf)
+    assert chosen.watching.label_selectors["v1", "pods"] == "elastic-ps.dev/job"
+    assert chosen.scanning.disabled, "it may not look for other kinds of objects"
+    assert not chosen.posting.enabled, "it may not create events"
+    for delays in (chosen.networking.error_backoffs, chosen.queueing.error_delays):
+        assert isinstance(delays, Iterable)
+        first = list(itertools.islice(delays, 50))
+        assert first == sorted(first), "the longer it lasts, the less often it is tried"
+        assert max(first) < 60, "it is tried again within a minute"
 
 
 def test_the_health_server_says_what_is_wrong_until_it_is_closed() -> None:

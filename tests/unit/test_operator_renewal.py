@@ -185,6 +185,14 @@ def failed(code: int = 1) -> Simulation:
     return simulation
 
 
+def test_a_job_that_has_failed_stays_so_when_it_is_to_restart_at_no_time() -> None:
+    simulation = failed()
+    assert simulation.job is not None
+    simulation.job["metadata"]["annotations"] = {names.RESTART_ANNOTATION: "now"}
+    simulation.settle()
+    assert simulation.status["phase"] == "Failed"
+
+
 @pytest.mark.parametrize("code", [1, 78])
 def test_a_job_that_has_failed_is_resumed_by_one_edit(code: int) -> None:
     simulation = failed(code)

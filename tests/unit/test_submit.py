@@ -70,6 +70,7 @@ REFUSED = {
     (409, "AlreadyExists"): "has a TrainingJob mine already: delete it with `kubectl --namespace default",
     (404, "NotFound"): "does not know TrainingJobs",
     (422, "Invalid"): "refuses the job: 422 Invalid",
+    (403, "Forbidden"): "the API server refuses the job: 403 Forbidden",
 }
 
 
