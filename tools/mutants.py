@@ -126,8 +126,9 @@ def mutants(file: Path) -> list[Mutant]:
                 for inner in ast.walk(place) if place is not None else ():
                     inside.setdefault(id(inner), lines_of)
     for node in ast.walk(tree):
-        for part in ast.walk(node) if _logs(node) else ():
-            inside.pop(id(part), None)
+        for left_out in (node if _logs(node) else None, getattr(node, "annotation", None)):
+            for part in ast.walk(left_out) if left_out is not None else ():
+                inside.pop(id(part), None)
     for number, node in enumerate(ast.walk(tree)):
         line = getattr(node, "lineno", 0)
         if id(node) not in inside or EQUAL in lines[line - 1]:
