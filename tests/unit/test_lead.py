@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -398,6 +399,9 @@ def test_the_first_and_the_last_version_are_on_disk_before_workers_go_on(tmp_pat
         stay = start(coordinator)
         assert keeper.durable_version == 0
         assert lead.status().progress.durable_version == 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "time", lambda: 0.0)
+            assert lead.status().durable_age_seconds == 0, "the machine's clock was put back"
         step = 0
         while not (taken := take(coordinator, stay, call=step + 1)).finished:
             assert keeper.durable_version == 0, "the interval is an hour"
