@@ -348,7 +348,7 @@ class SyncRounds:
         self.expected = self.following
         self.version += 1
         self.attempt = 0
-        self.assigner, self.visiting = None, False
+        self.assigner = None
         self.done.clear()
         self.waiting = set()
         self.gone.clear()

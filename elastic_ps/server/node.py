@@ -81,7 +81,7 @@ class Node:
         self._obeys = 0  # the newest term that has given orders
         self._heard = threading.Condition(self._lock)
         self._heard_at = time.monotonic()
-        self._released = False
+        self._released = False  # mutant: equal
         self._orders: list[Advance] = []  # as a standby: the one carried out last, and the next
         self._log = OrderLog()
         self._snapshots: queue.SimpleQueue[_Snapshot | None] = queue.SimpleQueue()

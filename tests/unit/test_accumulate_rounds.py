@@ -80,6 +80,13 @@ def test_a_stale_gradient_is_refused() -> None:
     assert rounds.turned_away == {1}
 
 
+def test_the_step_of_a_worker_that_takes_no_part_is_late_and_it_is_not_expected_back() -> None:
+    rounds = opened(0, 1, wanted=2)
+    rounds.withdraw(1)
+    assert rounds.begin(1, version=5) is Entry.LATE
+    assert rounds.turned_away == set()
+
+
 def test_a_step_that_will_come_too_late_is_not_waited_for() -> None:
     """Worker 1 computes on a version that is over, so that worker 0 has to add both gradients."""
     rounds = opened(0, 1, 2, wanted=2)

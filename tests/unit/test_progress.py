@@ -20,6 +20,13 @@ def test_a_rate_is_that_of_the_last_seconds() -> None:
     assert rate.per_second(1200, 20) == pytest.approx(20)
 
 
+def test_a_rate_looks_no_further_back_than_its_window() -> None:
+    rate = Rate(window=5)
+    for count, now in ((0, 0), (100, 1), (150, 6)):
+        rate.add(count, now)
+    assert rate.per_second(150, 6) == 10
+
+
 def test_a_rate_falls_when_nothing_happens_any_more() -> None:
     rate = Rate(window=5)
     for second in range(10):
