@@ -1,12 +1,16 @@
-"""What a refusal of the API server is taken for."""
+"""How the API server is reached, and what its refusals are taken for."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from elastic_operator.api import read_error
+from elastic_operator.api import Access, Api, read_error
+from elastic_operator.metrics import Metrics
+from elastic_operator.settings import Settings
+from elastic_ps.errors import UsageError
 
 TERMINATING = {
     "kind": "Status",
@@ -43,3 +47,36 @@ def test_what_is_no_status_still_becomes_an_error(body: bytes | str | None) -> N
     error = read_error(502, body)
     assert (error.status, error.reason) == (502, "")
     assert str(error).startswith("502 ")
+
+
+def test_outside_of_a_cluster_it_has_to_be_told_how_to_reach_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(UsageError, match=r"no cluster is configured: .*; give --kubeconfig"):
+        Api(Settings(), Metrics())
+
+
+@pytest.mark.parametrize("insecure", [True, False])
+@pytest.mark.parametrize("token", ["secret", None])
+def test_kopf_reaches_the_api_server_as_our_own_client_does(
+    tmp_path: Path, insecure: bool, token: str | None
+) -> None:
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "it",
+        "contexts": [{"name": "it", "context": {"cluster": "it", "user": "me"}}],
+        "clusters": [
+            {"name": "it", "cluster": {"server": "https://here:6443", "insecure-skip-tls-verify": insecure}}
+        ],
+        "users": [{"name": "me", "user": {"token": token} if token else {}}],
+    }
+    (tmp_path / "config").write_text(json.dumps(config))
+    access = Api(Settings(kubeconfig=tmp_path / "config"), Metrics()).access()
+    assert access == Access(
+        server="https://here:6443",
+        authority=None,
+        insecure=insecure,
+        token=token,
+        certificate=None,
+        key=None,
+    )
