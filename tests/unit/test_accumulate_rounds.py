@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from elastic_ps.core.accumulate import AccumulateRounds
 from elastic_ps.core.consistency import Contribution, Entry, SyncRounds
 from elastic_ps.errors import RefusalCode, Refused
-
-
-def step(worker: int, number: int = 0) -> Contribution:
-    return Contribution(worker=worker, incarnation=worker, step=number, samples=8)
+from tests.unit.rounds_rig import RoundsMachine, step
 
 
 def opened(*workers: int, wanted: int) -> AccumulateRounds:
@@ -178,52 +175,39 @@ def test_it_is_sync_with_as_many_gradients_as_workers_while_nobody_is_lost(order
         assert (sync.version, sync.expected) == (accumulate.version, accumulate.expected)
 
 
-class AccumulateRoundsMachine(RuleBasedStateMachine):
-    """Against a model that knows for each live worker on which version it computes, and what it waits for."""
+class AccumulateRoundsMachine(RoundsMachine[AccumulateRounds]):
+    """Its model also knows which workers have finished a step and wait for their version."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rounds = AccumulateRounds()
-        self.on: dict[int, int | None] = {}  # None: it waits to take part
-        self.pushing: set[int] = set()
         self.waiting: dict[int, int] = {}  # the step that is finished
-        self.steps = 0
-        self.open: set[int] = set()  # steps that are finished, in no version and not void
-        self.decided: list[Contribution] = []
+        self.finished: set[int] = set()  # steps that are finished, in no version and not void
 
     @initialize(wanted=st.integers(1, 6))
     def choose(self, wanted: int) -> None:
         self.rounds.wanted = wanted
 
-    def of(self, workers: object) -> st.SearchStrategy[int]:
-        return st.sampled_from(sorted(workers))  # type: ignore[call-overload]
-
     def computing(self) -> set[int]:
-        return {w for w, v in self.on.items() if v is not None} - self.pushing - self.waiting.keys()
-
-    def _settle(self) -> None:
-        """Who takes part and waited gets the version."""
-        for worker, version in self.on.items():
-            if version is None and self.rounds.takes_part(worker):
-                self.on[worker] = self.rounds.version
+        return super().computing() - self.waiting.keys()
 
     def _void(self, void: list[Contribution]) -> None:
         numbers = [c.step for c in void]
         assert len(set(numbers)) == len(numbers)
-        assert set(numbers) <= self.open
-        self.open -= set(numbers)
+        assert set(numbers) <= self.finished
+        self.finished -= set(numbers)
 
     @rule(worker=st.integers(0, 4))
     def come(self, worker: int) -> None:
         if worker not in self.on:
             self.rounds.admit(worker)
             self.on[worker] = None
-        self._settle()
+        self.open()
 
     @precondition(lambda self: self.computing())
     @rule(data=st.data())
     def begin(self, data: st.DataObject) -> None:
-        worker = data.draw(self.of(self.computing()))
+        worker = self.one_of(data, self.computing())
         version = self.on[worker]
         assert version is not None
         if self.rounds.begin(worker, version=version) is Entry.IN:
@@ -231,12 +215,12 @@ class AccumulateRoundsMachine(RuleBasedStateMachine):
             self.pushing.add(worker)
         else:
             del self.on[worker]
-        self._settle()
+        self.open()
 
     @precondition(lambda self: self.pushing)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        worker = data.draw(self.of(self.pushing))
+        worker = self.one_of(data, self.pushing)
         number = self.waiting.get(worker)
         if number is None:
             self.steps += 1
@@ -245,27 +229,27 @@ class AccumulateRoundsMachine(RuleBasedStateMachine):
         assert self.rounds.finish(contribution, version=self.rounds.version, attempt=self.rounds.attempt)
         self.pushing.discard(worker)
         self.waiting[worker] = number
-        self.open.add(number)
+        self.finished.add(number)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def ask(self, data: st.DataObject) -> None:
-        worker = data.draw(self.of(self.waiting))
+        worker = self.one_of(data, self.waiting)
         if worker not in self.pushing and self.rounds.goes_on(worker, self.waiting[worker]):
             del self.waiting[worker]
 
     @precondition(lambda self: self.computing())
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        worker = data.draw(self.of(self.computing()))
+        worker = self.one_of(data, self.computing())
         self.rounds.withdraw(worker)
         del self.on[worker]
-        self._settle()
+        self.open()
 
     @precondition(lambda self: self.on)
     @rule(data=st.data())
     def vanish(self, data: st.DataObject) -> None:
-        worker = data.draw(self.of(self.on))
+        worker = self.one_of(data, self.on)
         attempt, in_the_sums = self.rounds.attempt, worker in self.pushing
         void = self.rounds.lose(worker)
         assert (self.rounds.attempt > attempt) == in_the_sums
@@ -273,20 +257,12 @@ class AccumulateRoundsMachine(RuleBasedStateMachine):
         self.pushing.discard(worker)
         number = self.waiting.pop(worker, None)
         if in_the_sums:
-            self.open.discard(-1 if number is None else number)  # it was to be pushed again
-            self._void([c for c in void if c.step in self.open])
+            self.finished.discard(-1 if number is None else number)  # it was to be pushed again
+            self._void([c for c in void if c.step in self.finished])
             self.pushing |= self.waiting.keys()
         else:
             assert void == []
-        self._settle()
-
-    @precondition(lambda self: self.rounds.ready)
-    @rule(failures=st.integers(0, 2))
-    def decide(self, failures: int) -> None:
-        """A commit that fails on the way has been made by some shards: it can only be made again."""
-        for _ in range(failures):
-            self.decided = self.rounds.begin_commit()
-            self.rounds.committing = False
+        self.open()
 
     @precondition(lambda self: self.rounds.ready)
     @rule()
@@ -294,20 +270,20 @@ class AccumulateRoundsMachine(RuleBasedStateMachine):
         contributions = self.rounds.begin_commit()
         assert self.decided in ([], contributions)
         assert len(contributions) == self.rounds.wanted
-        assert {c.step for c in contributions} == self.open
+        assert {c.step for c in contributions} == self.finished
         assert not self.pushing, "nobody who has begun is left out"
         self.rounds.end_commit()
         for worker in self.waiting:
             self.on[worker] = self.rounds.version
         self.waiting.clear()
-        self.open.clear()
+        self.finished.clear()
         self.decided = []
-        self._settle()
+        self.open()
 
     @invariant()
     def the_steps_of_the_round_are_those_that_are_finished(self) -> None:
         pushed_again = {self.waiting[w] for w in self.pushing & self.waiting.keys()}
-        assert {c.step for c in self.rounds.contributions} == self.open - pushed_again
+        assert {c.step for c in self.rounds.contributions} == self.finished - pushed_again
 
     @invariant()
     def somebody_can_always_go_on(self) -> None:

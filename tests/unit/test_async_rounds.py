@@ -7,15 +7,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from elastic_ps.core.asynchronous import AsyncRounds
-from elastic_ps.core.consistency import Contribution, Entry
+from elastic_ps.core.consistency import Entry
 from elastic_ps.errors import RefusalCode, Refused
-
-
-def step(worker: int, number: int = 0) -> Contribution:
-    return Contribution(worker=worker, incarnation=worker, step=number, samples=8)
+from tests.unit.rounds_rig import RoundsMachine, step
 
 
 def opened(*workers: int, consistent: bool = True) -> AsyncRounds:
@@ -127,44 +124,33 @@ def test_what_a_dead_worker_has_pushed_is_void_and_the_next_one_may_push() -> No
     assert commit(rounds) == [1]
 
 
-class AsyncRoundsMachine(RuleBasedStateMachine):
-    """Against a model that knows for each live worker its version, and who reads one."""
+class AsyncRoundsMachine(RoundsMachine[AsyncRounds]):
+    """Its model also knows which workers read a version."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rounds = AsyncRounds()
-        self.on: dict[int, int | None] = {}  # None: it waits to take part
         self.reading: set[int] = set()
-        self.pushing: set[int] = set()
-        self.steps = 0
-        self.decided: list[Contribution] = []
 
     @initialize(consistent=st.booleans())
     def choose(self, consistent: bool) -> None:
         self.rounds.consistent = consistent
 
-    def one_of(self, data: st.DataObject, workers: set[int]) -> int:
-        chosen: int = data.draw(st.sampled_from(sorted(workers)))
-        return chosen
-
-    @property
     def computing(self) -> set[int]:
-        return {w for w, v in self.on.items() if v is not None} - self.reading - self.pushing
+        return super().computing() - self.reading
 
-    def _open(self) -> None:
-        """Who takes part and waited is told the version, and begins to read it."""
-        for worker, version in self.on.items():
-            if version is None and self.rounds.takes_part(worker):
-                self.rounds.hand_out(worker)
-                self.on[worker] = self.rounds.version
-                self.reading.add(worker)
+    def take_up(self, worker: int) -> None:
+        """It is told the version, and begins to read it."""
+        super().take_up(worker)
+        self.rounds.hand_out(worker)
+        self.reading.add(worker)
 
     @rule(worker=st.integers(0, 4))
     def come(self, worker: int) -> None:
         if worker not in self.on:
             self.rounds.admit(worker)
             self.on[worker] = None
-        self._open()
+        self.open()
 
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
@@ -180,51 +166,26 @@ class AsyncRoundsMachine(RuleBasedStateMachine):
         self.on[worker] = version
         self.reading.discard(worker)
 
-    @precondition(lambda self: self.computing)
+    @precondition(lambda self: self.computing())
     @rule(data=st.data())
     def begin(self, data: st.DataObject) -> None:
-        worker = self.one_of(data, self.computing)
+        worker = self.one_of(data, self.computing())
         free = not (self.pushing or self.rounds.decided or self.rounds.done)
         entry = self.rounds.begin(worker, version=self.on[worker] or 0)
         assert (entry is Entry.IN) == free
         if entry is Entry.IN:
             self.pushing.add(worker)
 
-    @precondition(lambda self: self.pushing - self.rounds.done.keys())
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        worker = self.one_of(data, self.pushing - self.rounds.done.keys())
-        self.steps += 1
-        contribution = step(worker, self.steps)
-        assert self.rounds.finish(contribution, version=self.rounds.version, attempt=self.rounds.attempt)
-
-    @precondition(lambda self: self.computing)
+    @precondition(lambda self: self.computing())
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        worker = self.one_of(data, self.computing)
+        worker = self.one_of(data, self.computing())
         self.rounds.withdraw(worker)
         del self.on[worker]
 
-    @precondition(lambda self: self.on)
-    @rule(data=st.data())
-    def vanish(self, data: st.DataObject) -> None:
-        worker = self.one_of(data, set(self.on))
-        in_the_sums = worker in self.pushing - self.rounds.done.keys()
-        attempt = self.rounds.attempt
-        self.rounds.lose(worker)
-        assert (self.rounds.attempt > attempt) == in_the_sums
-        del self.on[worker]
+    def vanished(self, worker: int) -> None:
+        super().vanished(worker)
         self.reading.discard(worker)
-        if in_the_sums:
-            self.pushing.discard(worker)
-        self._open()
-
-    @precondition(lambda self: self.rounds.ready)
-    @rule(failures=st.integers(0, 2))
-    def decide(self, failures: int) -> None:
-        for _ in range(failures):
-            self.decided = self.rounds.begin_commit()
-            self.rounds.committing = False
 
     @precondition(lambda self: self.rounds.ready)
     @rule()
@@ -242,7 +203,7 @@ class AsyncRoundsMachine(RuleBasedStateMachine):
         if base is not None:
             self.on[worker] = version + 1
             self.reading.add(worker)
-        self._open()
+        self.open()
 
     @invariant()
     def a_finished_step_waits_for_readers_only(self) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from elastic_ps.core.backup import BackupRounds
-from elastic_ps.core.consistency import Contribution, Entry
+from elastic_ps.core.consistency import Entry
 from elastic_ps.errors import RefusalCode, Refused
-
-
-def step(worker: int, number: int = 0) -> Contribution:
-    return Contribution(worker=worker, incarnation=worker, step=number, samples=8)
+from tests.unit.rounds_rig import RoundsMachine, step
 
 
 def opened(*workers: int, spare: int = 1) -> BackupRounds:
@@ -195,16 +192,10 @@ def test_a_step_that_nobody_has_let_in_is_refused() -> None:
     assert refused.value.code is RefusalCode.INVALID
 
 
-class BackupRoundsMachine(RuleBasedStateMachine):
-    """Against a model that knows on which version each live worker computes, if it does."""
-
+class BackupRoundsMachine(RoundsMachine[BackupRounds]):
     def __init__(self) -> None:
         super().__init__()
         self.rounds = BackupRounds()
-        self.on: dict[int, int | None] = {}
-        self.pushing: set[int] = set()
-        self.steps = 0
-        self.decided: list[Contribution] = []
 
     @initialize(spare=st.integers(1, 3))
     def choose(self, spare: int) -> None:
@@ -216,57 +207,19 @@ class BackupRoundsMachine(RuleBasedStateMachine):
         if self.on.get(worker) is None:
             self.rounds.admit(worker)
             self.on[worker] = None
-        self._open()
+        self.open()
 
-    def _open(self) -> None:
-        """Who takes part and waited gets the version."""
-        for worker, version in self.on.items():
-            if version is None and self.rounds.takes_part(worker):
-                self.on[worker] = self.rounds.version
-
-    @precondition(lambda self: self.ready_to_push())
+    @precondition(lambda self: self.computing())
     @rule(data=st.data())
     def begin(self, data: st.DataObject) -> None:
-        worker = data.draw(st.sampled_from(self.ready_to_push()))
+        worker = self.one_of(data, self.computing())
         if let_in(self.rounds, worker, version=self.on[worker] or 0):
             assert self.on[worker] == self.rounds.version
             self.pushing.add(worker)
         else:
             self.on[worker] = None
             assert not self.rounds.knows(worker)
-        self._open()
-
-    def ready_to_push(self) -> list[int]:
-        return sorted(w for w, version in self.on.items() if version is not None and w not in self.pushing)
-
-    @precondition(lambda self: self.pushing - self.rounds.done.keys())
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        worker = data.draw(st.sampled_from(sorted(self.pushing - self.rounds.done.keys())))
-        self.steps += 1
-        contribution = step(worker, self.steps)
-        assert self.rounds.finish(contribution, version=self.rounds.version, attempt=self.rounds.attempt)
-
-    @precondition(lambda self: self.on)
-    @rule(data=st.data())
-    def vanish(self, data: st.DataObject) -> None:
-        worker = data.draw(st.sampled_from(sorted(self.on)))
-        in_the_sums = worker in self.pushing and worker not in self.rounds.done
-        attempt = self.rounds.attempt
-        self.rounds.lose(worker)
-        assert self.rounds.ready or not self.decided
-        assert (self.rounds.attempt > attempt) == in_the_sums
-        del self.on[worker]
-        self.pushing.discard(worker)
-        self._open()
-
-    @precondition(lambda self: self.rounds.ready)
-    @rule(failures=st.integers(0, 2))
-    def decide(self, failures: int) -> None:
-        """A commit that fails on the way has been made by some shards: it can only be made again."""
-        for _ in range(failures):
-            self.decided = self.rounds.begin_commit()
-            self.rounds.committing = False
+        self.open()
 
     @precondition(lambda self: self.rounds.ready)
     @rule()
@@ -282,7 +235,7 @@ class BackupRoundsMachine(RuleBasedStateMachine):
             if c.worker in self.on:
                 self.on[c.worker] = version + 1
         self.pushing.clear()
-        self._open()
+        self.open()
 
     @invariant()
     def there_is_no_deadlock(self) -> None:
@@ -291,7 +244,7 @@ class BackupRoundsMachine(RuleBasedStateMachine):
         assert rounds.begun - rounds.gone <= self.on.keys()
         assert self.pushing == rounds.begun - rounds.gone
         waiting = [w for w, version in self.on.items() if version is None and rounds.knows(w)]
-        can_go_on = self.ready_to_push() or self.pushing - rounds.done.keys() or rounds.ready
+        can_go_on = self.computing() or self.sending() or rounds.ready
         assert can_go_on or not waiting
 
     @precondition(lambda self: len(self.on) > 1)

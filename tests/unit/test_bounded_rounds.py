@@ -5,15 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from elastic_ps.core.bounded import BoundedRounds
-from elastic_ps.core.consistency import Contribution, Entry, SyncRounds
+from elastic_ps.core.consistency import Entry, SyncRounds
 from elastic_ps.errors import RefusalCode, Refused
-
-
-def step(worker: int, number: int = 0) -> Contribution:
-    return Contribution(worker=worker, incarnation=worker, step=number, samples=8)
+from tests.unit.rounds_rig import RoundsMachine, step
 
 
 def opened(*workers: int, most: int = 2) -> BoundedRounds:
@@ -245,16 +242,10 @@ def test_a_worker_that_vanishes_while_it_waits_for_a_decided_round_is_not_held_u
     assert rounds.held_up == {0}
 
 
-class BoundedRoundsMachine(RuleBasedStateMachine):
-    """Against a model that knows on which version each live worker computes, if it does."""
-
+class BoundedRoundsMachine(RoundsMachine[BoundedRounds]):
     def __init__(self) -> None:
         super().__init__()
         self.rounds = BoundedRounds()
-        self.on: dict[int, int | None] = {}
-        self.pushing: set[int] = set()
-        self.steps = 0
-        self.decided: list[Contribution] = []
 
     @initialize(most=st.integers(1, 4))
     def choose(self, most: int) -> None:
@@ -265,64 +256,24 @@ class BoundedRoundsMachine(RuleBasedStateMachine):
         if worker not in self.on:
             self.rounds.admit(worker)
             self.on[worker] = None
-        self._open()
-
-    def _open(self) -> None:
-        for worker, version in self.on.items():
-            if version is None and self.rounds.takes_part(worker):
-                self.on[worker] = self.rounds.version
-
-    def computing(self) -> list[int]:
-        return sorted(w for w, version in self.on.items() if version is not None and w not in self.pushing)
-
-    def sending(self) -> list[int]:
-        return sorted(self.pushing - self.rounds.done.keys())
+        self.open()
 
     @precondition(lambda self: self.computing())
     @rule(data=st.data())
     def begin(self, data: st.DataObject) -> None:
-        worker = data.draw(st.sampled_from(self.computing()))
+        worker = self.one_of(data, self.computing())
         if self.rounds.begin(worker, version=self.on[worker] or 0) is Entry.IN:
             self.pushing.add(worker)
         else:
             assert worker in self.rounds.held_up
             assert self.rounds.ready or self.rounds.awaited, "it waits for somebody, or for a commit"
 
-    @precondition(lambda self: self.sending())
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        worker = data.draw(st.sampled_from(self.sending()))
-        self.steps += 1
-        contribution = step(worker, self.steps)
-        assert self.rounds.finish(contribution, version=self.rounds.version, attempt=self.rounds.attempt)
-
     @precondition(lambda self: self.computing())
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
-        worker = data.draw(st.sampled_from(self.computing()))
+        worker = self.one_of(data, self.computing())
         self.rounds.withdraw(worker)
         del self.on[worker]
-
-    @precondition(lambda self: self.on)
-    @rule(data=st.data())
-    def vanish(self, data: st.DataObject) -> None:
-        worker = data.draw(st.sampled_from(sorted(self.on)))
-        in_the_sums = worker in self.sending()
-        attempt = self.rounds.attempt
-        self.rounds.lose(worker)
-        assert self.rounds.ready or not self.decided
-        assert (self.rounds.attempt > attempt) == in_the_sums
-        del self.on[worker]
-        self.pushing.discard(worker)
-        self._open()
-
-    @precondition(lambda self: self.rounds.ready)
-    @rule(failures=st.integers(0, 2))
-    def decide(self, failures: int) -> None:
-        """A commit that fails on the way has been made by some shards: it can only be made again."""
-        for _ in range(failures):
-            self.decided = self.rounds.begin_commit()
-            self.rounds.committing = False
 
     @precondition(lambda self: self.rounds.ready)
     @rule()
@@ -342,7 +293,7 @@ class BoundedRoundsMachine(RuleBasedStateMachine):
                 self.on[worker] = version + 1
         self.decided = []
         self.pushing.clear()
-        self._open()
+        self.open()
 
     @invariant()
     def who_waits_waits_for_somebody(self) -> None:
@@ -371,7 +322,7 @@ class BoundedRoundsMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def one_is_fast(self, data: st.DataObject) -> None:
         """It makes versions alone, until somebody is as far back as may be."""
-        fast = data.draw(st.sampled_from(self.computing()))
+        fast = self.one_of(data, self.computing())
         rounds = self.rounds.copy()
         for worker in self.sending():
             rounds.finish(step(worker, self.steps + 1), version=rounds.version, attempt=rounds.attempt)

@@ -93,6 +93,33 @@ def test_a_pass_that_fails_is_made_again() -> None:
     assert attempts == 2
 
 
+def test_the_more_often_a_pass_has_failed_the_longer_it_is_waited_for_the_next_try() -> None:
+    works = iter([False] * 9 + [True, False, True])
+    done = threading.Event()
+    waits: list[float] = []
+
+    class Impatient(Queue):
+        def add(self, key: Key, after: timedelta = timedelta(0)) -> None:
+            waits.append(after.total_seconds())
+            super().add(key)
+
+    def run(key: Key) -> timedelta | None:
+        if not next(works):
+            raise RuntimeError("the API server is away")
+        if len(waits) > 11:
+            done.set()
+            return None
+        return timedelta(hours=1)
+
+    async def main() -> None:
+        queue = Impatient(run, concurrency=1)
+        queue.add(JOB)
+        await _serve(queue, done)
+
+    asyncio.run(main())
+    assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60, 3600, 1]
+
+
 def item(uid: str, version: str) -> dict[str, Any]:
     return {"metadata": {"uid": uid, "resourceVersion": version}}
 
