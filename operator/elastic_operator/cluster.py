@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import logging
-import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,6 +17,7 @@ from elastic_operator.builders import Manifest
 from elastic_operator.documents import over, read_server_status
 from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, stamp
 from elastic_operator.pods import Pod, Problem
+from elastic_operator.reading import PageReader, Unreadable
 from elastic_operator.status import dump_status
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.errors import ConnectionLost
@@ -28,7 +27,6 @@ from elastic_ps.status import ServerStatus, TrainingJobStatus
 logger = logging.getLogger(__name__)
 
 _RESOURCES = {"Pod": "pods", "Service": "services", "PersistentVolumeClaim": "persistentvolumeclaims"}
-_STATUS_LIMIT = 4 * 1024 * 1024
 
 
 class Cluster:
@@ -36,7 +34,7 @@ class Cluster:
 
     def __init__(self, api: Api, *, status_timeout: float) -> None:
         self._api = api
-        self._status_timeout = status_timeout
+        self._pages = PageReader(status_timeout)
 
     def jobs(self, namespaces: Sequence[str]) -> list[dict[str, Any]]:
         """All jobs that are served."""
@@ -79,7 +77,7 @@ class Cluster:
             for item in owned("services")
         }
         claims = frozenset(item["metadata"]["name"] for item in owned("persistentvolumeclaims"))
-        server = self._server_status(metadata["name"], found)
+        server = self._server_status(metadata["namespace"], metadata["name"], found)
         return Observed(pods=found, services=services, claims=claims, server=server)
 
     def execute(self, job: Mapping[str, Any], actions: Sequence[Action]) -> list[Problem]:
@@ -202,19 +200,17 @@ class Cluster:
         self._api.request("patch", f"{names.PLURAL}/status", path, body=body)
         return True
 
-    def _server_status(self, job: str, found: Sequence[Pod]) -> ServerStatus | None:
+    def _server_status(self, namespace: str, job: str, found: Sequence[Pod]) -> ServerStatus | None:
         """What shard 0 says about itself, or None if it does not answer in time."""
         first = next((pod for pod in found if pod.role == "ps" and pod.index == 0), None)
         if first is None or first.ending is not None or first.address is None:
             return None
-        host = f"[{first.address}]" if ":" in first.address else first.address
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        url = f"http://{host}:{DEFAULT_HTTP_PORT}/status"
+        owner = f"{namespace}/{job}"
         try:
-            with opener.open(url, timeout=self._status_timeout) as answer:
-                status = read_server_status(dict(json.loads(answer.read(_STATUS_LIMIT))))
-        except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
-            logger.debug("%s does not answer GET /status: %s", first.name, error)
+            answer = self._pages.read(owner, (first.address, DEFAULT_HTTP_PORT), "/status")
+            status = read_server_status(dict(json.loads(answer)))
+        except (Unreadable, ValueError, TypeError, RecursionError) as error:
+            logger.debug("%s/%s does not answer GET /status: %s", namespace, first.name, error)
             return None
         return status if status.job == job else None
 

@@ -25,6 +25,7 @@ from elastic_ps.errors import ConnectionLost, UsageError
 from elastic_ps.server.status import StatusServer
 from elastic_ps.status import Progress, ServerStatus, TrainingJobStatus
 from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
+from tests.unit.talking import Server, Talk, dripping, saying
 
 KEY: Key = ("default", "digits")
 SERVER_ADDRESS = f"127.91.{os.getpid() // 250 % 250}.{os.getpid() % 250 + 1}"
@@ -39,7 +40,7 @@ class Operator:
         self.metrics = Metrics()
         self.settings = Settings(kubeconfig=server.kubeconfig(directory), **settings)
         self.api = Api(self.settings, self.metrics)
-        self.cluster = Cluster(self.api, status_timeout=2.0)
+        self.cluster = Cluster(self.api, status_timeout=self.settings.status_timeout.total_seconds())
         self.controller = Controller(self.cluster, self.settings, self.metrics)
 
     def count(self, name: str, **labels: str) -> float:
@@ -318,6 +319,33 @@ def test_what_the_parameter_server_says_is_in_the_status(
     assert operator.status.parameter_server.term == 2
     assert operator.status.phase == "Running"
     assert operator.status.summary.model_dump() == {"workers": "1/1", "progress": "30%", "loss": "0.25"}
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        dripping,
+        saying(b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 100_000),
+        saying(b"HTTP/1.1 200 OK\r\n\r\n[1, 2]"),
+        saying(b"HTTP/1.1 200 OK\r\n\r\n\xff"),
+    ],
+    ids=["dripping", "deep", "list", "bytes"],
+)
+def test_a_parameter_server_that_misbehaves_is_one_that_does_not_answer(
+    server: ApiServer, tmp_path: Path, talk: Talk
+) -> None:
+    server.add_job()
+    operator = Operator(server, tmp_path, status_timeout=timedelta(seconds=0.3))
+    operator.turns()
+    for name in server.names("pods"):
+        server.start(name, address=SERVER_ADDRESS)
+    talking = Server(talk, (SERVER_ADDRESS, DEFAULT_HTTP_PORT))
+    try:
+        operator.turns(2)
+    finally:
+        talking.close()
+    assert operator.status.phase == "Running"
+    assert talking.asked == 2
 
 
 def test_the_counters_tell_how_jobs_start_and_end(
