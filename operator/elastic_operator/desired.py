@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from elastic_operator import builders, documents, names
+from elastic_operator.permissions import Policy, refusal, violations
 from elastic_operator.plan import Observed
 from elastic_operator.pods import Pod
 from elastic_ps.errors import InvalidJob
@@ -39,8 +40,8 @@ class Desired:
         return changed or pod.older_than(self.restart)
 
 
-def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
-    """What to work towards.
+def read_desired(job: Mapping[str, Any], observed: Observed, policy: Policy) -> Desired:
+    """What to work towards. `policy`: what templates may hold.
 
     Raises:
         InvalidJob: the spec cannot be followed; each line of the message names a field.
@@ -65,7 +66,7 @@ def read_desired(job: Mapping[str, Any], observed: Observed) -> Desired:
     if fixed:
         document, _ = documents.known_spec(_keep_fixed(document, fixed, ignored))
     spec = parse_spec(document, source="spec")
-    _check_pods(job, spec)
+    _check_pods(job, spec, policy)
     _check_claim(name, spec)
     restart = _restart(job, ignored)
     return Desired(
@@ -171,8 +172,10 @@ def _clamp(document: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
     return {**document, "worker": {**worker, "replicas": bounded}}
 
 
-def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec) -> None:
-    """Raise InvalidJob where no pod can be built: a template of another shape, or no image."""
+def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec, policy: Policy) -> None:
+    """Raise InvalidJob where no pod may be built: another shape, no image, or beyond what is permitted."""
+    namespace = job["metadata"]["namespace"]
+    permitted = policy.of(namespace)
     for field, role in (("parameterServer", "ps"), ("worker", "worker")):
         template = spec.worker.template if role == "worker" else spec.parameter_server.template
         if unknown := sorted(template.keys() - {"metadata", "spec"}):
@@ -180,10 +183,13 @@ def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec) -> None:
         try:
             pod = builders.pod(job, spec, "ps" if role == "ps" else "worker", 0)
             images = [container.get("image") for container in pod["spec"]["containers"]]
+            forbidden = list(violations(pod, permitted))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise InvalidJob(f"spec.{field}.template is not a PodTemplateSpec: {error!r}") from error
         if not all(images):
             raise InvalidJob(f"spec.image is missing, and spec.{field}.template names none for its container")
+        if forbidden:
+            raise InvalidJob(refusal(forbidden, f"spec.{field}.template", namespace))
 
 
 def _check_claim(name: str, spec: TrainingJobSpec) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias
 
+from elastic_operator.permissions import Policy
 from elastic_operator.pods import Pod, Problem
 from elastic_ps.env import Role
 from elastic_ps.status import ServerStatus, TrainingJobStatus
@@ -16,9 +17,10 @@ Kind: TypeAlias = Literal["Pod", "Service", "PersistentVolumeClaim"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Times that decisions depend on.
+    """What decisions depend on beside the job.
 
     Attributes:
+        policy: what jobs' templates may hold, by namespace.
         poll: how often a job with pods is looked at again, for its progress.
         retry: how long to wait after the API server refused to create something.
         answer_limit: how long the PS may stay silent after the last worker has ended, before that is told.
@@ -28,6 +30,7 @@ class Options:
         force_after: a pod that outlives its grace period by this much (its node is gone) is removed.
     """
 
+    policy: Policy = field(default_factory=Policy)
     poll: timedelta = timedelta(seconds=10)
     retry: timedelta = timedelta(seconds=15)
     answer_limit: timedelta = timedelta(seconds=30)

@@ -61,7 +61,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
             return _finished(job, observed, old, now)
         status = begun_again(status, now)
     try:
-        desired = read_desired(job, observed)
+        desired = read_desired(job, observed, options.policy)
     except InvalidJob as error:
         return _invalid(old, status, str(error), started=started(job, observed), now=now)
     if desired.restart is not None and desired.restart > now:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from elastic_operator.permissions import Policy, read_policy
 from elastic_operator.plan import Options
+from elastic_ps.errors import UsageError
 from elastic_ps.fields import parse_duration
 
 
@@ -83,6 +85,13 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         help="namespace/name of a Lease: of several operators, the one that holds it works",
     )
     add("--identity", default="", help="this operator's name for the lease; by default the host's")
+    add(
+        "--template-permissions",
+        type=_policy,
+        default=Policy(),
+        metavar="JSON",
+        help="what jobs' templates may hold beyond the defaults, by namespace (* for all)",
+    )
     add("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
     add("--fail-after-writes", type=int, default=None, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -97,7 +106,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         identity=given.identity,
         fail_after_writes=given.fail_after_writes,
         log_level=given.log_level,
-        options=Options(poll=given.poll),
+        options=Options(poll=given.poll, policy=given.template_permissions),
     )
 
 
@@ -113,6 +122,13 @@ def _lease(text: str) -> tuple[str, str]:
     if not namespace or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not namespace/name")
     return namespace, name
+
+
+def _policy(text: str) -> Policy:
+    try:
+        return read_policy(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive(text: str) -> int:

@@ -43,6 +43,7 @@ class Simulation:
         self.claims: set[str] = set()
         self.server: ServerStatus | None = None
         self.now = START
+        self.options = Options()
         self.made = 0
         self.writes = 0
         self.notes: dict[str, str] = {}
@@ -79,7 +80,7 @@ class Simulation:
 
     def plan(self) -> Plan:
         assert self.job is not None
-        return reconcile(self.job, self.observed(), self.now, Options())
+        return reconcile(self.job, self.observed(), self.now, self.options)
 
     def step(self, writes: int | None = None) -> Plan:
         """One pass of the operator, which is killed after so many writes (None: it is not)."""

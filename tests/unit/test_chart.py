@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 import yaml
 from helm_python import Chart, HelmError, lint
 
-from elastic_operator import builders, crd
+from elastic_operator import builders, crd, settings
+from elastic_operator.permissions import Permissions
 from elastic_ps.job import TrainingJobSpec, load_job
 from tests.unit.simulation import job_document
 from tools.render_install import CHART, ROOT, TARGET, install_manifest, render
@@ -25,6 +27,7 @@ EVERYTHING = {
     "networkPolicy": {"enabled": True},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "imagePullSecrets": [{"name": "registry"}],
+    "templatePermissions": {"*": {"secrets": ["a"]}, "one": {"hostPaths": ["/data"], "privileged": True}},
     "podLabels": {"a": "b"},
     "podAnnotations": {"c": "d"},
     "nodeSelector": {"e": "f"},
@@ -82,6 +85,8 @@ def test_chart_has_no_findings() -> None:
         {"image": {"repository": ""}},
         {"namespaces": "default"},
         {"imagePolicy": "Always"},
+        {"templatePermissions": {"one": {"secret": ["a"]}}},
+        {"templatePermissions": {"one": {"hostPaths": "/data"}}},
     ],
 )
 def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
@@ -103,6 +108,21 @@ def test_the_kubelet_restarts_an_operator_that_is_not_healthy() -> None:
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
     assert [port["containerPort"] for port in container["ports"] if port["name"] == "http"] == [8080]
+
+
+def test_the_operator_reads_the_permissions_of_the_values() -> None:
+    (deployment,) = (d for d in documents(EVERYTHING) if d["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    given = settings.parse([a for a in container["args"] if a.startswith("--template-permissions")])
+    expected = Permissions(secrets=["a"], host_paths=["/data"], privileged=True)
+    assert given.options.policy.of("one") == expected
+    assert given.options.policy.of("two") == Permissions(secrets=["a"])
+
+
+def test_what_the_values_may_permit_is_what_the_operator_knows() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    known = schema["properties"]["templatePermissions"]["additionalProperties"]["properties"]
+    assert known.keys() == {field.alias for field in Permissions.model_fields.values()}
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
