@@ -46,7 +46,11 @@ def main() -> int:
     except UserError as error:
         print(f"elastic-operator: {error}", file=sys.stderr)
         return 2
-    cluster = Cluster(api, status_timeout=given.status_timeout.total_seconds())
+    cluster = Cluster(
+        api,
+        status_timeout=given.status_timeout.total_seconds(),
+        policies=given.options.http_from is not None,
+    )
     controller = Controller(cluster, given, metrics)
     queue = Queue(controller.run_pass, concurrency=given.concurrency)
     metrics.queue.set_function(lambda: len(queue))

@@ -26,14 +26,22 @@ from elastic_ps.status import ServerStatus, TrainingJobStatus
 
 logger = logging.getLogger(__name__)
 
-_RESOURCES = {"Pod": "pods", "Service": "services", "PersistentVolumeClaim": "persistentvolumeclaims"}
+_RESOURCES = {
+    "Pod": "pods",
+    "Service": "services",
+    "PersistentVolumeClaim": "persistentvolumeclaims",
+    "NetworkPolicy": "networkpolicies",
+}
+_GROUPS = {"networkpolicies": "/apis/networking.k8s.io/v1"}
 
 
 class Cluster:
     """The cluster as the operator uses it. Blocking; thread-safe."""
 
-    def __init__(self, api: Api, *, status_timeout: float) -> None:
+    def __init__(self, api: Api, *, status_timeout: float, policies: bool = False) -> None:
+        """`policies`: whether jobs have network policies."""
         self._api = api
+        self._policies = policies
         self._pages = PageReader(status_timeout)
 
     def jobs(self, namespaces: Sequence[str]) -> list[dict[str, Any]]:
@@ -68,7 +76,7 @@ class Cluster:
         selector = {"labelSelector": names.job_selector(metadata["name"])}
 
         def owned(resource: str) -> list[dict[str, Any]]:
-            path = f"/api/v1/namespaces/{metadata['namespace']}/{resource}"
+            path = _path(metadata["namespace"], resource)
             return [m for m in self._list_all(resource, [path], selector) if _is_owned(m, metadata["uid"])]
 
         found = tuple(pod for manifest in owned("pods") if (pod := pods.read(manifest)) is not None)
@@ -77,8 +85,15 @@ class Cluster:
             for item in owned("services")
         }
         claims = frozenset(item["metadata"]["name"] for item in owned("persistentvolumeclaims"))
+        policies = owned("networkpolicies") if self._policies else []
         server = self._server_status(metadata["namespace"], metadata["name"], found)
-        return Observed(pods=found, services=services, claims=claims, server=server)
+        return Observed(
+            pods=found,
+            services=services,
+            claims=claims,
+            policies=frozenset(item["metadata"]["name"] for item in policies),
+            server=server,
+        )
 
     def execute(self, job: Mapping[str, Any], actions: Sequence[Action]) -> list[Problem]:
         """Carry out a plan; what the API server refuses for good comes back in words.
@@ -109,7 +124,7 @@ class Cluster:
 
     def _create(self, job: Mapping[str, Any], action: Create) -> Problem | None:
         resource = _RESOURCES[action.kind]
-        path = f"/api/v1/namespaces/{job['metadata']['namespace']}/{resource}"
+        path = _path(job["metadata"]["namespace"], resource)
         try:
             # So that a misspelt field of a template is refused, and not dropped in silence.
             strict = {"fieldValidation": "Strict"}
@@ -128,7 +143,7 @@ class Cluster:
         return None
 
     def _check_owner(self, job: Mapping[str, Any], resource: str, name: str) -> Problem | None:
-        path = f"/api/v1/namespaces/{job['metadata']['namespace']}/{resource}/{name}"
+        path = f"{_path(job['metadata']['namespace'], resource)}/{name}"
         try:
             there = self._api.request("get", resource, path)
         except ApiError as error:
@@ -255,6 +270,10 @@ def _is_owned(manifest: Mapping[str, Any], uid: str) -> bool:
     metadata = manifest["metadata"]
     retained = (metadata.get("annotations") or {}).get(names.RUN_ANNOTATION) == uid
     return retained or any(ref.get("uid") == uid for ref in metadata.get("ownerReferences") or [])
+
+
+def _path(namespace: str, resource: str) -> str:
+    return f"{_GROUPS.get(resource, '/api/v1')}/namespaces/{namespace}/{resource}"
 
 
 def _group() -> str:

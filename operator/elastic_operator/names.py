@@ -50,6 +50,11 @@ def claim(job: str) -> str:
     return pod(job, "ps", 0)
 
 
+def network_policy(job: str) -> str:
+    """The NetworkPolicy in front of the job's servers."""
+    return f"{job}-servers"
+
+
 def labels(job: str) -> dict[str, str]:
     """Labels of everything that belongs to the job."""
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias
@@ -12,7 +12,7 @@ from elastic_operator.pods import Pod, Problem
 from elastic_ps.env import Role
 from elastic_ps.status import ServerStatus, TrainingJobStatus
 
-Kind: TypeAlias = Literal["Pod", "Service", "PersistentVolumeClaim"]
+Kind: TypeAlias = Literal["Pod", "Service", "PersistentVolumeClaim", "NetworkPolicy"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class Options:
 
     Attributes:
         policy: what jobs' templates may hold, by namespace.
+        http_from: who may read a job's status, as peers of its NetworkPolicy; None: jobs get no policy.
         poll: how often a job with pods is looked at again, for its progress.
         retry: how long to wait after the API server refused to create something.
         answer_limit: how long the PS may stay silent after the last worker has ended, before that is told.
@@ -31,6 +32,7 @@ class Options:
     """
 
     policy: Policy = field(default_factory=Policy)
+    http_from: Sequence[Mapping[str, Any]] | None = None
     poll: timedelta = timedelta(seconds=10)
     retry: timedelta = timedelta(seconds=15)
     answer_limit: timedelta = timedelta(seconds=30)
@@ -50,6 +52,7 @@ class Observed:
         pods: its pods.
         services: names of its Services, with the spec annotation of the one that has it.
         claims: names of its volume claims.
+        policies: names of its network policies; looked for only if there is to be one.
         server: what shard 0 answered; None if it did not.
         refusals: what the API server refused to create a moment ago, in this same pass.
     """
@@ -57,6 +60,7 @@ class Observed:
     pods: tuple[Pod, ...] = ()
     services: Mapping[str, str | None] = field(default_factory=dict)
     claims: frozenset[str] = frozenset()
+    policies: frozenset[str] = frozenset()
     server: ServerStatus | None = None
     refusals: tuple[Problem, ...] = ()
 

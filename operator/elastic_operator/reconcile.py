@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from elastic_operator import builders, names
+from elastic_operator import builders, names, network
 from elastic_operator.desired import Desired, read_desired, revision, started
 from elastic_operator.documents import read_status
 from elastic_operator.failures import consequence, counted
@@ -76,7 +76,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
     end = verdict(status, desired, observed, now)
     if end is not None:
         return _conclude(old, status, end, notes, now)
-    actions = [*_servers(job, desired, old, status, observed)]
+    actions = [*_network(job, observed, options), *_servers(job, desired, old, status, observed)]
     actions += _workers(job, desired, old, status, observed, now, options)
     status = status.model_copy(
         update={"revision": revision(job, observed) or builders.revision(desired.spec)}
@@ -213,6 +213,14 @@ def _resumed(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
     if status.start_time is None:
         status = status.model_copy(update={"start_time": stamp(now)})
     return status
+
+
+def _network(job: Mapping[str, Any], observed: Observed, options: Options) -> Iterator[Action]:
+    """First of all, so that no server is ever without it."""
+    name = names.network_policy(job["metadata"]["name"])
+    if options.http_from is not None and name not in observed.policies:
+        manifest = network.policy(job, options.http_from)
+        yield Create("NetworkPolicy", name, manifest, "only the job's own pods reach its data ports")
 
 
 def _servers(

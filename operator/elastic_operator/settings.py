@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from elastic_operator.permissions import Policy, read_policy
 from elastic_operator.plan import Options
@@ -92,6 +94,12 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         metavar="JSON",
         help="what jobs' templates may hold beyond the defaults, by namespace (* for all)",
     )
+    add(
+        "--http-from",
+        type=_peers,
+        metavar="JSON",
+        help="give each job a NetworkPolicy; these peers of one (a list) may read its port 8080",
+    )
     add("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
     add("--fail-after-writes", type=int, default=None, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -106,7 +114,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         identity=given.identity,
         fail_after_writes=given.fail_after_writes,
         log_level=given.log_level,
-        options=Options(poll=given.poll, policy=given.template_permissions),
+        options=Options(poll=given.poll, policy=given.template_permissions, http_from=given.http_from),
     )
 
 
@@ -129,6 +137,19 @@ def _policy(text: str) -> Policy:
         return read_policy(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _peers(text: str) -> list[dict[str, Any]]:
+    try:
+        peers = json.loads(text)
+    except ValueError:
+        peers = None
+    known = {"podSelector", "namespaceSelector", "ipBlock"}
+    if not isinstance(peers, list) or not all(isinstance(peer, dict) and peer for peer in peers):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of NetworkPolicyPeers")
+    if unknown := {key for peer in peers for key in peer} - known:
+        raise argparse.ArgumentTypeError(f"{sorted(unknown)} in {text!r}; a peer has {sorted(known)}")
+    return peers
 
 
 def _positive(text: str) -> int:

@@ -130,7 +130,8 @@ def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: J
     used = set(requests(metrics))
     used |= {("watch", "trainingjobs"), ("watch", "pods")}  # kopf's
     # Only looked at when a name is taken: by what of an earlier job is still being deleted.
-    used |= {("get", resource) for resource in ("pods", "services", "persistentvolumeclaims")}
+    named = ("pods", "services", "persistentvolumeclaims", "networkpolicies")
+    used |= {("get", resource) for resource in named}
     role = cluster.get("clusterrole", "elastic-ps")
     granted = {
         (verb, resource) for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]

@@ -28,6 +28,7 @@ _KINDS = {
     "persistentvolumeclaims": "PersistentVolumeClaim",
     "events": "Event",
     "leases": "Lease",
+    "networkpolicies": "NetworkPolicy",
     JOBS: "TrainingJob",
 }
 
@@ -363,7 +364,7 @@ _DISCOVERY: dict[str, Object] = {
         *(
             _resource(name, kind, namespaced=True)
             for name, kind in _KINDS.items()
-            if name not in (JOBS, "leases")
+            if name not in (JOBS, "leases", "networkpolicies")
         ),
     ),
     "/apis": {"groups": [_group("elastic-ps.dev", "v1alpha1"), _group("apiextensions.k8s.io", "v1")]},

@@ -41,6 +41,7 @@ class Simulation:
         self.pods: dict[str, dict[str, Any]] = {}
         self.services: dict[str, str | None] = {}
         self.claims: set[str] = set()
+        self.policies: set[str] = set()
         self.server: ServerStatus | None = None
         self.now = START
         self.options = Options()
@@ -75,6 +76,7 @@ class Simulation:
             pods=tuple(pod for pod in found if pod is not None),
             services=dict(self.services),
             claims=frozenset(self.claims),
+            policies=frozenset(self.policies),
             server=self.server,
         )
 
@@ -110,6 +112,8 @@ class Simulation:
         elif action.kind == "Service":
             metadata = action.manifest["metadata"]
             self.services.setdefault(action.name, metadata["annotations"].get(names.SPEC_ANNOTATION))
+        elif action.kind == "NetworkPolicy":
+            self.policies.add(action.name)
         elif action.kind == "PersistentVolumeClaim":
             self.claims.add(action.name)
         elif action.name not in self.pods:

@@ -40,7 +40,11 @@ class Operator:
         self.metrics = Metrics()
         self.settings = Settings(kubeconfig=server.kubeconfig(directory), **settings)
         self.api = Api(self.settings, self.metrics)
-        self.cluster = Cluster(self.api, status_timeout=self.settings.status_timeout.total_seconds())
+        self.cluster = Cluster(
+            self.api,
+            status_timeout=self.settings.status_timeout.total_seconds(),
+            policies=self.settings.options.http_from is not None,
+        )
         self.controller = Controller(self.cluster, self.settings, self.metrics)
 
     def count(self, name: str, **labels: str) -> float:

@@ -44,9 +44,21 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 - apiGroups: [""]
   resources: ["services", "persistentvolumeclaims"]
   verbs: ["get", "list", "create"]
+{{- if .Values.jobNetworkPolicy.enabled }}
+- apiGroups: ["networking.k8s.io"]
+  resources: ["networkpolicies"]
+  verbs: ["get", "list", "create"]
+{{- end }}
 - apiGroups: [""]
   resources: ["events"]
   verbs: ["create"]
+{{- end -}}
+
+{{- /* Who may read the port 8080 of jobs: the operator's own pods, and those of the values. */ -}}
+{{- define "elastic-ps.httpFrom" -}}
+{{- $namespace := dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace) -}}
+{{- $pods := dict "matchLabels" (include "elastic-ps.selector" . | fromYaml) -}}
+{{- concat (list (dict "namespaceSelector" $namespace "podSelector" $pods)) .Values.jobNetworkPolicy.httpFrom | toJson -}}
 {{- end -}}
 
 {{- define "elastic-ps.restricted" -}}
