@@ -102,6 +102,34 @@ def test_role_has_no_wildcard() -> None:
             assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
 
 
+def test_an_operator_for_some_namespaces_has_no_right_outside_of_them() -> None:
+    """With the definition there already, nothing is needed that only a cluster's administrator may make."""
+    found = list(documents({**EVERYTHING, "crd": {"install": False}}))
+    (account,) = (d for d in found if d["kind"] == "ServiceAccount")
+    system = account["metadata"]["namespace"]
+    assert {d["metadata"].get("namespace") for d in found} == {"one", "two", system}
+    assert not [d for d in found if d["kind"].startswith("Cluster")]
+    there = [d for d in found if d["kind"] == "Role" and d["metadata"]["namespace"] == "one"]
+    assert {d["metadata"]["name"] for d in there} == {f"elastic-ps{end}" for end in ("", "-edit", "-view")}
+    own = [d for d in found if d["kind"] == "Role" and d["metadata"]["namespace"] == system]
+    assert [d["metadata"]["name"] for d in own] == ["elastic-ps-lease"]
+
+
+def test_roles_for_people_are_added_to_those_of_the_cluster() -> None:
+    roles = {d["metadata"]["name"]: d for d in documents() if d["kind"] == "ClusterRole"}
+    prefix = "rbac.authorization.k8s.io/aggregate-to-"
+    added = {
+        name: {key.removeprefix(prefix) for key in role["metadata"]["labels"] if key.startswith(prefix)}
+        for name, role in roles.items()
+    }
+    assert added == {"elastic-ps": set(), "elastic-ps-edit": {"admin", "edit"}, "elastic-ps-view": {"view"}}
+    (edit,) = roles["elastic-ps-edit"]["rules"]
+    assert "delete" in edit["verbs"]
+    assert edit["resources"] == ["trainingjobs", "trainingjobs/scale"]
+    (view,) = roles["elastic-ps-view"]["rules"]
+    assert (view["resources"], view["verbs"]) == (["trainingjobs"], ["get", "list", "watch"])
+
+
 def test_the_kubelet_restarts_an_operator_that_is_not_healthy() -> None:
     (deployment,) = (d for d in documents() if d["kind"] == "Deployment")
     assert deployment["spec"]["template"]["spec"].get("restartPolicy", "Always") == "Always"

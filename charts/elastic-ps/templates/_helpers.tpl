@@ -54,6 +54,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
   verbs: ["create"]
 {{- end -}}
 
+{{- /* What people may do who edit or view jobs. */ -}}
+{{- define "elastic-ps.people" -}}
+- apiGroups: ["elastic-ps.dev"]
+  resources: ["trainingjobs"{{ if eq (index . 0) "edit" }}, "trainingjobs/scale"{{ end }}]
+  verbs: [{{ range $i, $verb := index . 1 }}{{ if $i }}, {{ end }}{{ $verb | quote }}{{ end }}]
+{{- end -}}
+
 {{- /* Who may read the port 8080 of jobs: the operator's own pods, and those of the values. */ -}}
 {{- define "elastic-ps.httpFrom" -}}
 {{- $namespace := dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace) -}}
