@@ -99,7 +99,7 @@ class ParameterServer:
             if index == 0 and leads:
                 self._take_the_lead(environment, store, connect, connect_standby)
             coordinator = self.lead.coordinator if self.lead is not None else None
-            server.serve(Service(environment.job, self.node, coordinator, decoder))
+            server.serve(Service(environment.job, self.node, coordinator, decoder, standby=not leads))
         except BaseException:
             self.close(keep=False)
             raise

@@ -1,6 +1,7 @@
 """The calls that a parameter server answers: protobuf headers in, `Coordinator` and `Node` out.
 
-Every shard has a `Node`; shard 0 also has the `Coordinator`. Nothing is decided here.
+Every shard has a `Node`; shard 0 also has the `Coordinator`. Nothing is decided here. A process answers only
+what somebody has to ask it: shard 0 gives orders, so it takes none, and no worker ever asks a standby.
 """
 
 from __future__ import annotations
@@ -53,23 +54,30 @@ class Service:
     """A `transport.base.Handler` for one parameter server."""
 
     def __init__(
-        self, job: str, node: Node, coordinator: Coordinator | None, decoder: Decoder | None = None
+        self,
+        job: str,
+        node: Node,
+        coordinator: Coordinator | None,
+        decoder: Decoder | None = None,
+        *,
+        standby: bool = False,
     ) -> None:
         self._job = job
         self._decoder = decoder or Decoder(Plan(Compression()))
         self._node = node
         self._coordinator = coordinator
-        self._methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {
-            "Init": self._init,
-            "Push": self._push,
-            "Pull": self._pull,
-            "OptimizerState": self._optimizer_state,
-            "Configure": self._configure,
-            "Advance": self._advance,
-            "State": self._state,
-            "Sum": self._sum,
-            "Held": self._held,
-        }
+        self._methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {}
+        if coordinator is None:
+            self._methods |= {"Configure": self._configure, "Advance": self._advance}
+        if standby:
+            self._methods |= {"State": self._state, "Sum": self._sum, "Held": self._held}
+        else:
+            self._methods |= {
+                "Init": self._init,
+                "Push": self._push,
+                "Pull": self._pull,
+                "OptimizerState": self._optimizer_state,
+            }
         if coordinator is not None:
             self._methods |= {
                 "Join": self._join,
@@ -103,7 +111,8 @@ class Service:
         if caller.job != self._job:
             raise Refused(
                 RefusalCode.WRONG_JOB,
-                f"this is the parameter server of job {self._job!r}, not of job {caller.job!r}",
+                # Who does not know the job's name is not told it.
+                f"this is the parameter server of another job than {caller.job!r}",
             )
         term = self._coordinator.job.term if self._coordinator is not None else self._node.term
         if joined and caller.term != term:
@@ -111,7 +120,7 @@ class Service:
             raise Refused(RefusalCode.STALE_TERM if term else RefusalCode.NOT_READY, text)
         return caller
 
-    # --- what every shard answers
+    # --- what every shard answers to workers
 
     def _init(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.InitRequest, incoming.header)
@@ -204,6 +213,8 @@ class Service:
             )
             yield Frame(header.SerializeToString(), codec.as_bytes(entry.value))
         yield _frame(pb.OptimizerStateReply(done=True))
+
+    # --- what other shards and standbys answer to shard 0
 
     def _configure(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.ConfigureRequest, incoming.header)

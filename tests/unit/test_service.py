@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from google.protobuf.message import Message
 
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.errors import Malformed, RefusalCode, Refused
@@ -90,28 +92,67 @@ def test_what_the_status_says_of_a_training(tmp_path: Path) -> None:
 )
 def test_who_speaks_of_another_job_or_term_is_refused(worker: Worker, method: str) -> None:
     request = getattr(pb, f"{method}Request")
-    with pytest.raises(Refused, match=r"of job 'job', not of job 'other'") as refused:
+    with pytest.raises(Refused, match=r"of another job than 'other'") as refused:
         worker.ask(request(caller=worker.caller(job="other")))
     assert code(refused) is RefusalCode.WRONG_JOB
+    assert "'job'" not in str(refused.value), "a stranger is not told what to say"
     with pytest.raises(Refused, match="message of term 7; this is term 1") as refused:
         worker.ask(request(caller=worker.caller(term=7)))
     assert code(refused) is RefusalCode.STALE_TERM
 
 
+def orders(job: str) -> list[Message]:
+    """What shard 0 tells other shards, and then what it tells standbys. Attempts are as bad as can be."""
+    last = (1 << 31) - 1
+    return [
+        pb.ConfigureRequest(job=job, term=1),
+        pb.AdvanceRequest(job=job, term=1, attempt=last),
+        pb.StateRequest(job=job, term=1),
+        pb.SumRequest(job=job, term=1, attempt=last),
+        pb.HeldRequest(job=job, term=last),
+    ]
+
+
 def test_requests_between_servers_are_for_one_job_too(worker: Worker) -> None:
-    for request in (
-        pb.ConfigureRequest(job="other"),
-        pb.AdvanceRequest(job="other"),
-        pb.StateRequest(job="other"),
-        pb.SumRequest(job="other"),
-        pb.HeldRequest(job="other"),
-        pb.GoneRequest(job="other"),
-        pb.OptimizerStateRequest(caller=worker.caller(job="other")),
-        pb.JoinRequest(caller=worker.caller(job="other")),
-    ):
+    standby = replace(environment(), role="standby")
+    with serving(standby) as (listener, _):
+        asked = [(Worker(listener), request) for request in orders("other")]
+        asked += [
+            (worker, pb.GoneRequest(job="other")),
+            (worker, pb.OptimizerStateRequest(caller=worker.caller(job="other"))),
+            (worker, pb.JoinRequest(caller=worker.caller(job="other"))),
+        ]
+        for who, request in asked:
+            with pytest.raises(Refused) as refused:
+                who.ask(request)
+            assert code(refused) is RefusalCode.WRONG_JOB
+
+
+def test_shard_0_takes_no_orders(worker: Worker) -> None:
+    """One `Configure` of a stranger ended a job, and two `Advance` with a huge attempt locked it up."""
+    for request in orders("job"):
         with pytest.raises(Refused) as refused:
             worker.ask(request)
-        assert code(refused) is RefusalCode.WRONG_JOB
+        assert code(refused) is RefusalCode.UNKNOWN_METHOD
+    worker.step(0)
+    assert worker.values(1) == [-1.0] * 4
+
+
+def test_other_shards_take_orders_but_hold_nothing_for_anybody() -> None:
+    given = environment(index=1, parameterServer={"replicas": 2})
+    with serving(given) as (listener, _):
+        for request in orders("job")[2:]:
+            with pytest.raises(Refused) as refused:
+                Worker(listener).ask(request)
+            assert code(refused) is RefusalCode.UNKNOWN_METHOD
+
+
+@pytest.mark.parametrize("method", ["Init", "Push", "Pull", "OptimizerState", "Join"])
+def test_a_standby_answers_no_worker(method: str) -> None:
+    with serving(replace(environment(), role="standby")) as (listener, _):
+        with pytest.raises(Refused, match=f"shard 0 has no method {method}") as refused:
+            Worker(listener).ask(getattr(pb, f"{method}Request")())
+        assert code(refused) is RefusalCode.UNKNOWN_METHOD
 
 
 def test_what_is_no_message_or_no_method_is_refused(worker: Worker) -> None:
