@@ -33,6 +33,7 @@ from elastic_ps.errors import (  # noqa: E402
 )
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server  # noqa: E402
 from elastic_ps.transport.refusal import Refusal, answers  # noqa: E402
+from elastic_ps.transport.shares import Shares  # noqa: E402
 from elastic_ps.transport.stall import Watchdog  # noqa: E402
 from elastic_ps.transport.wire import (  # noqa: E402
     MESSAGE_BYTES,
@@ -47,7 +48,8 @@ _LOG = logging.getLogger(__name__)
 
 CALLS = 4096
 """How many calls a server answers at the same time; the next ones wait. Each has a thread, which is made when
-it is needed. A worker has two calls that wait most of the time: for records or a round, and for a version."""
+it is needed. A worker has two calls that wait most of the time: for records or a round, and for a version.
+Calls of one address beyond its share, see `transport.shares`, fail at once."""
 
 CALLS_OF_ONE = 128
 """How many of them may be of one connection, so that none takes all threads. A worker needs eight."""
@@ -139,6 +141,7 @@ class GrpcServer(Server):
         self._watchdog = Watchdog(stall)  # not before: the port may be taken
         self._idle = threading.Condition()
         self._running = 0
+        self._shares = Shares(calls)
         self._closed = False
 
     @property
@@ -172,11 +175,15 @@ class GrpcServer(Server):
 
     def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answer one call, in a thread of the pool. gRPC drops, so closes, this if the client goes."""
+        client = context.peer().rpartition(":")[0]  # without the port
+        if not self._shares.take(client):
+            context.abort(grpc.StatusCode.UNAVAILABLE, "too many calls from this address")
         with self._idle:
             self._running += 1
         try:
             yield from self._messages(_Requests(requests, context, self._watchdog))
         finally:
+            self._shares.give_back(client)
             with self._idle:
                 self._running -= 1
                 self._idle.notify_all()

@@ -22,6 +22,7 @@ from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limi
 from elastic_ps.transport.line import Head, Kind, Line, Received
 from elastic_ps.transport.refusal import Kind as Blame
 from elastic_ps.transport.refusal import Refusal, answers
+from elastic_ps.transport.shares import Shares
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ JOIN = timedelta(seconds=10)
 """How long `close` waits for threads that nothing should hold up."""
 
 SOCKETS = 4096
-"""How many sockets a server has at a time, each with a thread; those that come then are closed."""
+"""How many sockets a server has at a time, each with a thread; those that come then are closed. One address
+has a share of them, see `transport.shares`."""
 
 SHARE = 4
 """A server has one of so many of the process's descriptors at most. Others need some: gRPC, which is used
@@ -82,6 +84,7 @@ class StreamServer(Server):
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = descriptors == resource.RLIM_INFINITY
         self._most = SOCKETS if unlimited else min(SOCKETS, descriptors // SHARE)
+        self._shares = Shares(self._most)
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name=f"accept {address}", daemon=True)
         self._accepting.start()
@@ -122,7 +125,7 @@ class StreamServer(Server):
     def _accept(self) -> None:
         while True:
             try:
-                sock, _ = self._listener.accept()
+                sock, place = self._listener.accept()
             except OSError as error:
                 if self._closed:
                     return
@@ -133,9 +136,13 @@ class StreamServer(Server):
             if not self._admit(sock):
                 line.close()
                 continue
+            client = place[0] if isinstance(place, tuple) else ""  # within a host it is always this user
             thread = threading.Thread(
-                target=self._answer_all, args=(line,), name=f"{self._address} calls", daemon=True
+                target=self._answer_all, args=(line, client), name=f"{self._address} calls", daemon=True
             )
+            if client and not self._shares.take(client):
+                line.close()
+                continue
             admitted = False
             try:
                 with self._changed:
@@ -147,8 +154,13 @@ class StreamServer(Server):
                 _LOG.warning("%s takes no more connections for a moment: %s", self._address, error)
             if not admitted:
                 line.close()
+                self._give_back(client)
 
-    def _answer_all(self, line: Line) -> None:
+    def _give_back(self, client: str) -> None:
+        if client:
+            self._shares.give_back(client)
+
+    def _answer_all(self, line: Line, client: str) -> None:
         """Answer one call after the other until the client goes."""
         try:
             line.send([self._hello], None)
@@ -159,6 +171,7 @@ class StreamServer(Server):
             _LOG.debug("%s", error)
         finally:
             line.close()
+            self._give_back(client)
             with self._changed:
                 del self._lines[line]
                 self._busy.discard(line)

@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from elastic_ps.errors import CannotListen, ConnectionLost, Malformed, TransportError, UserError
-from elastic_ps.transport import frame_pb2
+from elastic_ps.transport import frame_pb2, shares
 from elastic_ps.transport.base import Frame, Incoming, Limits, unary
 from elastic_ps.transport.grpc import WINDOW, GrpcConnection, GrpcServer
 from elastic_ps.transport.wire import messages
@@ -405,6 +405,37 @@ def test_more_calls_than_threads_wait_for_their_turn() -> None:
     assert [[answer.header for answer in call] for call in calls] == [[bytes([n])] for n in range(20)]
     connection.close()
     server.close()
+
+
+def test_one_address_has_a_share_of_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many connections it makes: a connection has a limit of its own."""
+    monkeypatch.setattr(shares, "LEAST", 2)
+    entered, go_on = threading.Semaphore(0), threading.Event()
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        if method == "wait":
+            entered.release()
+            assert go_on.wait(LONG.total_seconds())
+        yield Frame(incoming.header)
+
+    server = GrpcServer("127.0.0.1:0", calls=4)
+    server.serve(handler)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(server.close)
+        connections = [GrpcConnection(server.address) for _ in range(3)]
+        for connection in connections:
+            cleanup.callback(connection.close)
+        cleanup.callback(go_on.set)
+        calls = [connection.call("wait", Frame(b""), timeout=LONG) for connection in connections[:2]]
+        for _ in calls:
+            assert entered.acquire(timeout=LIMIT)
+        with pytest.raises(ConnectionLost, match="too many calls from this address"):
+            unary(connections[2], "echo", b"x", timeout=LONG)
+        go_on.set()
+        for call in calls:
+            assert len(list(call)) == 1
+        eventually(lambda: not server._shares._held, "the calls give back what they held")
+        assert unary(connections[2], "echo", b"x", timeout=LONG) == b"x"
 
 
 def test_the_waiting_calls_of_many_workers_leave_room_for_others() -> None:

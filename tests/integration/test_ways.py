@@ -23,7 +23,7 @@ import pytest
 from elastic_ps.drill.wire import Wires
 from elastic_ps.errors import ConnectionLost, UsageError
 from elastic_ps.local.processes import free_addresses
-from elastic_ps.transport import line, stream, tcp, ways
+from elastic_ps.transport import line, shares, stream, tcp, ways
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.tcp import TcpServer, data_address
@@ -344,6 +344,29 @@ def test_sockets_do_not_take_all_descriptors_of_a_server(far: str, monkeypatch: 
             stack.enter_context(tcp.dial(data_address(far))).sendall(stream.GREETING)
         connection = stack.enter_context(contextlib.closing(ways.connect(far)))
         assert way_to(connection) == "grpc"
+
+
+def test_one_address_has_a_share_of_the_sockets(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With them it would have all threads, too, and nobody else could call."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * stream.SHARE, 1000))
+    monkeypatch.setattr(shares, "LEAST", 2)
+    with everywhere(far), contextlib.ExitStack() as stack:
+        host, port = tcp.split(data_address(far))
+        greedy = [
+            stack.enter_context(socket.create_connection((host, port), source_address=("127.0.0.9", 0)))
+            for _ in range(6)
+        ]
+        heard = [bool(each.recv(1)) for each in greedy]
+        assert heard == [True] * 2 + [False] * 4
+        connection = stack.enter_context(contextlib.closing(ways.connect(far)))
+        assert way_to(connection) == "tcp", "others are served"
+        greedy[0].close()
+        eventually(lambda: hears(host, port), "what it gives back, it may have again")
+
+
+def hears(host: str, port: int) -> bool:
+    with socket.create_connection((host, port), source_address=("127.0.0.9", 0)) as sock:
+        return bool(sock.recv(1))
 
 
 def test_a_client_that_stops_in_the_middle_of_a_body_is_cut_off() -> None:
