@@ -41,6 +41,9 @@ from elastic_ps.transport.convert import (
 
 M = TypeVar("M", bound=Message)
 
+HEADER = 2 * 1024 * 1024
+"""Bytes of a header at most, unless it describes a model. Parsed, it takes up to forty times that."""
+
 
 def parse(kind: type[M], header: bytes) -> M:
     """Raises Malformed if `header` is not such a message."""
@@ -66,6 +69,7 @@ class Service:
         self._decoder = decoder or Decoder(Plan(Compression()))
         self._node = node
         self._coordinator = coordinator
+        self._join_header, self._model_known = 0, False
         self._methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {}
         if coordinator is None:
             self._methods |= {"Configure": self._configure, "Advance": self._advance}
@@ -100,7 +104,15 @@ class Service:
         handler = self._methods.get(method)
         if handler is None:
             raise Refused(RefusalCode.UNKNOWN_METHOD, f"shard {self._node.index} has no method {method}")
+        self._check_header(method, len(incoming.header))
         return handler(incoming)
+
+    def _check_header(self, method: str, size: int) -> None:
+        """Raise Malformed for one that is longer than any of ours, before it is parsed."""
+        describes = method == "Configure" or (method == "Join" and not self._model_known)
+        limit = max(HEADER, 2 * self._join_header if method == "Join" else 0)
+        if size > limit and not describes:
+            raise Malformed(f"{method}: a header of {size} bytes; the limit is {limit}")
 
     @property
     def _members(self) -> Coordinator:
@@ -283,6 +295,8 @@ class Service:
         if joined is None:
             yield _frame(pb.JoinReply(pending=True))
             return
+        self._join_header = max(self._join_header, len(incoming.header))
+        self._model_known |= not joined.initialise
         yield _frame(
             pb.JoinReply(
                 term=joined.term,
@@ -298,6 +312,7 @@ class Service:
     def _init_done(self, incoming: Incoming) -> Iterator[Frame]:
         caller = self._check(parse(pb.InitDoneRequest, incoming.header).caller)
         self._members.initialised(caller.worker, caller.incarnation)
+        self._model_known = True
         yield _done()
 
     def _take(self, incoming: Incoming) -> Iterator[Frame]:

@@ -164,6 +164,25 @@ def test_what_is_no_message_or_no_method_is_refused(worker: Worker) -> None:
     assert code(refused) is RefusalCode.UNKNOWN_METHOD
 
 
+def test_a_header_that_no_model_needs_is_not_parsed(worker: Worker) -> None:
+    """Parsed, 16 MiB of tensors without a name took 700 MiB."""
+    take = pb.TakeRequest(skipped=[pb.Range(start=1 << 40, stop=1 << 41)]).SerializeToString()
+    join = pb.JoinRequest(tensors=[pb.Tensor()]).SerializeToString()
+    for method, header in (("Take", take * 300_000), ("Join", join * 2_000_000)):
+        with pytest.raises(Malformed, match=rf"{method}: a header of \d+ bytes; the limit is 2097152"):
+            list(worker.connections[0].call(method, Frame(header), timeout=timedelta(seconds=30)))
+    worker.step(0)
+    assert worker.values(1) == [-1.0] * 4
+
+
+def test_the_first_worker_may_bring_a_model_with_a_long_description() -> None:
+    tensors = tuple(TensorSpec("w" * 1000 + str(n), (1,), "float32", Rule.GRADIENT, 0) for n in range(2200))
+    with serving(environment()) as (listener, _):
+        first = Worker(listener)
+        assert first.join(tensors=tensors).initialise
+        assert first.join(tensors=tensors).initialise, "asked again, it is not too long now either"
+
+
 @pytest.mark.parametrize("missing", ["records", "epochs", "batch"])
 def test_a_take_of_nothing_is_refused(worker: Worker, missing: str) -> None:
     fields: dict[str, Any] = {missing: 0}
