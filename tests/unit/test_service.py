@@ -265,6 +265,15 @@ def test_another_model_is_refused_in_words(listener: InprocServer, worker: Worke
     worker.ask(pb.HeartbeatRequest(caller=worker.caller()))
 
 
+def test_a_worker_that_is_refused_takes_nobodys_place(listener: InprocServer, worker: Worker) -> None:
+    wide = (TensorSpec("w", (5,), "float32", Rule.GRADIENT, 0),)
+    with pytest.raises(Refused) as refused:
+        Worker(listener, worker.index, instance="another").join(tensors=wide)
+    assert code(refused) is RefusalCode.MODEL_MISMATCH
+    worker.step(0)
+    assert worker.values(1) == [-1.0] * 4
+
+
 def test_another_data_set_is_refused_in_words(listener: InprocServer, worker: Worker) -> None:
     worker.take(wait=False)
     other = Worker(listener, 1)
