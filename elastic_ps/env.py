@@ -194,6 +194,11 @@ def is_rank() -> bool:
     return any(name in os.environ for name in RANKS)
 
 
+def in_torchrun() -> bool:
+    """Whether this process was started by `torchrun`, or told in the same way how to find its group."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
 def inherited() -> dict[str, str]:
     """The own environment without the contract's variables, to start a process with another contract.
 

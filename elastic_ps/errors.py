@@ -6,13 +6,15 @@
     ├── UserError                 the user has to change something; the message says what. Never retried
     │   ├── InvalidJob            a TrainingJob (file or resource) that cannot be run
     │   ├── InvalidModel          a model, optimizer or data set that cannot be trained
-    │   ├── ModelMismatch         a worker's model differs from the one on the parameter server
+    │   ├── ModelMismatch         a worker's model differs from the one on the parameter server, or a replica
+    │   │                         from those of the other processes of a communicator
     │   ├── UsageError            a script calls the library in a way that cannot work
     │   └── CannotListen          the address to listen on is taken or is not this machine's
     ├── TransportError
     │   ├── ConnectionLost        the other side went away or cannot be reached. May be retried
     │   ├── DeadlineExceeded      no answer within the time given. May be retried
     │   └── Malformed             bytes that do not follow the protocol
+    ├── CollectiveFailed          an operation of a communicator, because another process did not do its part
     ├── Refused                   the parameter server refuses the request; `code` says why
     ├── CheckpointError
     │   ├── NoCheckpoint          the directory holds no whole checkpoint
@@ -47,7 +49,10 @@ class InvalidModel(UserError):
 
 
 class ModelMismatch(UserError):
-    """A worker's model differs from the parameter server's; the message names the difference."""
+    """A worker's model differs from the parameter server's, or replicas that should be equal differ.
+
+    The message names the difference.
+    """
 
 
 class UsageError(UserError):
@@ -72,6 +77,13 @@ class DeadlineExceeded(TransportError):
 
 class Malformed(TransportError):
     """The bytes received do not follow the protocol."""
+
+
+class CollectiveFailed(ElasticPSError):
+    """An operation of a communicator has failed: another process ended, came too late or did something else.
+
+    The communicator cannot be used any more, since its processes are not at the same operation.
+    """
 
 
 class RefusalCode(enum.IntEnum):

@@ -6,7 +6,7 @@ processes; gradients and values travel as they always do (`transport.ways`). So 
 started again on a rank, and whatever ends `mpirun` ends all of them.
 
 A rank looks for messages every `LOOK`, since a receive that waits would keep a core busy. mpi4py is imported
-only here.
+only when it is used.
 """
 
 from __future__ import annotations

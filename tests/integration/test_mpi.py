@@ -19,10 +19,10 @@ import pytest
 from elastic_ps import env
 from elastic_ps.local import JobDirectory, mpi
 from elastic_ps.local.state import LocalStatus
+from tests.integration import mpirun
 from tests.polling import eventually
 
 ROOT = Path(__file__).parents[2]
-MPIRUN = Path(sys.executable).with_name("mpirun")
 
 
 class Ranks:
@@ -50,17 +50,9 @@ class Ranks:
 
     def start_module(self, ranks: int, module: str, *arguments: object) -> subprocess.Popen[str]:
         """`mpirun -n ranks python -m module arguments`."""
-        allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        allowed |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        command = [MPIRUN, "--oversubscribe", "-n", ranks, sys.executable, "-m", module]
         run = subprocess.Popen(
-            [str(each) for each in (*command, *arguments)],
-            env={
-                **os.environ,
-                **allowed,
-                "XDG_STATE_HOME": str(self.directory),
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{self.directory}",
-            },
+            mpirun.command(ranks, module, *arguments),
+            env=mpirun.variables(self.directory),
             cwd=self.directory,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -98,11 +90,7 @@ class Ranks:
 
     def close(self) -> None:
         for run in self._runs:
-            if run.poll() is None:
-                for each in psutil.Process(run.pid).children(recursive=True):
-                    each.kill()
-                run.kill()
-            run.communicate()
+            mpirun.end(run)
 
 
 @pytest.fixture

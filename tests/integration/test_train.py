@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +18,8 @@ from elastic_ps.job import parse_job
 from elastic_ps.models import LeNet
 from elastic_ps.zoo.scores import evaluate
 from tests.datafiles import write_cifar10, write_mnist
+from tests.integration import mpirun
 
-ROOT = Path(__file__).parents[2]
-MPIRUN = Path(sys.executable).with_name("mpirun")
 LIMIT = 300
 """Seconds that a program may take; it only ends a test that has failed."""
 
@@ -32,11 +30,8 @@ def command(directory: Path, *argv: object) -> subprocess.CompletedProcess[str]:
         [str(each) for each in argv],
         cwd=directory,
         env={
-            **os.environ,
-            **dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
-            **dict.fromkeys(("PRTE_ALLOW_RUN_AS_ROOT", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"),
+            **mpirun.variables(directory),
             "XDG_STATE_HOME": str(directory / "state"),
-            "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
         },
         stdin=subprocess.DEVNULL,
@@ -84,8 +79,7 @@ PS_PYTORCH = """
 
 def test_a_command_line_of_ps_pytorch_runs_with_another_program(tmp_path: Path) -> None:
     write_cifar10(tmp_path / "cifar10_data")
-    program = [sys.executable, "-m", "elastic_ps.cli", "train"]
-    done = command(tmp_path, MPIRUN, "--oversubscribe", "-n", 3, *program, *PS_PYTORCH.split())
+    done = command(tmp_path, *mpirun.command(3, "elastic_ps.cli", "train", *PS_PYTORCH.split()))
     assert done.returncode == 0, done.stderr
     assert "4 steps are made, as --max-steps says" in done.stdout
     for note in (

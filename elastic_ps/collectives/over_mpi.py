@@ -1,0 +1,110 @@
+"""The operations of a communicator of MPI, by mpi4py. Tensors on a GPU travel through the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from elastic_ps.collectives.backend import Backend, Pending, Reduction
+from elastic_ps.errors import UsageError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class _Request:
+    """A request of MPI, with what it must not outlive."""
+
+    def __init__(self, request: Any, *kept: torch.Tensor | None) -> None:
+        self._request, self._kept = request, kept
+
+    def wait(self) -> None:
+        self._request.Wait()
+
+    def done(self) -> bool:
+        return bool(self._request.Test())
+
+
+class MPIGroup(Backend):
+    """A communicator of MPI, of which this group uses a duplicate.
+
+    Messages make progress while this process is in a call of MPI, unless MPI has a thread for that.
+
+    Args:
+        comm: None is MPI.COMM_WORLD. Blocks until all its ranks have made a group of it.
+
+    Raises:
+        UsageError: there is no mpi4py, or no MPI library.
+    """
+
+    name = "MPI"
+    reducible = frozenset(
+        {torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    )
+
+    def __init__(self, comm: MPI.Comm | None = None) -> None:
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise UsageError(
+                f"MPI cannot be used: {error}. Install mpi4py with `pip install 'elastic-ps[mpi]'`, and an "
+                "MPI library: that of mpirun"
+            ) from error
+        self._ops = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "product": MPI.PROD}
+        self._in_place, self._undefined = MPI.IN_PLACE, MPI.UNDEFINED
+        self._comm = (comm or MPI.COMM_WORLD).Dup()
+        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+
+    def device(self, wanted: torch.device) -> torch.device:  # noqa: ARG002
+        return torch.device("cpu")
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> Pending:
+        return _Request(self._comm.Ibcast(buffer.numpy(), source), buffer)
+
+    def all_reduce(self, buffer: torch.Tensor, reduction: Reduction) -> Pending:
+        op = self._ops[reduction]
+        return _Request(self._comm.Iallreduce(self._in_place, buffer.numpy(), op), buffer)
+
+    def reduce(self, buffer: torch.Tensor, reduction: Reduction, to: int) -> Pending:
+        array, op = buffer.numpy(), self._ops[reduction]
+        if self.rank == to:
+            return _Request(self._comm.Ireduce(self._in_place, array, op, to), buffer)
+        return _Request(self._comm.Ireduce(array, None, op, to), buffer)
+
+    def reduce_scatter(self, parts: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> Pending:
+        op = self._ops[reduction]
+        return _Request(self._comm.Ireduce_scatter_block(parts.numpy(), out.numpy(), op), parts, out)
+
+    def all_gather(self, buffer: torch.Tensor, out: torch.Tensor) -> Pending:
+        return _Request(self._comm.Iallgather(buffer.numpy(), out.numpy()), buffer, out)
+
+    def gather(self, buffer: torch.Tensor, out: torch.Tensor | None, to: int) -> Pending:
+        places = None if out is None else out.numpy()
+        return _Request(self._comm.Igather(buffer.numpy(), places, to), buffer, out)
+
+    def scatter(self, parts: torch.Tensor | None, out: torch.Tensor, source: int) -> Pending:
+        places = None if parts is None else parts.numpy()
+        return _Request(self._comm.Iscatter(places, out.numpy(), source), parts, out)
+
+    def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
+        return _Request(self._comm.Isend(buffer.numpy(), to, tag), buffer)
+
+    def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
+        return _Request(self._comm.Irecv(buffer.numpy(), source, tag), buffer)
+
+    def barrier(self) -> Pending:
+        return _Request(self._comm.Ibarrier())
+
+    def split(self, groups: Sequence[Sequence[int]], own: int | None) -> Backend | None:  # noqa: ARG002
+        comm = self._comm.Split(self._undefined if own is None else own, self.rank)
+        if own is None:
+            return None
+        try:
+            return MPIGroup(comm)
+        finally:
+            comm.Free()
+
+    def close(self) -> None:
+        self._comm.Free()

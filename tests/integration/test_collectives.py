@@ -1,0 +1,57 @@
+"""`elastic_ps.collectives` among three processes: over torch.distributed, and over MPI with a real mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from elastic_ps.local.processes import free_ports
+from tests.integration import mpirun
+from tests.integration.scripts import together
+
+CHECKS = [name for name in vars(together) if name.startswith("check_")]
+LIMIT = 300
+"""Seconds that the processes may take; it only ends a test that has failed."""
+MODULE = together.__name__
+Found = list[dict[str, str]]
+"""For each process, check -> its traceback, or ""."""
+
+
+@pytest.fixture(scope="module", params=["torch", "mpi"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What became of the checks; all of them run in one start of the processes."""
+    directory = tmp_path_factory.mktemp("together")
+    variables = {**mpirun.variables(directory), "OMP_NUM_THREADS": "1"}
+    if request.param == "mpi":
+        commands = [(mpirun.command(together.SIZE, MODULE, directory), variables)]
+    else:
+        (port,) = free_ports(1)
+        group = {"WORLD_SIZE": str(together.SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        commands = [
+            ([sys.executable, "-m", MODULE, str(directory)], {**variables, **group, "RANK": str(rank)})
+            for rank in range(together.SIZE)
+        ]
+    running = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command, env in commands
+    ]
+    try:
+        printed = [process.communicate(timeout=LIMIT)[0] for process in running]
+    finally:
+        for process in running:
+            mpirun.end(process)
+    files = sorted(directory.glob("[0-9].json"))
+    assert len(files) == together.SIZE, os.linesep.join(printed)
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_operation(found: Found, check: str) -> None:
+    if all(check not in of for of in found):
+        pytest.skip("an operation before it has failed")
+    failed = {rank: text for rank, of in enumerate(found) if (text := of.get(check, "it was not called"))}
+    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())

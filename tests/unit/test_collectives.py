@@ -1,0 +1,71 @@
+"""What `elastic_ps.collectives` refuses, and what it does in a process that is alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_ps import collectives, env
+from elastic_ps.errors import UsageError
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[collectives.Communicator]:
+    for name in (*env.RANKS, "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch sets one with its first group
+    yield collectives.world()
+    dist.destroy_process_group()
+
+
+def test_a_process_that_nobody_has_started_with_others_is_alone(alone: collectives.Communicator) -> None:
+    assert (alone.rank, alone.size) == (0, 1)
+    tensor = torch.arange(3.0)
+    assert alone.all_reduce(tensor, "mean").tolist() == [0, 1, 2]
+    assert alone.all_gather(tensor).shape == (1, 3)
+    assert alone.all_gather_objects("x") == ["x"]
+    assert collectives.world().size == collectives.of_group().size == 1, "there is a group now"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda world: world.broadcast(torch.ones(1), source=1), "rank is 1; expected one from 0 to 0"),
+        (lambda world: world.send(torch.ones(1), 0), "rank 0 sends to, or receives from, itself"),
+        (
+            lambda world: world.all_reduce(torch.ones(1), "median"),
+            "op is 'median'; expected one of sum",
+        ),
+        (lambda world: world.all_reduce(torch.ones(1, dtype=torch.int64), "mean"), "convert the tensor"),
+        (lambda world: world.all_reduce(torch.ones(1, dtype=torch.bool)), r"cannot reduce torch\.bool"),
+        (lambda world: world.all_reduce(torch.ones(1).to_sparse()), "takes dense tensors"),
+        (lambda world: world.reduce_scatter(torch.ones(2)), r"shape \(2,\); expected \(1, \.\.\.\)"),
+        (lambda world: world.scatter(None, torch.ones(2)), "rank 0, whose parts the others .* gave None"),
+        (lambda world: world.scatter(torch.ones(1, 3), torch.ones(2)), r"a part has shape \(3,\)"),
+        (
+            lambda world: collectives.synchronize_gradients(torch.nn.ReLU(), world),
+            "ReLU has no parameters that require a gradient",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    alone: collectives.Communicator, call: Callable[[collectives.Communicator], Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        call(alone)
+
+
+def test_the_workers_of_a_job_have_no_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"{env.PREFIX}ROLE", "worker")
+    with pytest.raises(UsageError, match=r"called by a worker of a job.* with torchrun or mpirun"):
+        collectives.world()
+
+
+def test_a_group_has_to_be_there_first() -> None:
+    with pytest.raises(UsageError, match=r"call torch\.distributed\.init_process_group"):
+        collectives.of_group()
