@@ -150,6 +150,9 @@ def _add_running(run: argparse.ArgumentParser) -> None:
         help="how the processes talk to each other; default: the fastest way that works",
     )
     run.add_argument(
+        "--bind", action="store_true", help="run each worker on cores of its own, and on no others"
+    )
+    run.add_argument(
         "--detach", action="store_true", help="run the job in the background, and return as soon as it runs"
     )
 

@@ -69,6 +69,11 @@ def run_job(
     try:
         if parsed.detach:
             raise UserError("--detach is not possible under mpirun; put `mpirun ... &` into the background")
+        if parsed.bind:
+            raise UserError(
+                "--bind is not possible under mpirun: a worker runs on the cores of its rank. Say which ones "
+                "these are to mpirun, for example with `mpirun --map-by slot:PE=4 --bind-to core`"
+            )
         return _run_job(job(slots.count), parsed, programs, slots)
     finally:
         slots.close()
@@ -83,6 +88,7 @@ def _run_job(
         resume=parsed.resume,
         transport=parsed.transport,
         slots=slots,
+        bind=parsed.bind,
         host=slots.world.address if slots is not None else "127.0.0.1",
         programs=programs or Programs(),
     )

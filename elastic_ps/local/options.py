@@ -35,6 +35,7 @@ class Options:
         programs: the command lines of the processes.
         transport: how the processes talk to each other; None is the fastest way that works.
         slots: where workers are started; None is this host.
+        bind: each worker that is started on this host has cores of its own.
         host: an address of this host, at which workers reach the parameter servers.
         route: what stands between workers and parameter servers; None for nothing.
         on_worker_gone: told about worker processes that died; may block, is called on its own thread.
@@ -48,6 +49,7 @@ class Options:
     programs: Programs = field(default_factory=Programs)
     transport: Scheme | None = None
     slots: Slots | None = None
+    bind: bool = False
     host: str = "127.0.0.1"
     route: Route | None = None
     on_worker_gone: WorkerGone = tell_parameter_server

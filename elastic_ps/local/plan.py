@@ -98,6 +98,19 @@ class ScaleAt:
     workers: int
 
 
+def cores_of(worker: int, *, workers: int, cores: Iterable[int]) -> tuple[int, ...]:
+    """The cores of one of `workers` that share these cores: neighbours, each core in one share.
+
+    If there are fewer cores than workers, some of these have the same core. A worker above the number shares
+    with one of the others.
+    """
+    every = sorted(cores)
+    worker %= workers
+    if workers > len(every):
+        return (every[worker % len(every)],)
+    return tuple(every[worker * len(every) // workers : (worker + 1) * len(every) // workers])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Desired:
     """What is wanted.

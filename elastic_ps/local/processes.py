@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -155,8 +155,19 @@ def free_addresses(count: int) -> list[str]:
     return [f"127.0.0.1:{port}" for port in free_ports(count)]
 
 
+@contextlib.contextmanager
+def bound_to(cores: Collection[int]) -> Iterator[None]:
+    """What the calling thread starts within runs on these cores only. Other threads do not notice."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def with_threads(variables: Mapping[str, str], *, processes: int) -> dict[str, str]:
-    """The variables, with this machine's cores shared out over the processes unless they say otherwise.
+    """The variables, with the calling thread's cores shared out over the processes unless they say otherwise.
 
     Without it, each process computes with as many threads as there are cores, and they slow one another.
     """

@@ -7,6 +7,7 @@ which is slow to draw, or a terminal that is held, never delays it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -29,7 +30,7 @@ from elastic_ps.local import plan as planning
 from elastic_ps.local.options import Options, Outcome
 from elastic_ps.local.plan import Observed, Process, StopRequest, Verdict
 from elastic_ps.local.poller import Poller, fetch_loss
-from elastic_ps.local.processes import Child, Lifeline, Started, free_ports, with_threads
+from elastic_ps.local.processes import Child, Lifeline, Started, bound_to, free_ports, with_threads
 from elastic_ps.local.record import Record
 from elastic_ps.local.snapshot import phase_of, process_statuses, stuck, useful
 from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
@@ -62,6 +63,7 @@ class Launcher:
         self.directory.write_job(job)
         self._stamp = self.directory.job_stamp()
         self._schedule = self.options.schedule
+        self._most_workers = max([job.spec.worker.replicas, *(at.workers for at in self._schedule)])
         self._observed = Observed(started=time.monotonic())
         self._children: dict[int, Started] = {}
         self._start_times: dict[int, int | None] = {}
@@ -333,9 +335,11 @@ class Launcher:
             child = self.options.slots.start(action.index, program, variables=variables, log=log)
         else:
             processes = spec.parameter_server.replicas + len(self._standbys) + spec.worker.replicas
-            everything = {"PYTHONUNBUFFERED": "1", **inherited(), **variables}
-            everything = with_threads(everything, processes=processes)
-            child = Child(program, variables=everything, log=log, lifeline=self._lifeline)
+            bound = self.options.bind and action.role == "worker"
+            with bound_to(self._cores(action.index)) if bound else contextlib.nullcontext():
+                everything = {"PYTHONUNBUFFERED": "1", **inherited(), **variables}
+                everything = with_threads(everything, processes=1 if bound else processes)
+                child = Child(program, variables=everything, log=log, lifeline=self._lifeline)
         self._children[child.pid] = child
         self._start_times[child.pid] = start_time(child.pid)
         self._instances[child.pid] = environment.instance
@@ -343,6 +347,9 @@ class Launcher:
         self._observed = replace(self._observed, processes=(*self._observed.processes, process))
         if action.replaces is not None:
             self._event("process", f"{process.name} is started again (pid {child.pid}): {action.reason}")
+
+    def _cores(self, worker: int) -> tuple[int, ...]:
+        return planning.cores_of(worker, workers=self._most_workers, cores=os.sched_getaffinity(0))
 
     def _environment(self, action: planning.Start) -> ProcessEnvironment:
         shard = action.index if action.role != "worker" else 0

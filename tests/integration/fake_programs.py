@@ -178,6 +178,7 @@ def run_worker(environment: env.ProcessEnvironment) -> int:
     index, address = environment.index, environment.http
     incarnation = join(address, index)
     print(f"worker {index} has {os.environ['OMP_NUM_THREADS']} threads")
+    print(f"worker {index} runs on cores {sorted(os.sched_getaffinity(0))}")
     if environment.trace is not None:
         event = {"name": "step", "ph": "X", "ts": 1, "dur": 2, "pid": os.getpid(), "tid": 1}
         path = environment.trace / f"worker-{index}-{os.getpid()}.jsonl"

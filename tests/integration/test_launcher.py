@@ -16,6 +16,7 @@ import pytest
 from elastic_ps.errors import CannotListen, UserError
 from elastic_ps.job import TrainingJob
 from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes
+from elastic_ps.local.plan import cores_of
 from elastic_ps.local.report import build_report
 from elastic_ps.status import Member
 from tests.integration.launching import PROGRAMS, gone, make_job, wait_for_end, wait_for_workers, workers_of
@@ -250,6 +251,20 @@ def test_cores_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         end_of(launcher)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert f"has {threads} threads" in launcher.directory.log("worker", 0).read_text()
+
+
+def test_workers_are_bound_to_cores_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = os.sched_getaffinity(0)
+    options = Options(root=tmp_path, programs=PROGRAMS, bind=True)
+    with launched(make_job(steps=3, workers=2), tmp_path, options) as launcher:
+        end_of(launcher)
+    for worker in range(2):
+        own = cores_of(worker, workers=2, cores=cores)
+        log = launcher.directory.log("worker", worker).read_text()
+        assert f"runs on cores {sorted(own)}" in log
+        assert f"has {len(own)} threads" in log
+    assert os.sched_getaffinity(0) == cores
 
 
 def _members(outcome: Outcome) -> list[Member]:

@@ -193,9 +193,10 @@ def test_a_job_that_is_wrong_ends_all_ranks_with_a_sentence(ranks: Ranks) -> Non
     code, _, err = ranks.run(3, ranks.job(worker={"replicas": 1, "maxReplicas": 1}))
     assert code == 2
     assert re.search(r"--workers: .*2.*1", err), err
-    code, _, err = ranks.run(2, ranks.job(), "--detach")
-    assert code == 2
-    assert "--detach is not possible under mpirun" in err
+    for option in ("--detach", "--bind"):
+        code, _, err = ranks.run(2, ranks.job(), option)
+        assert code == 2
+        assert f"{option} is not possible under mpirun" in err
 
 
 @pytest.mark.parametrize(

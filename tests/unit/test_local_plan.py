@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ from elastic_ps.local.plan import (
     StopRequest,
     Terminate,
     Verdict,
+    cores_of,
     failures,
     plan,
     restart_delay,
@@ -339,3 +341,19 @@ def test_a_job_that_was_finished_ends_when_its_workers_find_nothing_to_train() -
     done = verdict(ended(0, 0), ended(1, 0), **known)
     assert (done.phase, done.reason) == ("Succeeded", "Finished")
     assert "had finished before" in done.message
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "expected"),
+    [
+        (1, range(4), [(0, 1, 2, 3)]),
+        (2, [7, 2, 5, 3], [(2, 3), (5, 7)]),
+        (3, range(8), [(0, 1), (2, 3, 4), (5, 6, 7)]),
+        (3, [4, 9], [(4,), (9,), (4,)]),
+    ],
+)
+def test_each_worker_has_cores_of_its_own(
+    workers: int, cores: Sequence[int], expected: list[tuple[int, ...]]
+) -> None:
+    assert [cores_of(index, workers=workers, cores=cores) for index in range(workers)] == expected
+    assert cores_of(workers, workers=workers, cores=cores) == expected[0], "one that was added later"
