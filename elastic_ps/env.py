@@ -61,6 +61,9 @@ The starter of the processes divides the cores with them, unless a person has se
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """A process that `mpirun` has started has one of these variables."""
 
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+"""How many ranks there are, where it is said. A batch system may start a single process in the same way."""
+
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
 """How the variables begin that would make a script that uses MPI take itself for a rank, and wait."""
 
@@ -192,6 +195,12 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
 def is_rank() -> bool:
     """Whether `mpirun`, or a batch system in the same way, has started this process."""
     return any(name in os.environ for name in RANKS)
+
+
+def started_by_mpirun() -> bool:
+    """Whether this process is a rank, and not the only one."""
+    alone = any(os.environ.get(name) == "1" for name in SIZES)
+    return not alone and is_rank()
 
 
 def in_torchrun() -> bool:

@@ -17,6 +17,7 @@ from types import FrameType
 from rich.console import Console
 
 from elastic_ps.cli.view import Display, LiveDisplay, PlainDisplay, print_outcome
+from elastic_ps.env import started_by_mpirun
 from elastic_ps.errors import UserError
 from elastic_ps.job import TrainingJob, load_job
 from elastic_ps.local import (
@@ -57,7 +58,7 @@ def run_job(
         job: called once with the number of ranks that start workers, None without `mpirun`.
         parsed: the options that say how it is run.
     """
-    if not mpi.started_by_mpirun():
+    if not started_by_mpirun():
         return _run_job(job(None), parsed, programs, None)
     world = mpi.World()
     if world.size == 1:
@@ -136,7 +137,7 @@ def _check(job: TrainingJob, options: Options, report: Path | None) -> None:
 def _run(launcher: Launcher, report: Path | None) -> int:
     """Run the job to its end with a display."""
     # Under mpirun the output is a terminal for rank 0 alone, whatever it is in truth.
-    console = Console(highlight=False, force_terminal=False if mpi.started_by_mpirun() else None)
+    console = Console(highlight=False, force_terminal=False if started_by_mpirun() else None)
     signals: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:

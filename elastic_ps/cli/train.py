@@ -14,9 +14,10 @@ import yaml
 
 from elastic_ps.cli.run import run_job
 from elastic_ps.cli.train_flags import ARGUMENTS
+from elastic_ps.env import started_by_mpirun
 from elastic_ps.errors import UserError
 from elastic_ps.job import TrainingJob
-from elastic_ps.local import Programs, mpi
+from elastic_ps.local import Programs
 from elastic_ps.zoo.catalog import find_dataset
 from elastic_ps.zoo.job import FOREIGN, Flags, job_of
 
@@ -27,7 +28,7 @@ def train(parsed: argparse.Namespace, programs: Programs | None) -> int:
     """Returns the exit code."""
     if parsed.dry_run or parsed.apply:
         option = "--dry-run" if parsed.dry_run else "--apply"
-        if mpi.started_by_mpirun():
+        if started_by_mpirun():
             raise UserError(f"{option} starts nothing here; give it without mpirun")
         for other in ("report", "trace", "resume", "transport", "bind", "detach"):
             if getattr(parsed, other):

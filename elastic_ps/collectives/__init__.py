@@ -65,7 +65,7 @@ def world(*, timeout: timedelta | None = None) -> Communicator:
             "session.report), or start the script itself with torchrun or mpirun"
         )
     if not dist.is_initialized():
-        if not env.in_torchrun() and env.is_rank():
+        if not env.in_torchrun() and env.started_by_mpirun():
             return of_mpi()
         cuda = torch.cuda.is_available() and dist.is_nccl_available()
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"

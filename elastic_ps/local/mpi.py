@@ -12,7 +12,6 @@ only when it is used.
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from elastic_ps.env import PREFIX, inherited, is_rank
+from elastic_ps.env import PREFIX, inherited
 from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.local.processes import Child, Lifeline, with_threads
 
@@ -33,9 +32,6 @@ LOOK = timedelta(milliseconds=20)
 
 ANSWER = timedelta(seconds=30)
 """How long a rank may take to start a process."""
-
-SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""How many there are, where it is said. A batch system may start a single process in the same way."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +139,6 @@ class World:
             return None
         source = status.Get_source()
         return source, self.comm.recv(source=source)
-
-
-def started_by_mpirun() -> bool:
-    """Whether this process is a rank, and not the only one."""
-    alone = any(os.environ.get(name) == "1" for name in SIZES)
-    return not alone and is_rank()
 
 
 @dataclass

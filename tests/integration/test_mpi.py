@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from elastic_ps import env
-from elastic_ps.local import JobDirectory, mpi
+from elastic_ps.local import JobDirectory
 from elastic_ps.local.state import LocalStatus
 from tests.integration import mpirun
 from tests.polling import eventually
@@ -212,11 +212,11 @@ def test_a_job_that_is_wrong_ends_all_ranks_with_a_sentence(ranks: Ranks) -> Non
 def test_a_process_knows_whether_it_is_a_rank(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: bool
 ) -> None:
-    for name in (*env.RANKS, *mpi.SIZES):
+    for name in (*env.RANKS, *env.SIZES):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert mpi.started_by_mpirun() is expected
+    assert env.started_by_mpirun() is expected
 
 
 def test_without_mpi4py_it_says_what_to_install(tmp_path: Path) -> None:

@@ -69,3 +69,13 @@ def test_the_workers_of_a_job_have_no_communicator(monkeypatch: pytest.MonkeyPat
 def test_a_group_has_to_be_there_first() -> None:
     with pytest.raises(UsageError, match=r"call torch\.distributed\.init_process_group"):
         collectives.of_group()
+
+
+def test_a_single_process_of_a_batch_system_is_alone_without_mpi(
+    alone: collectives.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist.destroy_process_group()
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    assert collectives.world().size == 1

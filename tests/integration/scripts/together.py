@@ -23,7 +23,7 @@ from examples.ring_all_reduce import ring
 SIZE = 3
 PATIENCE = timedelta(seconds=120)
 """How long an operation waits for the others; it only ends one that has failed."""
-MPI = env.is_rank()
+MPI = env.started_by_mpirun()
 """Whether mpirun has started this process."""
 LARGE = 300_000
 """Elements that do not fit into a message that is sent at once."""
