@@ -16,7 +16,7 @@ from elastic_operator.documents import over, read_status
 from elastic_operator.plan import DeleteJob, Observed, Options, Plan
 from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
-from elastic_operator.status import dump_status, holds, with_counts
+from elastic_operator.status import dump_status, holds, turned, with_counts
 from elastic_ps.status import Progress, TrainingJobStatus, WorkerStatus
 from tests.unit.simulation import START, Simulation, job_document
 
@@ -29,6 +29,39 @@ def worker(index: int, **fields: Any) -> Pod:
 
 def counted(status: TrainingJobStatus, *pods: Pod) -> WorkerStatus:
     return with_counts(status, Observed(pods=pods), job="digits", replicas=2, shards=1).worker
+
+
+def with_condition(kind: str, status: str, reason: str, *, phase: str = "Running") -> TrainingJobStatus:
+    condition = {"type": kind, "status": status, "reason": reason, "lastTransitionTime": ENDED}
+    return TrainingJobStatus.model_validate({"phase": phase, "conditions": [condition] if status else []})
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "event"),
+    [
+        ("Degraded", ("", ""), ("True", "Pods"), ("Warning", "DegradedPods")),
+        ("Degraded", ("True", "Pods"), ("True", "Pods"), None),
+        ("Degraded", ("True", "Pods"), ("True", "Spec"), ("Warning", "DegradedSpec")),
+        ("Degraded", ("True", "Pods"), ("False", "Healthy"), ("Normal", "Recovered")),
+        ("Degraded", ("False", "Healthy"), ("False", "Ended"), None),
+        ("Degraded", ("", ""), ("False", "Healthy"), None),
+        ("Failed", ("False", "Going"), ("True", "Failed"), ("Warning", "Failed")),
+        ("Running", ("False", "Starting"), ("True", "Running"), ("Normal", "Running")),
+        ("Running", ("True", "Running"), ("False", "Starting"), None),
+        ("Succeeded", ("", ""), ("True", "Finished"), ("Normal", "Succeeded")),
+        ("Created", ("", ""), ("True", "Created"), None),
+    ],
+)
+def test_an_event_tells_what_has_come_about_once(
+    kind: str, before: tuple[str, str], after: tuple[str, str], event: tuple[str, str] | None
+) -> None:
+    notes = turned(with_condition(kind, *before), with_condition(kind, *after))
+    assert [(note.kind, note.reason) for note in notes] == ([event] if event else [])
+
+
+def test_a_job_that_does_not_run_any_more_has_not_recovered() -> None:
+    degraded = with_condition("Degraded", "True", "Pods")
+    assert turned(degraded, with_condition("Degraded", "False", "Ended", phase="Succeeded")) == []
 
 
 def test_a_worker_on_its_way_out_is_not_counted_as_ready() -> None:

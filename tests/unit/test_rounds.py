@@ -199,6 +199,18 @@ def test_a_worker_without_records_takes_part_for_the_assignment_only() -> None:
     assert rounds.takes_part(0)
 
 
+def test_a_worker_that_assigns_values_while_it_waits_to_take_part_takes_part_from_then_on() -> None:
+    rounds = opened(0, 1)
+    rounds.admit(5)
+    assert rounds.waiting == {5}
+    rounds.assign(5)
+    assert (rounds.expected, rounds.waiting) == ({5}, set())
+    rounds.finish(assigned(5), version=1, attempt=1)
+    rounds.begin_commit()
+    rounds.end_commit()
+    assert (rounds.expected, rounds.waiting) == ({5}, set())
+
+
 @pytest.mark.parametrize("withdraws", [False, True])
 def test_without_its_assigner_a_round_begins_again_with_those_that_wait(withdraws: bool) -> None:
     rounds = opened(0, 1)
