@@ -412,3 +412,19 @@ def test_a_worker_that_leaves_between_two_steps_does_not_make_the_others_push_ag
     assert coordinator.job.state.rounds.attempt == 0
     assert finish(coordinator, first, replace(more, version=1), step=1)
     assert coordinator.job.state.version == 2
+
+
+def test_whoever_waits_with_records_when_a_script_ends_the_training_gives_them_back(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
+    first, second = start(coordinator, 0), start(coordinator, 1)
+    taken = take(coordinator, first, call=1)
+    assert take(coordinator, second, call=1).pending, "it takes part from the next round on"
+    ledger = coordinator.job.state.ledger
+    assert ledger is not None
+    assert ledger.held(second.incarnation)
+    coordinator.stop(0, first.incarnation, "good enough")
+    assert take(coordinator, second, call=1).pending, "the last version is not made yet"
+    assert not ledger.held(second.incarnation)
+    assert ledger.held(first.incarnation) == list(taken.ranges), "its step is made"
