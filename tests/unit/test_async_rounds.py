@@ -124,6 +124,22 @@ def test_what_a_dead_worker_has_pushed_is_void_and_the_next_one_may_push() -> No
     assert commit(rounds) == [1]
 
 
+def test_a_worker_begins_no_step_on_an_older_version_than_it_was_handed() -> None:
+    """A worker may be admitted long before it is told a version."""
+    rounds = opened(0)
+    rounds.admit(1)
+    push(rounds, 0)
+    commit(rounds)
+    rounds.computes_on(0, 6)
+    rounds.hand_out(1)
+    assert rounds.reading == {1}
+    with pytest.raises(Refused, match="begins a step on version 5, but was given 6"):
+        rounds.begin(1, version=5)
+    assert rounds.begin(1, version=6) is Entry.IN
+    assert rounds.finish(step(1), version=6, attempt=0)
+    assert rounds.staleness == {1: 0}
+
+
 class AsyncRoundsMachine(RoundsMachine[AsyncRounds]):
     """Its model also knows which workers read a version."""
 
