@@ -124,3 +124,15 @@ def test_a_stay_is_found_also_when_it_has_ended(members: Membership) -> None:
     assert members.stay(second.incarnation) is second
     with pytest.raises(KeyError):
         members.stay(second.incarnation + 1)
+
+
+def test_what_is_done_to_a_copy_is_not_done_to_the_members(members: Membership) -> None:
+    gone, here = join(members, 0), join(members, 1)
+    members.remove(0, outcome="left", version=6)
+    other = members.copy()
+    for stay in other.stays():
+        stay.steps = 7
+    other.remove(1, outcome="lost", version=7)
+    assert [stay.outcome for stay in other.stays()] == ["left", "lost"]
+    assert members.live == {1: here}
+    assert (gone.steps, here.steps, here.outcome) == (0, 0, "")
