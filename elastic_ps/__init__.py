@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         UsageError,
         UserError,
     )
+    from elastic_ps.evaluator.checkpoints import Checkpoint, checkpoints
     from elastic_ps.job import TrainingJob, load_job
     from elastic_ps.standalone import connect
     from elastic_ps.worker.member import Drained
@@ -39,6 +40,8 @@ _PLACES = {
     "Drained": "elastic_ps.worker.member",
     "ElasticOptimizer": "elastic_ps.worker.optimizer",
     "load_checkpoint": "elastic_ps.checkpoint.plain",
+    "checkpoints": "elastic_ps.evaluator.checkpoints",
+    "Checkpoint": "elastic_ps.evaluator.checkpoints",
     "TrainingJob": "elastic_ps.job",
     "load_job": "elastic_ps.job",
     "ElasticPSError": "elastic_ps.errors",
@@ -52,6 +55,7 @@ _PLACES = {
 }
 
 __all__ = [
+    "Checkpoint",
     "ConnectionLost",
     "Drained",
     "ElasticOptimizer",
@@ -64,6 +68,7 @@ __all__ = [
     "TrainingJob",
     "UsageError",
     "UserError",
+    "checkpoints",
     "connect",
     "load_checkpoint",
     "load_job",

@@ -8,7 +8,8 @@ How a process ends is part of the contract:
 ================== ============================================================================
 exit status        meaning
 ================== ============================================================================
-0                  a worker finished its script, or a parameter server was asked to end (SIGTERM)
+0                  a worker or the evaluator finished its script, or a parameter server was asked to end
+                   (SIGTERM)
 EXIT_INVALID (78)  the job cannot work as it is specified (`UserError`); the process is not replaced, on a
                    cluster only before the first step
 1 to 127           the script failed; counts against `runPolicy.backoffLimit`
@@ -67,13 +68,18 @@ SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
 """How the variables begin that would make a script that uses MPI take itself for a rank, and wait."""
 
-Role = Literal["ps", "standby", "worker"]
+Role = Literal["ps", "standby", "worker", "evaluator"]
 Resume = Literal["no", "auto", "require"]
 
 JOB_LABEL, ROLE_LABEL, INDEX_LABEL = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/index"
 """On a cluster, on every pod of a job: the job's name, the pod's role, and its index."""
 
-CONTAINER: dict[Role, str] = {"ps": "parameter-server", "standby": "parameter-server", "worker": "worker"}
+CONTAINER: dict[Role, str] = {
+    "ps": "parameter-server",
+    "standby": "parameter-server",
+    "worker": "worker",
+    "evaluator": "evaluator",
+}
 """On a cluster, the container in which the process runs; a person's templates add to it by this name."""
 
 
@@ -84,8 +90,8 @@ class ProcessEnvironment:
     Attributes:
         job: the job's name.
         spec: the job's spec as it was when the process was started.
-        role: `ps`, `standby` (follows the PS of a shard) or `worker`.
-        index: the shard's or the worker's index, from 0.
+        role: `ps`, `standby` (follows the PS of a shard), `worker` or `evaluator`.
+        index: the shard's or the worker's index, from 0; the evaluator's is 0.
         addresses: `host:port` of every shard, in order of shard; shard 0 first. Here and below a scheme may
             stand before it; see `transport.ways`.
         standbys: `host:port` of every shard's standby, in order of shard; empty if there are none.
@@ -167,7 +173,7 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
 
     role, resume = required("ROLE"), source.get(PREFIX + "RESUME", "auto")
     if role not in get_args(Role):
-        raise UsageError(f"{PREFIX}ROLE is {role!r}; expected 'ps', 'standby' or 'worker'")
+        raise UsageError(f"{PREFIX}ROLE is {role!r}; expected one of {', '.join(get_args(Role))}")
     if resume not in ("no", "auto", "require"):
         raise UsageError(f"{PREFIX}RESUME is {resume!r}; expected 'no', 'auto' or 'require'")
     index, lifeline = required("INDEX"), source.get(PREFIX + "LIFELINE", "")

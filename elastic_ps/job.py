@@ -35,6 +35,7 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "TrainingJob"
 
+_ENTRYPOINT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
 _CLAIM = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -45,7 +46,8 @@ class VolumeClaim(CamelModel):
     storage: str = Field(
         default="1Gi",
         pattern=r"^[0-9]+(\.[0-9]+)?([EPTGM]i?|Ki|k)?$",
-        description="The size to request. It has to hold checkpoint.keep checkpoints and one more.",
+        description="The size to request. It has to hold checkpoint.keep checkpoints and one more. With an "
+        "evaluator, it also has to hold evaluator.backlog checkpoints and the best one.",
     )
     storage_class_name: str | None = Field(
         default=None, description="The storage class. If unset, the cluster's default is used."
@@ -201,6 +203,53 @@ class Worker(CamelModel):
             raise ValueError(f"replicas {replicas} is above maxReplicas {self.max_replicas}")
 
 
+class Best(CamelModel):
+    """Which of the evaluated checkpoints is kept, however old it is."""
+
+    metric: str = Field(
+        min_length=1, description="A metric that the evaluator reports, for example loss or prec@1."
+    )
+    mode: Literal["min", "max"] = Field(description="Whether the lowest or the highest value is the best.")
+
+
+class Evaluator(CamelModel):
+    """A process that evaluates the checkpoints while the job trains. It takes no part in the training."""
+
+    entrypoint: str = Field(
+        pattern=_ENTRYPOINT,
+        description="The evaluator's function, as module.path:function. It loops over "
+        "elastic_ps.checkpoints().",
+    )
+    arguments: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Keyword arguments for the entrypoint: plain YAML values."
+    )
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Write and evaluate a checkpoint whenever this many versions have been made. If unset, "
+        "every checkpoint is evaluated that parameterServer.checkpoint asks for. The last version is "
+        "always evaluated.",
+    )
+    backlog: int = Field(
+        default=4,
+        ge=1,
+        description="How many checkpoints may wait for the evaluator. They are kept besides "
+        "checkpoint.keep. If there are more, the oldest is given up, and the status counts it.",
+    )
+    best: Best | None = Field(
+        default=None, description="Keep the best checkpoint by a metric. If unset, none is kept for that."
+    )
+    finish_timeout: Duration = Field(
+        default=timedelta(minutes=5),
+        description="How long the end of the job waits for the evaluator, from the end of the last worker "
+        "on. Then the job ends without the remaining evaluations.",
+    )
+    template: PodTemplate = Field(
+        default_factory=dict,
+        description="A PodTemplateSpec. It is merged over the operator's default template.",
+    )
+
+
 class Data(CamelModel):
     """How records are handed out to the workers."""
 
@@ -215,7 +264,7 @@ class TrainingJobSpec(CamelModel):
     """What to train, on how many workers, and with which guarantees."""
 
     entrypoint: str = Field(
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$",
+        pattern=_ENTRYPOINT,
         description="The training function, as module.path:function. Every worker imports and calls it.",
     )
     arguments: dict[str, JsonValue] = Field(
@@ -226,6 +275,9 @@ class TrainingJobSpec(CamelModel):
     )
     parameter_server: ParameterServer = Field(default_factory=ParameterServer)
     worker: Worker = Field(default_factory=Worker)
+    evaluator: Evaluator | None = Field(
+        default=None, description="A process that evaluates the checkpoints. If unset, there is none."
+    )
     consistency: Consistency = Field(default_factory=Consistency)
     compression: Compression = Field(default_factory=Compression)
     data: Data = Field(default_factory=Data)

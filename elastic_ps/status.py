@@ -18,6 +18,32 @@ class Staleness(CamelModel):
     max: int = Field(description="The largest staleness of any step.")
 
 
+class EvaluationStatus(CamelModel):
+    """What the job's evaluator has found so far."""
+
+    version: int | None = Field(default=None, description="The version that was evaluated last.")
+    metrics: dict[str, float] = Field(
+        default_factory=dict, description="What the evaluator reported of that version."
+    )
+    best_version: int | None = Field(
+        default=None, description="With evaluator.best: the version that is the best so far. It is kept."
+    )
+    best: float | None = Field(default=None, description="The metric's value at the best version.")
+    evaluated: int = Field(default=0, description="How many checkpoints have been evaluated.")
+    waiting: int = Field(default=0, description="How many checkpoints wait for the evaluator.")
+    missed: int = Field(
+        default=0,
+        description="How many checkpoints were given up: more than evaluator.backlog were waiting, or the "
+        "evaluator died over one again and again.",
+    )
+
+    def __str__(self) -> str:
+        """The newest result, for a person."""
+        values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(self.metrics.items()))
+        best = " (the best so far)" if self.version == self.best_version else ""
+        return f"version {self.version} was evaluated: {values or 'nothing was reported'}{best}"
+
+
 class Progress(CamelModel):
     """How far training is, as the parameter server sees it."""
 
@@ -57,6 +83,9 @@ class Progress(CamelModel):
     )
     metrics: dict[str, float] = Field(
         default_factory=dict, description="The values that scripts reported last, for example test_accuracy."
+    )
+    evaluation: EvaluationStatus | None = Field(
+        default=None, description="With an evaluator: what it has found so far."
     )
     staleness: Staleness | None = Field(
         default=None,
@@ -202,7 +231,15 @@ class ServerStatus(CamelModel):
 
         Kubernetes takes at most 4096 bytes of it, so the members and what scripts reported are left out.
         """
-        shortened = self.progress.model_copy(update={"metrics": {}, "stopped": self.progress.stopped[:500]})
+        evaluation = self.progress.evaluation
+        if evaluation is not None:
+            evaluation = evaluation.model_copy(update={"metrics": {}})
+        cut: dict[str, object] = {
+            "metrics": {},
+            "stopped": self.progress.stopped[:500],
+            "evaluation": evaluation,
+        }
+        shortened = self.progress.model_copy(update=cut)
         short = self.model_copy(update={"members": [], "problem": "", "progress": shortened})
         return short.model_dump_json(by_alias=True, exclude_defaults=True)
 

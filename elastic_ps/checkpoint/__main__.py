@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from elastic_ps.checkpoint import evaluations
 from elastic_ps.checkpoint.plain import export
 from elastic_ps.errors import ElasticPSError, UserError
 
@@ -14,10 +15,14 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m elastic_ps.checkpoint", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--version", type=int)
+    parser.add_argument("--version")
     parsed = parser.parse_args()
     try:
-        version, tensors = export(parsed.directory, parsed.out, version=parsed.version)
+        best = parsed.version == "best"
+        wanted = (
+            evaluations.best_version(parsed.directory) if best else parsed.version and int(parsed.version)
+        )
+        version, tensors = export(parsed.directory, parsed.out, version=wanted)
     except ElasticPSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

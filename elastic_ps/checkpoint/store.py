@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -120,8 +120,11 @@ class Store:
             files.remove(directory)  # else it keeps the disk full
             raise files.failure(error, f"cannot write {name} of version {version}") from error
 
-    def commit(self, manifest: Manifest, *, keep: int) -> Path:
+    def commit(self, manifest: Manifest, *, keep: int, held: Collection[int] = ()) -> Path:
         """Make a checkpoint of the files written; then delete all but the newest `keep`, as far as possible.
+
+        Args:
+            held: versions that are not deleted either.
 
         Raises:
             StorageUnavailable: the disk is full, read-only, or failing; the older checkpoints are untouched.
@@ -135,7 +138,7 @@ class Store:
                 if self._claim is not None:
                     self._claim.hold()
                 self._finish(manifest, partial)
-                self._prune(manifest, keep)
+                self._prune(manifest, keep, held)
         except OSError as error:
             files.remove(partial)
             raise files.failure(
@@ -159,6 +162,19 @@ class Store:
         except OSError as error:
             raise files.failure(error, f"cannot amend the checkpoint of version {version}") from error
 
+    def write_beside(self, name: str, text: str, *, term: int) -> None:
+        """Write and flush a small file beside the checkpoints, in `term`. Blocks for the disk.
+
+        Raises:
+            StorageUnavailable, CheckpointError, Fenced: as `commit`. The file is as it was.
+        """
+        try:
+            with self._locked():
+                self.require_term(term)
+                files.write_text(self.directory / name, text)
+        except OSError as error:
+            raise files.failure(error, f"cannot write {self.directory / name}") from error
+
     def _finish(self, manifest: Manifest, partial: Path) -> None:
         final = self.path(manifest.version)
         files.make_directory(partial)
@@ -175,10 +191,11 @@ class Store:
         partial.rename(final)
         files.flush(self.directory)
 
-    def _prune(self, manifest: Manifest, keep: int) -> None:
+    def _prune(self, manifest: Manifest, keep: int, held: Collection[int]) -> None:
         """Delete what is not needed besides a new checkpoint; what cannot be deleted is left."""
         for version in self.versions()[:-keep]:
-            files.remove(self.path(version))
+            if version not in held:
+                files.remove(self.path(version))
         for path in self._partials_before(manifest.term, manifest.number, manifest.version):
             files.remove(path)
 

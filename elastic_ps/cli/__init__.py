@@ -47,6 +47,10 @@ def main(arguments: Sequence[str] | None = None, *, programs: Programs | None = 
             from elastic_ps.cli.export import export
 
             return export(parsed)
+        if parsed.command == "evaluate":
+            from elastic_ps.cli.evaluate import evaluate
+
+            return evaluate(parsed)
         from elastic_ps.cli import control
 
         commands = {

@@ -9,6 +9,6 @@ import sys
 
 def export(parsed: argparse.Namespace) -> int:
     """Write a checkpoint's model into a file; returns the exit code."""
-    version = [] if parsed.version is None else ["--version", str(parsed.version)]
+    version = [] if parsed.version is None else ["--version", parsed.version]
     program = [sys.executable, "-m", "elastic_ps.checkpoint"]
     return subprocess.call([*program, str(parsed.directory), str(parsed.out), *version])

@@ -93,6 +93,13 @@ examples:
   elastic-ps export checkpoints model.pt --version 80  model.load_state_dict(torch.load("model.pt"))"""
 
 
+EVALUATE_EXAMPLES = """\
+examples:
+  elastic-ps evaluate checkpoints                      as the job's own evaluator did
+  elastic-ps evaluate checkpoints --job job.yaml       with the evaluator that job.yaml names
+  elastic-ps evaluate checkpoints --entrypoint evaluate:main --version 80"""
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=98)
@@ -110,6 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_logs(commands)
     _add_stop(commands)
     _add_export(commands)
+    _add_evaluate(commands)
     _add_drill(commands)
     return parser
 
@@ -210,6 +218,7 @@ def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     which = logs.add_mutually_exclusive_group()
     which.add_argument("--worker", type=int, metavar="N", help="only worker N, counted from 0")
     which.add_argument("--ps", type=int, metavar="N", help="only parameter server N, counted from 0")
+    which.add_argument("--evaluator", action="store_const", const=0, help="only the evaluator")
     which.add_argument("--standby", type=int, metavar="N", help="only the standby of parameter server N")
 
 
@@ -241,7 +250,34 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=Path,
         help="the file to write, *.safetensors or *.pt; an existing file is replaced",
     )
-    export.add_argument("--version", type=int, metavar="N", help="the version to write (default: the newest)")
+    export.add_argument(
+        "--version",
+        type=_version,
+        metavar="N",
+        help="the version to write, or best, by what the job's evaluator found (default: the newest)",
+    )
+
+
+def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    evaluate = commands.add_parser(
+        "evaluate",
+        help="evaluate the checkpoints that a run has left",
+        description="Evaluate the checkpoints of a directory, oldest first, and print what the evaluator\n"
+        "reports of each. The evaluator is the one that the job had. For a job that had none, name a\n"
+        "function that loops over elastic_ps.checkpoints(). The directory is only read.",
+        epilog=EVALUATE_EXAMPLES,
+        formatter_class=_Help,
+    )
+    evaluate.add_argument("directory", metavar="DIR", type=Path, help="a job's checkpoint directory")
+    which = evaluate.add_mutually_exclusive_group()
+    which.add_argument(
+        "--job", type=Path, metavar="FILE", help="take the evaluator of this job's YAML file (spec.evaluator)"
+    )
+    which.add_argument(
+        "--entrypoint", metavar="MODULE:FUNCTION", help="the evaluator's function; called without arguments"
+    )
+    evaluate.add_argument("--version", type=int, metavar="N", help="only this version (default: all)")
+    evaluate.add_argument("--json", action="store_true", help="print JSON, a line for each version")
 
 
 def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -287,6 +323,12 @@ def _faults(text: str) -> list[Kind]:
             raise argparse.ArgumentTypeError(f"{word!r} is not a fault; expected one of {', '.join(KINDS)}")
         kinds += known
     return kinds
+
+
+def _version(text: str) -> str:
+    if text != "best" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version: expected a number, or best")
+    return text
 
 
 def _positive(text: str) -> int:

@@ -20,7 +20,7 @@ from elastic_ps.local.snapshot import member_of
 PLAIN_SECONDS = 2.0
 STATE_STYLES = {
     "training": "green", "serving": "green", "following": "green", "idle": "yellow", "joining": "yellow",
-    "starting": "yellow", "leaving": "cyan", "ended": "dim",
+    "running": "green", "starting": "yellow", "leaving": "cyan", "ended": "dim",
 }  # fmt: skip
 PHASE_STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Running": "bold green"}
 EVENT_STYLES = {
@@ -132,7 +132,8 @@ def _table(status: LocalStatus, *, rows: int) -> Table:
         if member is not None and member.staleness:
             state.append(f" (staleness {member.staleness:,})", style="dim")
         kind = "server" if process.role == "ps" else process.role
-        table.add_row(f"{kind} {process.index}", str(process.pid), state, *numbers)
+        name = kind if kind == "evaluator" else f"{kind} {process.index}"
+        table.add_row(name, str(process.pid), state, *numbers)
     if len(shown) > rows:
         table.add_row(Text(f"and {len(shown) - rows} more", style="dim"))
     return table
@@ -166,6 +167,8 @@ def _numbers(status: LocalStatus, record: Record | None) -> Text:
     on_disk = words.on_disk(status)
     if on_disk is not None:
         line.append(f"   {on_disk}", style="dim")
+    if progress.evaluation is not None and progress.evaluation.version is not None:
+        line.append(f"\n{progress.evaluation}", style="not dim")
     for name, value in sorted(progress.metrics.items())[:1]:
         line.append(f"   {name.replace('_', ' ')} ").append(words.metric(name, value), style="bold")
     return line

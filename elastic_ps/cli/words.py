@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from elastic_ps.local import LocalStatus, Outcome
 from elastic_ps.local.plan import WAS_FINISHED
-from elastic_ps.status import Member, Progress
+from elastic_ps.status import EvaluationStatus, Member, Progress
 
 
 def duration(seconds: float) -> str:
@@ -93,6 +93,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "stopped early", progress.stopped
     for name, value in sorted(progress.metrics.items()):
         yield name.replace("_", " "), metric(name, value)
+    if (evaluation := progress.evaluation) is not None:
+        yield from _evaluated(evaluation)
     curve = outcome.record.loss_curve()
     if curve:
         yield "loss", f"{curve[-1][1]:.4f}"
@@ -116,6 +118,16 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         name = ""
     for at in outcome.unreached:
         yield "warning", f"--scale {at.version}:{at.workers} had no effect: the job ended before that version"
+
+
+def _evaluated(evaluation: EvaluationStatus) -> Iterator[tuple[str, str]]:
+    """What is worth knowing at the end of what the evaluator found."""
+    if evaluation.version is not None:
+        yield "evaluated", str(evaluation)
+    if evaluation.best_version not in (None, evaluation.version):
+        yield "best", f"version {evaluation.best_version}, {evaluation.best:.4g}; it is kept"
+    if left := evaluation.missed + evaluation.waiting:
+        yield "warning", f"{left} of {left + evaluation.evaluated} checkpoints were not evaluated"
 
 
 def stay(member: Member) -> str:

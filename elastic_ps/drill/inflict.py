@@ -139,6 +139,25 @@ def _kill_standby(target: Target, fault: Fault) -> str:
     return f"standby of shard {shard}, {process}"
 
 
+def _kill_evaluator(target: Target, _fault: Fault) -> str:
+    server = target.settled()
+    if server.progress.evaluation is None:
+        raise Unavailable("the job has no evaluator; set spec.evaluator")
+    process = target.process("evaluator", 0)
+    target.strike(lambda: target.kill("evaluator", 0))
+    target.until(target.moved_on(term=server.term - 1), "training continues without it")
+    target.until(lambda: target.process("evaluator", 0) != process, "another evaluator runs")
+    target.until(lambda: _evaluated(target) > server.progress.version, "it evaluates a later version")
+    return f"evaluator, {process}"
+
+
+def _evaluated(target: Target) -> int:
+    """The version that was evaluated last; 0 if there is none."""
+    server = target.server()
+    evaluation = server.progress.evaluation if server else None
+    return 0 if evaluation is None else evaluation.version or 0
+
+
 def _settled_standbys(target: Target) -> list[bool]:
     """For each shard, whether its standby has every round now."""
     return target.until(target.server, "the parameter server answers").standbys
@@ -229,6 +248,7 @@ _INFLICT: Mapping[Kind, Callable[[Target, Fault], str]] = {
     "freeze-worker": _freeze_worker,
     "kill-ps": _kill_ps,
     "kill-standby": _kill_standby,
+    "kill-evaluator": _kill_evaluator,
     "freeze-ps": _freeze_ps,
     "rival-ps": _rival_ps,
     "corrupt-checkpoint": _corrupt_checkpoint,

@@ -26,8 +26,9 @@ class Process:
     """One process of the job, from its start on.
 
     Attributes:
-        role: `ps`, `standby` or `worker`.
-        index: the shard's or the worker's index. At most one process with it is alive at a time.
+        role: `ps`, `standby`, `worker` or `evaluator`.
+        index: the shard's or the worker's index; the evaluator's is 0. At most one process with it is alive
+            at a time.
         pid: its process id.
         started: when it was started.
         ready: whether it answers requests (parameter servers only).
@@ -59,6 +60,8 @@ class Process:
 
     @property
     def name(self) -> str:
+        if self.role == "evaluator":
+            return "the evaluator"
         return f"parameter server {self.index}" if self.role == "ps" else f"{self.role} {self.index}"
 
     @property
@@ -127,6 +130,7 @@ class Desired:
         close_grace: time for a worker to leave when the job is over or stopped.
         checkpoint_grace: time for a parameter server to write its last checkpoint.
         answer_limit: time to wait, after the last worker has ended, for the final state of training.
+        evaluator_grace: time for the evaluator to end after the last worker has ended; None: there is none.
     """
 
     shards: int
@@ -140,6 +144,7 @@ class Desired:
     close_grace: timedelta = timedelta(seconds=5)
     checkpoint_grace: timedelta = timedelta(seconds=20)
     answer_limit: timedelta = timedelta(seconds=10)
+    evaluator_grace: timedelta | None = None
 
 
 @dataclass(frozen=True)
@@ -254,7 +259,7 @@ def plan(desired: Desired, observed: Observed, now: float) -> list[Action]:
         servers += _start_servers("standby", desired, observed, now)
     if servers or not _servers_alive(desired, observed):
         return [*servers]
-    return list(_workers(desired, observed, now))
+    return [*_workers(desired, observed, now), *_evaluator(desired, observed, now)]
 
 
 def restart_delay(attempts: Iterable[Process]) -> timedelta:
@@ -273,8 +278,12 @@ def restart_delay(attempts: Iterable[Process]) -> timedelta:
 
 
 def failures(observed: Observed) -> list[Process]:
-    """The processes whose ends count against `backoffLimit` (see `elastic_ps.deaths`), first ends first."""
-    ended = sorted(observed.processes, key=lambda process: process.ended or 0.0)
+    """The processes whose ends count against `backoffLimit` (see `elastic_ps.deaths`), first ends first.
+
+    Those of the evaluator never do.
+    """
+    trains = [process for process in observed.processes if process.role != "evaluator"]
+    ended = sorted(trains, key=lambda process: process.ended or 0.0)
     dead = [(process, death) for process in ended if (death := process.death) is not None]
     counted = deaths.failures(((process.role, process.index), death) for process, death in dead)
     return [process for (process, _), counts in zip(dead, counted, strict=True) if counts]
@@ -285,7 +294,7 @@ def _verdict(desired: Desired, observed: Observed, now: float) -> Verdict | None
     if observed.stop is not None:
         return Verdict("Suspended", "Stopped", observed.stop.why)
     for process in observed.processes:
-        if process.ending == "invalid":
+        if process.ending == "invalid" and process.role != "evaluator":
             message = process.output.removeprefix("error: ") or f"{process.name} refused the job"
             return Verdict("Failed", "InvalidJob", message)
     return (
@@ -347,10 +356,18 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
             "NoAnswer",
             "every worker has ended, but the parameter server does not say how far training is",
         )
-    if progress.finished and progress.stopped:
-        return Verdict("Succeeded", "StoppedEarly", progress.why_stopped)
     if progress.finished:
-        return Verdict("Succeeded", "Finished", WAS_FINISHED if observed.was_finished else progress.all_done)
+        if _evaluates(desired, observed) and now - last_end <= _grace(desired).total_seconds():
+            return None
+        reason = "StoppedEarly" if progress.stopped else "Finished"
+        message = WAS_FINISHED if observed.was_finished else progress.all_done
+        message = progress.why_stopped if progress.stopped else message
+        if _evaluates(desired, observed):
+            message += (
+                f". The evaluator was not done {_grace(desired).total_seconds():g} s later, so the last "
+            )
+            message += "versions are not evaluated (spec.evaluator.finishTimeout)"
+        return Verdict("Succeeded", reason, message)
     if progress.records_expected is None:
         return Verdict("Succeeded", "Finished", "every worker has ended its script")
     return Verdict(
@@ -409,13 +426,40 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
             yield from _end(process, desired.leave_grace, f"the job asks for {desired.workers} workers", now)
 
 
+def _grace(desired: Desired) -> timedelta:
+    return desired.evaluator_grace or timedelta(0)
+
+
+def _evaluates(desired: Desired, observed: Observed) -> bool:
+    """Whether the evaluator has not come to its end yet, and may still come to it."""
+    latest = observed.latest("evaluator").get(0)
+    over = latest is not None and latest.ending in ("done", "invalid")
+    return desired.evaluator_grace is not None and not over
+
+
+def _evaluator(desired: Desired, observed: Observed, now: float) -> Iterator[Start]:
+    """Start the evaluator of a job that goes on.
+
+    Not before the parameter server has answered. And if that continues from a finished job, not before a
+    worker has found out whether there is anything left to train: the evaluator would end at once.
+    """
+    if desired.evaluator_grace is None or observed.asked_at is None:
+        return
+    before = observed.latest("evaluator").get(0)
+    if before is None:
+        if not observed.progress.finished or any(w.ending == "done" for w in observed.of("worker")):
+            yield Start("evaluator", 0, "the job has an evaluator")
+    elif before.ending in ("killed", "failed", "left") and _may_replace(observed, before, now):
+        yield Start("evaluator", 0, f"pid {before.pid} {describe_exit(before.exit or 0)}", before.pid)
+
+
 def _close(desired: Desired, observed: Observed, verdict: Verdict, now: float) -> Iterator[Action]:
-    """End what still runs: the workers first, then the parameter servers."""
+    """End what still runs: the workers and the evaluator first, then the parameter servers."""
     alive = [process for process in observed.processes if process.alive]
     if observed.stop is not None and observed.stop.at_once:
         yield from (Kill(process.pid, observed.stop.why) for process in alive if not process.killed)
         return
-    workers = [process for process in alive if process.role == "worker"]
+    workers = [process for process in alive if process.role in ("worker", "evaluator")]
     grace = desired.close_grace if workers else desired.checkpoint_grace
     for process in workers or alive:
         yield from _end(process, grace, f"the job is over: {verdict.reason}", now)

@@ -106,6 +106,18 @@ def fetch_loss(address: str) -> list[tuple[int, float]]:
         return []
 
 
+def fetch_evaluations(address: str) -> list[tuple[int, dict[str, float]]]:
+    """What a job's evaluator has found, by version; empty if the parameter server does not tell."""
+    body = fetch(address, "/evaluations")
+    try:
+        return [
+            (int(each["version"]), {str(name): float(value) for name, value in each["metrics"].items()})
+            for each in json.loads(body or b"[]")
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return []
+
+
 def fetch(address: str, path: str) -> bytes | None:
     """The body of a successful answer within `TIMEOUT`, or None."""
     host, _, port = address.rpartition(":")

@@ -8,7 +8,6 @@ nobody writes to: when the launcher dies, however it dies, the pipe closes and t
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -38,11 +37,11 @@ class Programs:
 
     server: Sequence[str] = (sys.executable, "-m", "elastic_ps.server")
     worker: Sequence[str] = (sys.executable, "-m", "elastic_ps.worker")
+    evaluator: Sequence[str] = (sys.executable, "-m", "elastic_ps.evaluator")
 
     def check(self, spec: TrainingJobSpec) -> list[str]:
-        """The command that tries to import the entrypoint and the codecs with their arguments."""
-        compression = spec.compression.model_dump_json(by_alias=True)
-        return [*self.worker, "--check", spec.entrypoint, json.dumps(spec.arguments), compression]
+        """The command that tries to import the entrypoints and the codecs with their arguments."""
+        return [*self.worker, "--check", spec.model_dump_json(by_alias=True, exclude_defaults=True)]
 
 
 class Lifeline:

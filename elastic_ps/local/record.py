@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from elastic_ps.status import Member, ServerStatus
+from elastic_ps.status import EvaluationStatus, Member, ServerStatus
 
 MAX_POINTS = 4000
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something worth telling. `kind`: joined, left, lost, hung, scale, process, checkpoint or warning."""
+    """Something worth telling.
+
+    `kind`: joined, left, lost, hung, scale, process, checkpoint, evaluated or warning.
+    """
 
     elapsed: float
     version: int
@@ -39,6 +42,7 @@ class Record:
     events: list[Event] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
     loss: list[tuple[int, float]] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     last: ServerStatus | None = None
     _stride: int = 1
     _skipped: int = 0
@@ -52,6 +56,8 @@ class Record:
         before = self.last.members if self.last else []
         for kind, version, text in member_changes(before, status.members):
             self.events.append(Event(elapsed, version, kind, text))
+        for kind, version, text in evaluation_changes(self._evaluation(), status.progress.evaluation):
+            self.events.append(Event(elapsed, version, kind, text))
         moved = self.last is None or status.progress.version != self.last.progress.version
         self.last = status
         if not (moved and status.ready):
@@ -63,6 +69,9 @@ class Record:
         if len(self.points) >= MAX_POINTS:  # a long run is recorded more coarsely
             self.points = [self.points[0], *self.points[2::2]]
             self._stride *= 2
+
+    def _evaluation(self) -> EvaluationStatus | None:
+        return self.last.progress.evaluation if self.last else None
 
     @property
     def training_seconds(self) -> float:
@@ -98,6 +107,21 @@ def member_changes(before: Sequence[Member], after: Sequence[Member]) -> Iterato
             why = f": {member.reason}" if member.reason else ""
             records = f"after {member.steps} steps, {member.records} records"
             yield member.state, version, f"worker {member.worker} {verb} at version {version} {records}{why}"
+
+
+def evaluation_changes(
+    before: EvaluationStatus | None, after: EvaluationStatus | None
+) -> Iterator[tuple[str, int, str]]:
+    """(kind, version, text) of what an evaluator has found and has missed between two answers."""
+    old, new = before or EvaluationStatus(), after or EvaluationStatus()
+    if new.version is not None and new.evaluated > old.evaluated:
+        yield "evaluated", new.version, str(new)
+    if new.missed > old.missed:
+        count = new.missed - old.missed
+        text = (
+            f"{count} checkpoint{'s' if count > 1 else ''} will not be evaluated: the evaluator is too slow, "
+        )
+        yield "warning", new.version or 0, text + "or dies over them (spec.evaluator.backlog)"
 
 
 def live_members(status: ServerStatus) -> list[Member]:

@@ -61,6 +61,10 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
             for member in (server.members if server else [])
         ],
         "loss": [[version, loss] for version, loss in outcome.record.loss_curve()],
+        "evaluations": [
+            {"version": version, "metrics": metrics} for version, metrics in outcome.record.evaluations
+        ],
+        "best_version": progress.evaluation.best_version if progress.evaluation else None,
         "events": [asdict(event) for event in outcome.record.events],
         "timeline": [asdict(point) for point in outcome.record.points],
     }
@@ -114,7 +118,11 @@ def speeds(points: list[Point]) -> list[tuple[int, float]]:
 
 
 def draw(outcome: Outcome, path: Path) -> None:
-    """Loss, samples per second and number of workers over the version, as a PNG."""
+    """Loss, samples per second and number of workers over the version, as a PNG.
+
+    If there was an evaluator, also what it found: its loss beside that of the training, its other metrics in
+    a panel of their own.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -122,10 +130,16 @@ def draw(outcome: Outcome, path: Path) -> None:
 
     server = outcome.record.last
     progress = server.progress if server else Progress()
-    figure = Figure(figsize=(9, 6.4), dpi=140, layout="constrained")
-    axes = figure.subplots(3, 1, sharex=True, height_ratios=[3, 2, 1.3])
+    found = by_metric(outcome.record.evaluations)
+    evaluated = found.pop("loss", [])
+    figure = Figure(figsize=(9, 8.4 if found else 6.4), dpi=140, layout="constrained")
+    axes = figure.subplots(
+        3 + bool(found), 1, sharex=True, height_ratios=[3, 2, 1.3, *([2] if found else [])]
+    )
     figure.suptitle(_title(outcome, progress), x=0.015, ha="left", fontsize=11, color=INK)
-    _draw_loss(axes[0], outcome.record.loss_curve())
+    _draw_loss(axes[0], outcome.record.loss_curve(), evaluated)
+    if found:
+        _draw_evaluations(axes[3], found)
     _draw_speed(axes[1], speeds(outcome.record.points))
     steps = worker_steps(server.members if server else [], progress.version)
     _draw_workers(axes[2], steps)
@@ -143,7 +157,7 @@ def draw(outcome: Outcome, path: Path) -> None:
             version, 1.0, f" {text}", transform=top, va="top", fontsize=8.5, color=WORKERS, fontweight="bold"
         )
     figure.align_ylabels(axes)
-    axes[2].set_xlabel("version (optimizer steps)", color=INK, fontsize=9)
+    axes[-1].set_xlabel("version (optimizer steps)", color=INK, fontsize=9)
     axes[2].set_xlim(steps[0][0] if steps else 0, max(1, progress.version))
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png")
@@ -163,10 +177,32 @@ def _label(axis: Any, text: str, color: str) -> None:
     axis.set_ylabel(text, color=color, fontsize=9, fontweight="bold")
 
 
-def _draw_loss(axis: Any, curve: list[tuple[int, float]]) -> None:
+def by_metric(evaluations: list[tuple[int, dict[str, float]]]) -> dict[str, list[tuple[int, float]]]:
+    """What an evaluator found, as a curve for each metric."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for version, metrics in evaluations:
+        for name, value in sorted(metrics.items()):
+            curves.setdefault(name, []).append((version, value))
+    return curves
+
+
+def _draw_evaluations(axis: Any, curves: dict[str, list[tuple[int, float]]]) -> None:
+    _label(axis, "evaluated", INK)
+    for name, curve in sorted(curves.items()):
+        axis.plot(
+            [v for v, _ in curve], [value for _, value in curve], marker="o", markersize=3.5, label=name
+        )
+    axis.legend(fontsize=8, frameon=False, loc="best")
+
+
+def _draw_loss(axis: Any, curve: list[tuple[int, float]], evaluated: list[tuple[int, float]]) -> None:
     from matplotlib.ticker import NullFormatter
 
     _label(axis, "loss", LOSS)
+    if evaluated:
+        points = [v for v, _ in evaluated], [loss for _, loss in evaluated]
+        axis.plot(*points, "o", color=INK, markersize=3.5, label="evaluated")
+        axis.legend(fontsize=8, frameon=False, loc="upper right")
     if not curve:
         return
     versions, values = [version for version, _ in curve], [loss for _, loss in curve]

@@ -44,6 +44,8 @@ def state_of(process: Process, server: ServerStatus | None) -> str:
     if process.role == "standby":
         following = server.standbys if server else []
         return "following" if process.index < len(following) and following[process.index] else "starting"
+    if process.role == "evaluator":
+        return "running"
     member = member_of(process.index, process.pid, server)
     return "starting" if member is None else member.state
 

@@ -29,7 +29,7 @@ from elastic_ps.job import TrainingJob
 from elastic_ps.local import plan as planning
 from elastic_ps.local.options import Options, Outcome
 from elastic_ps.local.plan import Observed, Process, StopRequest, Verdict
-from elastic_ps.local.poller import Poller, fetch_loss
+from elastic_ps.local.poller import Poller, fetch_evaluations, fetch_loss
 from elastic_ps.local.processes import Child, Lifeline, Started, bound_to, free_ports, with_threads
 from elastic_ps.local.record import Record
 from elastic_ps.local.snapshot import phase_of, process_statuses, stuck, useful
@@ -216,6 +216,7 @@ class Launcher:
             backoff_limit=spec.run_policy.backoff_limit,
             deadline=None if seconds is None else timedelta(seconds=seconds),
             schedule=self._schedule,
+            evaluator_grace=None if spec.evaluator is None else spec.evaluator.finish_timeout,
         )
 
     def _read_edits(self) -> bool:
@@ -266,6 +267,8 @@ class Launcher:
             last = process.output.splitlines()[-1:] if process.ending != "killed" else []
             words = describe_exit(status)
             self._event("process", ": ".join([f"{process.name} (pid {process.pid}) {words}", *last]))
+            if process.role == "evaluator" and process.ending == "invalid":
+                self._event("warning", "the evaluator is not started again; the job trains without it")
 
     def _read_answers(self, now: float) -> bool:
         polled = self._poller.polled()
@@ -328,13 +331,16 @@ class Launcher:
         programs = self.options.programs
         spec = self.job.spec
         environment = self._environment(action)
-        program = programs.worker if action.role == "worker" else programs.server
+        program = {"worker": programs.worker, "evaluator": programs.evaluator}.get(
+            action.role, programs.server
+        )
         log, variables = self.directory.log(action.role, action.index), environment.to_variables()
         child: Started
         if action.role == "worker" and self.options.slots is not None:
             child = self.options.slots.start(action.index, program, variables=variables, log=log)
         else:
             processes = spec.parameter_server.replicas + len(self._standbys) + spec.worker.replicas
+            processes += spec.evaluator is not None
             bound = self.options.bind and action.role == "worker"
             with bound_to(self._cores(action.index)) if bound else contextlib.nullcontext():
                 everything = {"PYTHONUNBUFFERED": "1", **inherited(), **variables}
@@ -352,7 +358,7 @@ class Launcher:
         return planning.cores_of(worker, workers=self._most_workers, cores=os.sched_getaffinity(0))
 
     def _environment(self, action: planning.Start) -> ProcessEnvironment:
-        shard = action.index if action.role != "worker" else 0
+        shard = action.index if action.role in ("ps", "standby") else 0
         addresses = self._addresses
         if action.role == "worker" and self.options.route is not None:
             addresses = self.options.route(action.index, addresses)
@@ -366,7 +372,7 @@ class Launcher:
             standbys=self._reached_at(self._standbys),
             bind=self._reached_at([bind])[0],
             http=(self._standbys_http if action.role == "standby" else self._http)[shard],
-            checkpoints=self.checkpoints,
+            checkpoints=None if action.role == "evaluator" else self.checkpoints,
             resume=self._resume(action),
             trace=self._trace_directory(),
             history=self.options.history,
@@ -394,12 +400,13 @@ class Launcher:
 
     def _answer_last(self, pid: int) -> None:
         """Before the parameter servers end: what only they know."""
-        if self._process(pid).role == "worker" or self._answered_last:
+        if self._process(pid).role in ("worker", "evaluator") or self._answered_last:
             return
         self._answered_last = True
         self._poller.ask()
         self._read_answers(time.monotonic())
         self.record.loss = fetch_loss(self._http[0])
+        self.record.evaluations = fetch_evaluations(self._http[0])
 
     def _process(self, pid: int) -> Process:
         return next(p for p in reversed(self._observed.processes) if p.pid == pid)

@@ -54,7 +54,7 @@ def main() -> int:
             (lambda shard: connect(environment.standbys[shard])) if environment.standbys else None,
             patience=patience,
         )
-        http.show(server.status, server.loss)
+        http.show(server.status, server.loss, server.evaluations)
     except Fenced as error:
         logger.info("%s", error)
         return env.EXIT_FENCED

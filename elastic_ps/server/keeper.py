@@ -20,6 +20,7 @@ from elastic_ps.errors import (
     StorageUnavailable,
     TransportError,
 )
+from elastic_ps.server.desk import Desk
 from elastic_ps.server.orders import Written
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Keeper:
         every: also take one when this many versions have passed since the last; None for not.
         keep: how many stay on disk.
         check: what a checkpoint must pass, besides being whole, so that the job can continue from it.
+        desk: of the job's evaluator, for which checkpoints are written and kept, too; None if it has none.
 
     Attributes:
         fenced: another parameter server has taken over; nothing will be written any more.
@@ -65,13 +67,14 @@ class Keeper:
         keep: int,
         now: float,
         check: Check = lambda _: None,
+        desk: Desk | None = None,
     ) -> None:
         self.fenced = False
         self.paused = timedelta(0)
         self._problem = ""
         self._unsure = ""  # why it is not known whether another parameter server has taken over
         self._looks = self._last_look = 0
-        self._store, self._check = store, check
+        self._store, self._check, self._desk = store, check, desk
         self._job, self._term, self._shards = job, term, shards
         self._interval, self._every, self._keep = interval, every, keep
         self._lock = threading.Lock()
@@ -138,7 +141,8 @@ class Keeper:
                 return False
             passed = self._every is not None and version - self._last_version >= self._every
             timely = now - self._last >= self._interval.total_seconds()
-            return timely or passed
+            asked = self._desk is not None and self._desk.asks(version, since=self._last_version)
+            return timely or passed or asked
 
     def leads(self) -> bool:
         """Whether no other parameter server has taken over. Reads a small file.
@@ -183,6 +187,8 @@ class Keeper:
             with self._lock:
                 self._pending = None
                 self._term = self._store.next_term(after=self._term, above=above)
+                if self._desk is not None:
+                    self._desk.term = self._term
         except Fenced as error:
             self.fence(error)
             raise
@@ -206,6 +212,8 @@ class Keeper:
         with self._lock:
             self._durable, self._durable_at = (manifest.version, written), time.monotonic()
             self._problem = "; ".join(problems)
+        if self._desk is not None:
+            self._desk.go_back(manifest.version)
         return manifest
 
     @property
@@ -331,7 +339,8 @@ class Keeper:
         while (manifest := self._queue.get()) is not None:
             problem, fenced = "", False
             try:
-                self._store.commit(manifest, keep=self._keep)
+                held = self._desk.held if self._desk is not None else ()
+                self._store.commit(manifest, keep=self._keep, held=held)
                 logger.info("version %d is on disk", manifest.version)
             except CheckpointError as error:
                 problem, fenced = str(error), isinstance(error, Fenced)
@@ -344,6 +353,8 @@ class Keeper:
                     self._pending, self._problem = None, problem
                 if not problem and (self._durable is None or manifest.version >= self._durable[0]):
                     self._durable, self._durable_at = (manifest.version, time.time()), time.monotonic()
+            if not problem and self._desk is not None:
+                self._desk.written(manifest.version)
 
     def close(self) -> None:
         """Finish the checkpoint whose parts are all there, and end the thread. Blocks."""

@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.core.evaluation import Evaluation
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.coordinator import TICK, Coordinator
+from elastic_ps.server.desk import Desk
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import Keeper
@@ -31,6 +33,7 @@ class Lead:
         standbys: of each shard, in order; empty without `durability: standby`.
         keeper: decides when checkpoints are written, and finishes them; None for no checkpoints. Closed by
             `close`.
+        desk: of the job's evaluator; None if it has none.
         history: where commits, joins and skipped records are recorded.
 
     Attributes:
@@ -46,10 +49,11 @@ class Lead:
         *,
         standbys: Sequence[RemoteShard] = (),
         keeper: Keeper | None,
+        desk: Desk | None = None,
         history: History,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self._name, self._shards, self._keeper = name, len(shards), keeper
+        self._name, self._shards, self._keeper, self._desk = name, len(shards), keeper, desk
         self._job = Guarded(spec, term, clock=clock)
         self._driver = Driver(self._job, shards, standbys=standbys, keeper=keeper, history=history)
         self._safekeeping = Safekeeping(self._job, self._driver, keeper)
@@ -115,19 +119,32 @@ class Lead:
         with job.changed:
             state, now = job.state, job.clock()
             durable = keeper.durable if keeper else None
+            progress = state.progress(now, durable)
+            if self._desk is not None:
+                progress = progress.model_copy(update={"evaluation": self._desk.status()})
             return ServerStatus(
                 job=self._name,
                 shard=0,
                 shards=self._shards,
                 term=state.term,
                 ready=state.initialised,
-                progress=state.progress(now, durable),
+                progress=progress,
                 durable_age_seconds=None if durable is None else max(0.0, time.time() - durable[1]),
                 problem=keeper.problem(state.version, now) if keeper else "",
                 checkpoint_pause_seconds=keeper.paused.total_seconds() if keeper else 0.0,
                 standbys=[standing is Standing.FOLLOWING for standing in self._driver.standings],
                 members=[state.member(stay, now) for stay in state.members.stays()],
             )
+
+    def last_version(self) -> int | None:
+        """The newest version on disk, if training is over and none will follow; else None."""
+        with self._job.changed:
+            over = self._job.state.finished and self._safekeeping.is_kept()
+            return self._keeper.durable_version if over and self._keeper is not None else None
+
+    def evaluations(self) -> list[Evaluation]:
+        """What the job's evaluator has found, in the order of evaluation."""
+        return self._desk.results() if self._desk is not None else []
 
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve: (version, sample-weighted mean of what the scripts reported)."""

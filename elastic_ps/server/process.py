@@ -11,9 +11,11 @@ from functools import partial
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec.plan import Plan
+from elastic_ps.core.evaluation import Evaluation
 from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import InvalidJob, NoCheckpoint
 from elastic_ps.server.decoder import Decoder
+from elastic_ps.server.desk import Desk, DeskService
 from elastic_ps.server.follower import Follower
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
@@ -22,7 +24,7 @@ from elastic_ps.server.orders import ShardControl
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.saved import require_usable
-from elastic_ps.server.service import Service
+from elastic_ps.server.service import Calls, Service
 from elastic_ps.status import ServerStatus
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import Connection, Server
@@ -95,11 +97,18 @@ class ParameterServer:
         self._index, self._job, self._shards = index, environment.job, shards
         self.lead: Lead | None = None
         self.term = 1
+        self._desk: Desk | None = None
         try:
             if index == 0 and leads:
                 self._take_the_lead(environment, store, connect, connect_standby)
             coordinator = self.lead.coordinator if self.lead is not None else None
-            server.serve(Service(environment.job, self.node, coordinator, decoder, standby=not leads))
+            beside: Calls = {}
+            if self.lead is not None and self._desk is not None:
+                beside = DeskService(environment.job, self._desk, self.lead.last_version).methods
+            service = Service(
+                environment.job, self.node, coordinator, decoder, standby=not leads, beside=beside
+            )
+            server.serve(service)
         except BaseException:
             self.close(keep=False)
             raise
@@ -132,6 +141,7 @@ class ParameterServer:
             controls,
             standbys=standbys,
             keeper=keeper,
+            desk=self._desk,
             history=self._history,
         )
         lead.start(found, self._patience)
@@ -157,7 +167,9 @@ class ParameterServer:
     def _keeper(self, environment: ProcessEnvironment, store: Store) -> tuple[Keeper, Manifest | None]:
         """The keeper of the checkpoints, and the one to continue from."""
         store.discard_partial()
-        checkpoint = environment.spec.parameter_server.checkpoint
+        checkpoint, evaluator = environment.spec.parameter_server.checkpoint, environment.spec.evaluator
+        if evaluator is not None:
+            self._desk = Desk(store, evaluator, self.term)
         keeper = Keeper(
             store,
             job=environment.job,
@@ -168,9 +180,12 @@ class ParameterServer:
             keep=checkpoint.keep,
             now=time.monotonic(),
             check=partial(require_usable, spec=environment.spec),
+            desk=self._desk,
         )
         try:
             found = self._find(environment, keeper)
+            if found is None and self._desk is not None:  # what an earlier run has left says nothing
+                self._patience.until_done(partial(self._desk.go_back, 0))
             if found is not None and found.term >= self.term:  # it was written elsewhere, and copied
                 self._patience.until_done(partial(keeper.begin_term, above=found.term))
                 self.term = keeper.term
@@ -210,6 +225,10 @@ class ParameterServer:
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve; empty on other shards than 0."""
         return self.lead.loss() if self.lead is not None else []
+
+    def evaluations(self) -> list[Evaluation]:
+        """What the job's evaluator has found; empty on other shards than 0."""
+        return self.lead.evaluations() if self.lead is not None else []
 
     def close(self, *, keep: bool = True) -> None:
         """Stop serving and end all threads; with `keep`, write a last checkpoint before. Blocks."""

@@ -6,7 +6,7 @@ what somebody has to ask it: shard 0 gives orders, so it takes none, and no work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -41,6 +41,9 @@ from elastic_ps.transport.convert import (
 
 M = TypeVar("M", bound=Message)
 
+Calls = Mapping[str, Callable[[Incoming], Iterator[Frame]]]
+"""What answers calls, by their names."""
+
 HEADER = 2 * 1024 * 1024
 """Bytes of a header at most, unless it describes a model. Parsed, it takes up to forty times that."""
 
@@ -54,7 +57,11 @@ def parse(kind: type[M], header: bytes) -> M:
 
 
 class Service:
-    """A `transport.base.Handler` for one parameter server."""
+    """A `transport.base.Handler` for one parameter server.
+
+    Args:
+        beside: other calls that it answers, by their names.
+    """
 
     def __init__(
         self,
@@ -64,13 +71,14 @@ class Service:
         decoder: Decoder | None = None,
         *,
         standby: bool = False,
+        beside: Calls | None = None,
     ) -> None:
         self._job = job
         self._decoder = decoder or Decoder(Plan(Compression()))
         self._node = node
         self._coordinator = coordinator
         self._join_header, self._model_known = 0, False
-        self._methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {}
+        self._methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {**(beside or {})}
         if coordinator is None:
             self._methods |= {"Configure": self._configure, "Advance": self._advance}
         if standby:

@@ -1,4 +1,4 @@
-"""HTTP for people, probes and the operator: GET /status, /loss, /healthz, /readyz, /metrics.
+"""HTTP for people, probes and the operator: GET /status, /loss, /evaluations, /healthz, /readyz, /metrics.
 
 Read only. It has a thread of its own and one for each request.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from elastic_ps.core.evaluation import Evaluation
 from elastic_ps.errors import CannotListen
 from elastic_ps.status import ServerStatus
 
@@ -39,6 +41,11 @@ class StatusServer:
         pages: dict[str, Callable[[], tuple[int, str, str]]] = {
             "/status": lambda: (200, "application/json", self._status().model_dump_json(by_alias=True)),
             "/loss": lambda: (200, "application/json", json.dumps(self._loss())),
+            "/evaluations": lambda: (
+                200,
+                "application/json",
+                json.dumps([asdict(each) for each in self._evaluations()]),
+            ),
             "/healthz": lambda: (200, "text/plain", "ok\n"),
             "/readyz": lambda: (
                 (200, "text/plain", "ok\n") if self._status().ready else (503, "text/plain", "no\n")
@@ -75,9 +82,14 @@ class StatusServer:
     def port(self) -> int:
         return self._server.server_address[1]
 
-    def show(self, status: Callable[[], ServerStatus], loss: Callable[[], list[tuple[int, float]]]) -> None:
+    def show(
+        self,
+        status: Callable[[], ServerStatus],
+        loss: Callable[[], list[tuple[int, float]]],
+        evaluations: Callable[[], list[Evaluation]] = list,
+    ) -> None:
         """Serve what these return from now on."""
-        self._status, self._loss = status, loss
+        self._status, self._loss, self._evaluations = status, loss, evaluations
 
     def close(self) -> None:
         """Stop serving. Blocks for a moment."""
@@ -105,6 +117,13 @@ def metrics(status: ServerStatus) -> str:
             status.checkpoint_pause_seconds,
         ),
     }
+    if (evaluation := progress.evaluation) is not None:
+        values |= {
+            "evaluated_version": ("gauge", "Version that was evaluated last.", evaluation.version),
+            "evaluations": ("counter", "Checkpoints that were evaluated.", evaluation.evaluated),
+            "evaluations_waiting": ("gauge", "Checkpoints that wait for the evaluator.", evaluation.waiting),
+            "evaluations_missed": ("counter", "Checkpoints that were given up.", evaluation.missed),
+        }
     lines: list[str] = []
     for name, (kind, text, value) in values.items():
         if value is not None:

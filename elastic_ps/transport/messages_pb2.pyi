@@ -618,3 +618,42 @@ class Written(_message.Message):
     error: str
     pause_us: int
     def __init__(self, version: _Optional[int] = ..., term: _Optional[int] = ..., number: _Optional[int] = ..., file: _Optional[str] = ..., sha256: _Optional[str] = ..., size: _Optional[int] = ..., error: _Optional[str] = ..., pause_us: _Optional[int] = ...) -> None: ...
+
+class EvaluateRequest(_message.Message):
+    __slots__ = ("job", "process", "version", "metrics", "problem")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    process: str
+    version: int
+    metrics: _containers.ScalarMap[str, float]
+    problem: str
+    def __init__(self, job: _Optional[str] = ..., process: _Optional[str] = ..., version: _Optional[int] = ..., metrics: _Optional[_Mapping[str, float]] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class EvaluateReply(_message.Message):
+    __slots__ = ("version", "over")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    over: bool
+    def __init__(self, version: _Optional[int] = ..., over: bool = ...) -> None: ...
+
+class ReadFileRequest(_message.Message):
+    __slots__ = ("job", "version", "file")
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    version: int
+    file: str
+    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., file: _Optional[str] = ...) -> None: ...

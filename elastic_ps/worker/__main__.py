@@ -1,8 +1,8 @@
 """`python -m elastic_ps.worker`: import the job's entrypoint and call it.
 
-`python -m elastic_ps.worker --check module:function ARGUMENTS COMPRESSION` (in JSON) only imports it, to find
-out before anything is started whether that works, whether it takes these arguments, and whether there are the
-codecs of `spec.compression`.
+`python -m elastic_ps.worker --check SPEC` (in JSON) only imports it, to find out before anything is started
+whether that works, whether it takes the job's arguments, and whether there are the codecs of
+`spec.compression`. The evaluator's entrypoint is tried likewise.
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ import traceback
 
 from elastic_ps import env, process
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused, UserError
+from elastic_ps.job import parse_spec
 from elastic_ps.worker import entrypoint
 
 
-def check(name: str, arguments: str, compression: str) -> int:
-    """Print what is wrong with the entrypoint, its arguments or the codecs; returns the exit status."""
+def check(text: str) -> int:
+    """Print what is wrong with the entrypoints, their arguments or the codecs; returns the exit status."""
     try:
         with process.importing():
             from elastic_ps.codec.plan import Plan
-            from elastic_ps.training import Compression
 
-            entrypoint.load(name, json.loads(arguments))
-            Plan(Compression.model_validate_json(compression))
+            spec = parse_spec(json.loads(text), source="spec")
+            entrypoint.load(spec.entrypoint, spec.arguments)
+            if (evaluator := spec.evaluator) is not None:
+                entrypoint.load(evaluator.entrypoint, evaluator.arguments, field="spec.evaluator.arguments")
+            Plan(spec.compression)
     except InvalidJob as error:
         print(f"error: {error}", file=sys.stderr)
         return env.EXIT_INVALID
@@ -35,8 +38,8 @@ def check(name: str, arguments: str, compression: str) -> int:
 
 def main() -> int:
     """Run the script; returns the exit status, see `elastic_ps.env`."""
-    if len(sys.argv) == 5 and sys.argv[1] == "--check":
-        return check(*sys.argv[2:])
+    if len(sys.argv) == 3 and sys.argv[1] == "--check":
+        return check(sys.argv[2])
     process.end_on_request(env.EXIT_LEFT)
     with process.importing():
         from elastic_ps import compiler

@@ -15,8 +15,12 @@ from elastic_ps.errors import InvalidJob
 from elastic_ps.process import find_own_modules
 
 
-def load(entrypoint: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+def load(
+    entrypoint: str, arguments: Mapping[str, Any], *, field: str = "spec.arguments"
+) -> Callable[[], Any]:
     """Import `module.path:function`, with the current directory on the import path, and bind the arguments.
+
+    `field` is where the arguments come from.
 
     Raises:
         InvalidJob: it does not import, with the script's own traceback in the message; it is not callable; or
@@ -39,7 +43,7 @@ def load(entrypoint: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
         raise InvalidJob(
             f"the entrypoint {entrypoint} must be a function; it is of type {type(function).__name__}"
         )
-    _check_arguments(entrypoint, function, arguments)
+    _check_arguments(entrypoint, function, arguments, field)
     return lambda: function(**arguments)
 
 
@@ -50,7 +54,9 @@ def run_script(path: str, argv: Sequence[str] = ()) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def _check_arguments(entrypoint: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+def _check_arguments(
+    entrypoint: str, function: Callable[..., Any], arguments: Mapping[str, Any], field: str
+) -> None:
     try:
         signature = inspect.signature(function)
     except ValueError:  # written in C, without one
@@ -60,7 +66,7 @@ def _check_arguments(entrypoint: str, function: Callable[..., Any], arguments: M
     except TypeError as error:
         name = entrypoint.partition(":")[2]
         raise InvalidJob(
-            f"spec.arguments do not fit the entrypoint {name}{signature}: {error}. Given: "
+            f"{field} do not fit the entrypoint {name}{signature}: {error}. Given: "
             f"{', '.join(arguments) or 'none'}"
         ) from None
 

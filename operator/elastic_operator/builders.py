@@ -38,6 +38,8 @@ _LOST_NODE = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _CPU = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m?)")
 FIXED_FIELDS = ("entrypoint", "arguments", "consistency", "compression", "data")
 FIXED_PS_FIELDS = ("replicas", "bucketBytes")
+SERVERS: tuple[Role, ...] = ("ps", "standby")
+FREE_EVALUATOR_FIELDS = ("template", "finishTimeout")
 OTHER_VOLUMES = ("existingClaim", "resumeFrom")
 YOUNGER = ("accessMode", "retain")
 
@@ -57,6 +59,10 @@ def fixed_part(spec: TrainingJobSpec) -> Manifest:
     others = {name: server["checkpoint"][name] for name in OTHER_VOLUMES}
     given = {name: value for name, value in others.items() if value is not None}
     fixed["parameterServer"]["checkpoint"] = {"volumeClaim": claim, **given}
+    if spec.evaluator is not None:
+        fixed["evaluator"] = {
+            k: v for k, v in document["evaluator"].items() if k not in FREE_EVALUATOR_FIELDS
+        }
     if spec.consistency.deterministic:
         fixed["worker"] = {"replicas": spec.worker.replicas}
     return fixed
@@ -72,6 +78,8 @@ def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest
     merged = {**spec, **{name: fixed[name] for name in FIXED_FIELDS}}
     if "worker" in fixed:
         merged["worker"] = {**(spec.get("worker") or {}), **fixed["worker"]}
+    free = {k: v for k, v in (spec.get("evaluator") or {}).items() if k in FREE_EVALUATOR_FIELDS}
+    merged["evaluator"] = {**free, **fixed["evaluator"]} if "evaluator" in fixed else None
     server = dict(spec.get("parameterServer") or {})
     server.pop("durability", None)
     asked = server.get("checkpoint") or {}
@@ -98,6 +106,13 @@ def has_standbys(spec: TrainingJobSpec) -> bool:
 def share(spec: TrainingJobSpec) -> bool:
     """Whether several servers use the job's checkpoints: each may have to read the parts of all shards."""
     return has_standbys(spec) or spec.parameter_server.replicas > 1
+
+
+def template(spec: TrainingJobSpec, role: Role) -> Mapping[str, Any]:
+    """A person's template for the pods of a role."""
+    if role == "evaluator":
+        return spec.evaluator.template if spec.evaluator is not None else {}
+    return spec.worker.template if role == "worker" else spec.parameter_server.template
 
 
 def owner(job: Mapping[str, Any]) -> Manifest:
@@ -174,18 +189,18 @@ def claim(job: Mapping[str, Any], spec: TrainingJobSpec) -> Manifest:
 def pod(
     job: Mapping[str, Any], spec: TrainingJobSpec, role: Role, index: int, *, avoid: Sequence[str] = ()
 ) -> Manifest:
-    """The pod of one shard, standby or worker, the user's template merged over the default.
+    """The pod of one shard, standby or worker, or of the evaluator: the user's template over the default.
 
     `avoid`: nodes that the scheduler shall take only if there is no other.
     """
     name = job["metadata"]["name"]
-    template = spec.worker.template if role == "worker" else spec.parameter_server.template
-    pod_spec = merge(_default_pod_spec(name, spec, role, index), template.get("spec") or {})
+    own = template(spec, role)
+    pod_spec = merge(_default_pod_spec(name, spec, role, index), own.get("spec") or {})
     pod_spec["tolerations"] = with_tolerations(pod_spec.get("tolerations") or [])
     if avoid:
         _prefer_others(pod_spec, avoid)
-    pod_spec["restartPolicy"] = "Never" if role == "worker" else "Always"
-    more = template.get("metadata")
+    pod_spec["restartPolicy"] = {"worker": "Never", "evaluator": "OnFailure"}.get(role, "Always")
+    more = own.get("metadata")
     extra: Mapping[str, Any] = more if isinstance(more, Mapping) else {}
     metadata = _metadata(job, names.pod(name, role, index), names.pod_labels(name, role, index))
     metadata["labels"] = {**(extra.get("labels") or {}), **metadata["labels"]}
@@ -218,8 +233,7 @@ def template_hash(spec: TrainingJobSpec, role: Role) -> str:
 
     Not the built pod, so that another version of the operator does not take every pod for outdated.
     """
-    template = spec.worker.template if role == "worker" else spec.parameter_server.template
-    text = json.dumps([spec.image, template], sort_keys=True)
+    text = json.dumps([spec.image, template(spec, role)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -290,8 +304,10 @@ def _contract(
     volumes = {"existing_claim": None, "resume_from": None}
     checkpoint = spec.parameter_server.checkpoint.model_copy(update=volumes)
     server = spec.parameter_server.model_copy(update={"template": {}, "checkpoint": checkpoint})
+    evaluator = spec.evaluator.model_copy(update={"template": {}}) if spec.evaluator is not None else None
     bare = spec.model_copy(
         update={
+            "evaluator": None if role == "worker" else evaluator,
             "parameter_server": server,
             "worker": spec.worker.model_copy(update={"template": {}}),
             "run_policy": RunPolicy(),
@@ -309,7 +325,7 @@ def _contract(
         index=index,
         addresses=addresses("ps"),
         standbys=addresses("standby") if role == "ps" and has_standbys(spec) else (),
-        checkpoints=None if role == "worker" else Path(names.CHECKPOINT_DIRECTORY),
+        checkpoints=Path(names.CHECKPOINT_DIRECTORY) if role in SERVERS else None,
         resume="require" if spec.parameter_server.checkpoint.resume_from is not None else "auto",
         run=job["metadata"]["uid"],
     )
@@ -321,7 +337,7 @@ def _contract(
 def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -> Manifest:
     volumes: list[Manifest] = [{"name": "tmp", "emptyDir": {}}]
     mounts: list[Manifest] = [{"name": "tmp", "mountPath": "/tmp"}]
-    serves = role != "worker"
+    serves = role in SERVERS
     if serves:
         mounts.append({"name": "checkpoints", "mountPath": names.CHECKPOINT_DIRECTORY})
         volumes.append({"name": "checkpoints", **_checkpoint_volume(job, spec)})
@@ -330,7 +346,7 @@ def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     container: Manifest = {
         "name": names.CONTAINER[role],
-        "command": ["python", "-m", "elastic_ps.server" if serves else "elastic_ps.worker"],
+        "command": ["python", "-m", "elastic_ps.server" if serves else f"elastic_ps.{role}"],
         "imagePullPolicy": "IfNotPresent",
         # The user has no entry in /etc/passwd, so what asks for its name or home finds them here.
         "env": [

@@ -235,7 +235,8 @@ def _source(action: Create) -> str:
     role = (action.manifest["metadata"].get("labels") or {}).get(names.ROLE_LABEL)
     if action.kind != "Pod":
         return ""
-    return f"spec.{'worker' if role == 'worker' else 'parameterServer'}.template does not make a valid pod "
+    field = role if role in ("worker", "evaluator") else "parameterServer"
+    return f"spec.{field}.template does not make a valid pod "
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from elastic_operator import builders, names
-from elastic_ps.job import GROUP, KIND, VERSION, TrainingJobSpec
+from elastic_ps.job import GROUP, KIND, VERSION, Evaluator, TrainingJobSpec
 from elastic_ps.status import TrainingJobStatus
 from elastic_ps.training import OPTIONS
 
@@ -122,7 +122,11 @@ def _schema(*, rules: bool) -> Schema:
     spec = structural(TrainingJobSpec.model_json_schema(by_alias=True))
     example = TrainingJobSpec(entrypoint="module:function")
     _write_defaults(spec, example.model_dump(mode="json", by_alias=True, exclude_none=True))
-    for role in ("parameterServer", "worker"):
+    evaluator = Evaluator(entrypoint="module:function").model_dump(
+        mode="json", by_alias=True, exclude_none=True
+    )
+    _write_defaults(spec["properties"]["evaluator"], evaluator)
+    for role in ("parameterServer", "worker", "evaluator"):
         template = spec["properties"][role]["properties"]["template"]
         template.pop("x-kubernetes-preserve-unknown-fields")
         template["properties"] = copy.deepcopy(_TEMPLATE)

@@ -13,6 +13,7 @@ from elastic_operator import builders, documents, names
 from elastic_operator.permissions import Policy, refusal, violations
 from elastic_operator.plan import Observed
 from elastic_operator.pods import Pod
+from elastic_ps.env import Role
 from elastic_ps.errors import InvalidJob
 from elastic_ps.job import TrainingJobSpec, parse_spec
 
@@ -139,6 +140,7 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     before, after = fixed["parameterServer"], asked["parameterServer"]
     fields = sorted(before.keys() | after.keys())
     changed += [f"parameterServer.{field}" for field in fields if after.get(field) != before.get(field)]
+    changed += ["evaluator"] if asked.get("evaluator") != fixed.get("evaluator") else []
     if changed:
         ignored.append(f"{', '.join(changed)} cannot change while the job runs; create a new job for that")
     return kept
@@ -176,12 +178,15 @@ def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec, policy: Policy) -
     """Raise InvalidJob where no pod may be built: another shape, no image, or beyond what is permitted."""
     namespace = job["metadata"]["namespace"]
     permitted = policy.of(namespace)
-    for field, role in (("parameterServer", "ps"), ("worker", "worker")):
-        template = spec.worker.template if role == "worker" else spec.parameter_server.template
+    roles: dict[Role, str] = {"ps": "parameterServer", "worker": "worker"}
+    if spec.evaluator is not None:
+        roles["evaluator"] = "evaluator"
+    for role, field in roles.items():
+        template = builders.template(spec, role)
         if unknown := sorted(template.keys() - {"metadata", "spec"}):
             raise InvalidJob(f"unknown field spec.{field}.template.{unknown[0]}; known here: metadata, spec")
         try:
-            pod = builders.pod(job, spec, "ps" if role == "ps" else "worker", 0)
+            pod = builders.pod(job, spec, role, 0)
             images = [container.get("image") for container in pod["spec"]["containers"]]
             forbidden = list(violations(pod, permitted))
         except (TypeError, KeyError, AttributeError, ValueError) as error:

@@ -78,9 +78,12 @@ def counted(
 
 
 def fatal(status: TrainingJobStatus, desired: Desired, observed: Observed) -> Problem | None:
-    """Why the job is over because of how one of its pods has ended. `status` has this pass's counts."""
+    """Why the job is over because of how one of its pods has ended. `status` has this pass's counts.
+
+    The evaluator's end never is a reason.
+    """
     policy = desired.spec.run_policy.pod_failure_policy
-    ended = [pod for pod in observed.pods if pod.over]
+    ended = [pod for pod in observed.pods if pod.over and pod.role != "evaluator"]
     for pod in ended:
         if (rule := _rule(pod, policy)) is not None and rule.action == "FailJob":
             why = f"a rule of runPolicy.podFailurePolicy ends the job: {describe(pod).message}"

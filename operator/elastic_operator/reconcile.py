@@ -78,6 +78,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
         return _conclude(old, status, end, notes, now)
     actions = [*_network(job, observed, options), *_servers(job, desired, old, status, observed)]
     actions += _workers(job, desired, old, status, observed, now, options)
+    actions += _evaluator(job, desired, status, observed)
     status = status.model_copy(
         update={"revision": revision(job, observed) or builders.revision(desired.spec)}
     )
@@ -172,14 +173,16 @@ def _suspended(
     now: datetime,
     options: Options,
 ) -> Plan:
-    """Workers leave first; then the parameter servers write a checkpoint and end."""
+    """Workers and evaluator leave first; then the parameter servers write a checkpoint and end."""
     reason = "the job is suspended"
     workers = [pod for pod in observed.of("worker") if pod.ending != "done" or pod.live]
     deletable = [pod for pod in workers if not pod.over or pod.uid in old.worker.counted_pods]
-    leaving = deletable if workers else observed.of("ps", "standby")
+    # The evaluator has nothing to save.
+    evaluators = [pod for pod in observed.of("evaluator") if pod.ending != "done" or pod.live]
+    leaving = [*deletable, *evaluators] if workers or evaluators else observed.of("ps", "standby")
     actions: list[Action] = [DeletePod(p.name, p.uid, reason) for p in leaving if p.deleting is None]
     actions += _lingering(observed, now, options)
-    rest = [*workers, *observed.of("ps", "standby")]
+    rest = [*workers, *evaluators, *observed.of("ps", "standby")]
     if rest:
         why = Problem("Stopping", f"{len(rest)} pods have not ended yet")
         status = with_condition(status, "Suspended", False, why, now=now)
@@ -249,6 +252,28 @@ def _servers(
             yield DeletePod(pod.name, pod.uid, "it has ended and is created again")
         elif pod.active and (why := server_to_renew(pod, desired, observed)):
             yield DeletePod(pod.name, pod.uid, why)
+
+
+def _evaluator(
+    job: Mapping[str, Any], desired: Desired, status: TrainingJobStatus, observed: Observed
+) -> Iterator[Action]:
+    """The evaluator's pod. Its container is started again in place; no end of it counts.
+
+    It is created once there is a model. And if the parameter server continues from a finished job, not before
+    a worker has found out whether there is anything left to train: the evaluator would end at once.
+    """
+    if desired.spec.evaluator is None:
+        return
+    pod = next(iter(observed.of("evaluator")), None)
+    if pod is None:
+        ready = observed.word is not None and observed.word.ready
+        done = any(worker.ending == "done" for worker in observed.of("worker"))
+        if ready and (done or not status.progress.finished):
+            yield _create(job, desired, status, "evaluator", 0, "the job has an evaluator")
+    elif pod.deleting is None and pod.over and not pod.live:
+        yield DeletePod(pod.name, pod.uid, "it has ended and is created again")
+    elif pod.active and desired.outdated(pod):
+        yield DeletePod(pod.name, pod.uid, "image or template have changed, or a restart was asked for")
 
 
 def _is_counted(server: Pod, old: TrainingJobStatus) -> bool:

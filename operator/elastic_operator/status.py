@@ -8,6 +8,7 @@ failure nor counts one twice.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, TypeAlias
 
@@ -16,6 +17,7 @@ from elastic_operator.plan import Note, Observed, stamp
 from elastic_operator.pods import Pod, Problem
 from elastic_ps.status import (
     Condition,
+    EvaluationStatus,
     Member,
     Progress,
     Summary,
@@ -158,8 +160,11 @@ def _summary(worker: WorkerStatus, progress: Progress, replicas: int) -> Summary
 
 
 def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
-    """An Event for each condition that turned True, or is no longer Degraded, since `old`."""
-    notes = []
+    """An Event for each condition that turned True, or is no longer Degraded, since `old`.
+
+    And one for what the evaluator has found and has missed since.
+    """
+    notes = list(_evaluated(old.progress.evaluation or EvaluationStatus(), new.progress.evaluation))
     for after in new.conditions:
         before = condition(old, after.type)
         since = "first"
@@ -177,3 +182,15 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
         elif after.type == "Degraded" and before is not None and new.phase == "Running":
             notes.append(Note(key, "Normal", "Recovered", after.message))
     return notes
+
+
+def _evaluated(old: EvaluationStatus, new: EvaluationStatus | None) -> Iterator[Note]:
+    if new is None:
+        return
+    if new.version is not None and new.evaluated > old.evaluated:
+        yield Note(f"Evaluated/{new.version}", "Normal", "Evaluated", str(new))
+    if new.missed > old.missed:
+        text = (
+            f"{new.missed} checkpoints in all will not be evaluated: the evaluator is too slow, or dies over "
+        )
+        yield Note(f"Missed/{new.missed}", "Warning", "EvaluationMissed", f"{text}them (evaluator.backlog)")

@@ -36,18 +36,30 @@ def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now
     if deadline is not None and start is not None and now - start >= timedelta(seconds=deadline):
         message = f"the job did not finish within activeDeadlineSeconds: {deadline}"
         return Verdict("Failed", Problem("DeadlineExceeded", message))
-    return _workers_done(status, desired, observed)
+    return _workers_done(status, desired, observed, now)
 
 
-def _workers_done(status: TrainingJobStatus, desired: Desired, observed: Observed) -> Verdict | None:
+def _workers_done(
+    status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime
+) -> Verdict | None:
     """How the job ends when every worker has come to the end of its script. The parameter server decides."""
     progress, workers = status.progress, observed.of("worker")
     if not workers or any(pod.ending != "done" for pod in workers):
         return None
-    if progress.finished and progress.stopped:
-        return Verdict("Succeeded", Problem("StoppedEarly", progress.why_stopped))
     if progress.finished:
-        return Verdict("Succeeded", Problem("Finished", progress.all_done))
+        evaluator = desired.spec.evaluator
+        left = timedelta(0)
+        if evaluator is not None and _evaluates(observed):
+            last = max((pod.ended for pod in workers if pod.ended), default=now - evaluator.finish_timeout)
+            left = last + evaluator.finish_timeout - now
+        if left > timedelta(0):
+            return None
+        message = progress.why_stopped if progress.stopped else progress.all_done
+        if evaluator is not None and _evaluates(observed):
+            seconds = evaluator.finish_timeout.total_seconds()
+            message += f". The evaluator was not done {seconds:g} s later, so the last versions are not "
+            message += "evaluated (evaluator.finishTimeout)"
+        return Verdict("Succeeded", Problem("StoppedEarly" if progress.stopped else "Finished", message))
     # What was known before the last worker ended says nothing of the end.
     if not _all_done(desired, observed) or observed.word is None or not observed.word.begun:
         return None
@@ -63,6 +75,11 @@ def _workers_done(status: TrainingJobStatus, desired: Desired, observed: Observe
             f"{progress.records_expected} records are in the model. {LEFT_EARLY}",
         ),
     )
+
+
+def _evaluates(observed: Observed) -> bool:
+    """Whether the evaluator has not come to its end yet, and may still come to it."""
+    return not any(pod.ending in ("done", "invalid") for pod in observed.of("evaluator"))
 
 
 def _all_done(desired: Desired, observed: Observed) -> bool:
@@ -154,9 +171,9 @@ def _degraded(
 
 
 def _problems(observed: Observed) -> list[Problem]:
-    """What keeps parameter servers and workers from working, the most telling first."""
+    """What keeps parameter servers, workers and the evaluator from working, the most telling first."""
     problems = list(observed.refusals)
-    for pod in observed.of("ps", "worker"):
+    for pod in observed.of("ps", "worker", "evaluator"):
         if pod.deleting is None and pod.problem is not None:
             problems.append(pod.problem)
     if observed.server is not None and observed.server.problem:

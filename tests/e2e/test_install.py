@@ -51,9 +51,21 @@ def jobs(cluster: GivenCluster, namespace: str) -> Jobs:
 
 
 def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
-    jobs.cluster.apply(digits(epochs=60), namespace=jobs.namespace)
+    job = digits(epochs=60)
+    job["spec"]["evaluator"] = {
+        "entrypoint": "examples.digits.evaluate:main",
+        "every": 200,
+        "backlog": 100,
+        "best": {"metric": "prec@1", "mode": "max"},
+    }
+    jobs.cluster.apply(job, namespace=jobs.namespace)
     jobs.wait_status("digits", phase="Running", workers="2/2", timeout=timedelta(minutes=3))
     jobs.wait_version("digits", 0)
+    wait_for(
+        lambda: "digits-evaluator-0" in jobs.identities("digits"),
+        what="the evaluator's pod",
+        timeout=timedelta(minutes=2),
+    )
     before = jobs.identities("digits")
     jobs.kubectl("scale", "tj/digits", "--replicas=4")
     jobs.wait_status("digits", workers="4/4", timeout=timedelta(minutes=2))
@@ -63,7 +75,7 @@ def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
     print(jobs.kubectl("get", "tj").stdout)
     jobs.kubectl("scale", "tj/digits", "--replicas=1")
     wait_for(
-        lambda: set(jobs.identities("digits")) == {"digits-ps-0", "digits-worker-0"},
+        lambda: set(jobs.identities("digits")) == {"digits-ps-0", "digits-worker-0", "digits-evaluator-0"},
         what="three workers leave",
         timeout=timedelta(minutes=2),
     )
@@ -77,6 +89,14 @@ def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
     print(jobs.kubectl("get", "tj").stdout, json.dumps(status["progress"]))
     assert status["progress"]["metrics"]["test_accuracy"] >= 0.95
     assert status["progress"]["recordsApplied"] == status["progress"]["recordsExpected"]
+    evaluation = status["progress"]["evaluation"]
+    assert evaluation["version"] == status["progress"]["version"], "the last one is evaluated, too"
+    assert evaluation["metrics"]["prec@1"] == pytest.approx(
+        100 * status["progress"]["metrics"]["test_accuracy"], abs=0.01
+    )
+    assert evaluation["evaluated"] >= 3
+    assert evaluation["missed"] == evaluation["waiting"] == 0
+    assert "Evaluated" in jobs.kubectl("get", "events").stdout
     assert status["worker"]["failures"] == 0
     assert status["parameterServer"]["term"] == 1
     print(jobs.kubectl("describe", "tj", "digits").stdout.partition("Events:")[2])

@@ -215,5 +215,5 @@ def check(entrypoint: str) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:3] == ["worker", "--check"]:
-        sys.exit(check(sys.argv[3]))
+        sys.exit(check(json.loads(sys.argv[3])["entrypoint"]))
     sys.exit((run_server if sys.argv[1] == "ps" else run_worker)(env.read()))

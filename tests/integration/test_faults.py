@@ -54,6 +54,7 @@ def job(
     *,
     server: Mapping[str, Any] | None = None,
     consistency: Mapping[str, Any] | None = None,
+    evaluator: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> TrainingJob:
     """A job that is slow until `hurry` in the directory exists; `server`: fields of its parameter server."""
@@ -64,6 +65,7 @@ def job(
         "parameterServer": {"bucketBytes": 4096, "checkpoint": {"interval": "300ms"}, **(server or {})},
         "worker": {"replicas": 2, "leaseDuration": "2s"},
         "consistency": consistency or {},
+        "evaluator": evaluator,
     }
     document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
     return parse_job({**document, "metadata": {"name": name}, "spec": spec}, source="test")
@@ -156,12 +158,19 @@ def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(
     [{"mode": "bounded", "maxStaleness": 3}, {"mode": "async"}],
     ids=["bounded", "async"],
 )
-def test_workers_and_the_parameter_server_are_killed_in_other_modes(
+def test_workers_parameter_server_and_evaluator_are_killed_in_other_modes(
     tmp_path: Path, consistency: dict[str, Any]
 ) -> None:
-    result = drill(tmp_path, ["kill-worker", "kill-ps"], seed=1, consistency=consistency)
-    assert [each.state for each in result.injections] == ["recovered"] * 2
+    evaluator = {"entrypoint": "tests.integration.scripts.evaluates:main", "every": 20, "backlog": 100}
+    kinds: list[Kind] = ["kill-worker", "kill-ps", "kill-evaluator"]
+    result = drill(tmp_path, kinds, seed=1, consistency=consistency, evaluator=evaluator)
+    assert [each.state for each in result.injections] == ["recovered"] * 3
     assert result.result.failures == 0
+    progress = result.result.progress
+    assert progress is not None
+    assert progress.evaluation is not None
+    assert (progress.evaluation.missed, progress.evaluation.waiting) == (0, 0)
+    assert progress.evaluation.version == progress.version, "the last one is evaluated, too"
 
 
 def test_strangers_and_a_gradient_that_is_not_finite(tmp_path: Path) -> None:

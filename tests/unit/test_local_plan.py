@@ -357,3 +357,65 @@ def test_each_worker_has_cores_of_its_own(
 ) -> None:
     assert [cores_of(index, workers=workers, cores=cores) for index in range(workers)] == expected
     assert cores_of(workers, workers=workers, cores=cores) == expected[0], "one that was added later"
+
+
+GRACE = timedelta(seconds=60)
+EVALUATED = replace(DESIRED, evaluator_grace=GRACE)
+
+
+def evaluator(**fields: Any) -> Process:
+    return Process(role="evaluator", index=0, **{"pid": 9, "started": NOW - 5, **fields})
+
+
+def started(*processes: Process, **fields: Any) -> list[str]:
+    actions = plan(EVALUATED, observed(*processes, **fields), NOW)
+    return [action.role for action in actions if isinstance(action, Start)]
+
+
+def test_an_evaluator_is_started_once_the_parameter_server_answers() -> None:
+    assert started(worker(0), worker(1)) == ["evaluator"]
+    assert started(worker(0), worker(1), asked_at=None) == []
+    assert started(worker(0), worker(1), evaluator()) == []
+    assert plan(DESIRED, observed(worker(0), worker(1)), NOW) == []
+
+
+def test_an_evaluator_waits_until_a_worker_knows_whether_a_finished_job_goes_on() -> None:
+    assert started(worker(0), worker(1), progress=FINISHED) == []
+    assert started(worker(0), ended(1, 0), progress=FINISHED) == ["evaluator"]
+
+
+@pytest.mark.parametrize(("status", "again"), [(-9, True), (1, True), (EXIT_INVALID, False), (0, False)])
+def test_an_evaluator_that_dies_is_started_again_and_counts_for_nothing(status: int, again: bool) -> None:
+    dead = [evaluator(exit=status, ended=NOW - 100, pid=20 + n) for n in range(5)]
+    seen = observed(worker(0), worker(1), *dead, progress=HALF)
+    assert [a.role for a in plan(EVALUATED, seen, NOW) if isinstance(a, Start)] == ["evaluator"] * again
+    assert failures(seen) == []
+
+
+def test_an_evaluator_that_keeps_dying_is_started_again_later_and_later() -> None:
+    dead = [evaluator(exit=1, ended=NOW - 3, pid=20 + n) for n in range(5)]
+    assert started(worker(0), worker(1), *dead) == []
+
+
+def test_the_job_ends_when_the_evaluator_has_ended() -> None:
+    done = (ended(0, 0), ended(1, 0))
+    assert plan(EVALUATED, observed(*done, evaluator(), progress=FINISHED), NOW) == []
+    assert started(*done, evaluator(exit=-9, ended=NOW - 5), progress=FINISHED) == ["evaluator"]
+    for status in (0, EXIT_INVALID):
+        end = verdict(*done, evaluator(exit=status, ended=NOW), desired=EVALUATED, progress=FINISHED)
+        assert (end.phase, end.reason) == ("Succeeded", "Finished")
+        assert "evaluator" not in end.message
+
+
+def test_the_job_ends_without_an_evaluator_that_takes_too_long() -> None:
+    late = NOW - GRACE.total_seconds() - 1
+    done = (ended(0, 0, ended=late), ended(1, 0, ended=late))
+    end = verdict(*done, evaluator(), desired=EVALUATED, progress=FINISHED)
+    assert (end.phase, end.reason) == ("Succeeded", "Finished")
+    assert "The evaluator was not done 60 s later" in end.message
+
+
+def test_an_evaluator_is_asked_to_end_with_the_workers() -> None:
+    over = Verdict("Suspended", "Stopped", "stopped")
+    actions = plan(EVALUATED, observed(ended(0, 0), ended(1, 0), evaluator(), verdict=over), NOW)
+    assert [action.pid for action in actions if isinstance(action, Terminate)] == [9]

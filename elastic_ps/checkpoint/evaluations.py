@@ -1,0 +1,48 @@
+"""What an evaluator has found of a job's checkpoints, as a file beside them.
+
+The job's parameter server writes it. Nothing here imports torch, so that the command line can read it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from elastic_ps.checkpoint import files
+from elastic_ps.errors import CheckpointCorrupt, UserError
+
+FILE = "evaluations.json"
+LIMIT = 1 << 26
+"""Most bytes of the file."""
+
+
+def read(directory: Path) -> dict[str, Any] | None:
+    """The content of the file; None if there is none.
+
+    Raises:
+        CheckpointCorrupt: it is damaged.
+        StorageUnavailable: it cannot be read at the moment.
+    """
+    path = directory / FILE
+    with files.reading(path):
+        if not files.exists(path):
+            return None
+    try:
+        data = json.loads(files.read_text(path, limit=LIMIT))
+    except ValueError as error:
+        raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointCorrupt(f"{path} cannot be read: it holds no object")
+    return data
+
+
+def best_version(directory: Path) -> int:
+    """The version that the evaluator found to be the best. Raises UserError if it found none."""
+    best = (read(directory) or {}).get("best")
+    if type(best) is not int:
+        raise UserError(
+            f"{directory} does not say which version is the best: the job had no spec.evaluator.best, or its "
+            "evaluator has not reported that metric"
+        )
+    return best

@@ -1,0 +1,232 @@
+"""An evaluator beside a job: what it is given, what is kept for it, and what it finds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_ps
+from elastic_ps.checkpoint.evaluations import FILE
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.core.evaluation import Evaluation, Evaluations
+from elastic_ps.datasets import digits
+from elastic_ps.evaluator import checkpoints as scripts
+from elastic_ps.evaluator.remote import JobSource
+from elastic_ps.models import LeNet
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.worker.session import Session
+from examples.digits import evaluate
+from tests.integration.harness import Job, Numbers, make_mlp, running_job
+from tests.integration.oracle import mse
+from tests.integration.trained import sgd
+
+EVERY, STEPS = 5, 22
+EVALUATOR = {
+    "entrypoint": "tests:main",
+    "every": EVERY,
+    "backlog": 9,
+    "best": {"metric": "loss", "mode": "min"},
+}
+SERVER = {"checkpoint": {"interval": "1h", "keep": 1}}
+
+
+class Trained:
+    """A worker's script that waits for each checkpoint which the evaluator is to take."""
+
+    def __init__(self, job: Job, *, waits: bool = True) -> None:
+        self._job, self._waits = job, waits
+        self.values: dict[int, dict[str, torch.Tensor]] = {}
+
+    def __call__(self, session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(4 * STEPS), 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            version = session.version
+            self.values[version] = {name: value.clone() for name, value in model.state_dict().items()}
+            if self._waits and version % EVERY == 0:
+                self._await_durable(version)
+        assert session.is_chief
+
+    def at(self, version: int) -> dict[str, torch.Tensor]:
+        """What the worker had as this version. Waits for it."""
+        self._job.until(lambda: version in self.values, "the worker has seen the version")
+        return self.values[version]
+
+    def _await_durable(self, version: int) -> None:
+        def durable() -> bool:
+            return int(self._job.status().progress.durable_version or 0) >= version
+
+        self._job.until(durable, "the checkpoint is on disk")
+
+
+def loop(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[scripts.Checkpoint]:
+    """What the job's evaluator loops over, in this thread, as long as no worker fails."""
+
+    class Watchful(JobSource):
+        def _ask(self, request: pb.EvaluateRequest) -> pb.EvaluateReply:
+            if job.errors:
+                raise job.errors[0]
+            return super()._ask(request)
+
+    monkeypatch.setattr(scripts, "_source", Watchful("test", job.open_connections()[0]))
+    return elastic_ps.checkpoints()
+
+
+def versions(job: Job) -> list[int]:
+    return [each.version for each in job.servers[0].evaluations()]
+
+
+def test_each_checkpoint_and_the_last_version_are_evaluated_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "checkpoints"
+    fields: dict[str, Any] = {"evaluator": EVALUATOR, "parameterServer": SERVER | {"replicas": 2}}
+    with running_job(tmp_path, transport="grpc", checkpoints=directory, **fields) as job:
+        script = Trained(job)
+        job.start(0, script)
+        model = make_mlp(seed=1)
+        for checkpoint in loop(job, monkeypatch):
+            checkpoint.load(model)
+            for name, value in script.at(checkpoint.version).items():
+                assert torch.equal(model.state_dict()[name], value)
+            checkpoint.report(loss=abs(checkpoint.version - 10))
+        job.join()
+        assert versions(job) == [5, 10, 15, 20, STEPS]
+        status = job.status().progress.evaluation
+        assert (status.best_version, status.version, status.missed, status.waiting) == (10, STEPS, 0, 0)
+        kept = Store(directory).versions()
+        assert {10, STEPS} <= set(kept), "the best one, and the newest"
+        assert 5 not in kept
+
+
+def test_a_parameter_server_that_is_lost_costs_no_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"evaluator": EVALUATOR, "parameterServer": SERVER}
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", **fields) as job:
+        job.start(0, Trained(job))
+        for number, checkpoint in enumerate(loop(job, monkeypatch)):
+            if number == 0:
+                job.until(lambda: job.version >= 12, "a second checkpoint waits")
+                job.restart(0)
+            checkpoint.report(loss=number)
+        job.join()
+        assert versions(job) == [5, 10, 15, 20, STEPS]
+        assert job.status().progress.evaluation.best_version == 5
+
+
+def test_the_training_does_not_wait_for_an_evaluator_that_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "checkpoints"
+    fields: dict[str, Any] = {"evaluator": EVALUATOR | {"backlog": 1}, "parameterServer": SERVER}
+    with running_job(tmp_path, checkpoints=directory, **fields) as job:
+        job.start(0, Trained(job))
+        evaluator = loop(job, monkeypatch)
+        assert next(evaluator).version == EVERY
+        job.join()
+        assert job.status().progress.evaluation.waiting == 2
+        assert [each.version for each in evaluator] == [STEPS]
+        assert versions(job) == [EVERY, STEPS]
+        assert job.status().progress.evaluation.missed == 3
+
+
+def test_a_checkpoint_that_is_damaged_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = tmp_path / "checkpoints"
+    fields: dict[str, Any] = {"evaluator": EVALUATOR, "parameterServer": SERVER}
+    with running_job(tmp_path, checkpoints=directory, **fields) as job:
+        job.start(0, Trained(job))
+        job.join()
+        file = next(Store(directory).path(10).glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        seen = [checkpoint.version for checkpoint in loop(job, monkeypatch)]
+        assert seen == [5, 15, 20, STEPS]
+        assert job.status().progress.evaluation.missed == 1
+
+
+def test_a_script_that_leaves_its_loop_has_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a directory with the evaluations of an earlier run, whose checkpoints somebody has deleted."""
+    fields: dict[str, Any] = {"evaluator": EVALUATOR, "parameterServer": SERVER}
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    earlier = Evaluations(waiting=[90], newest=90, results=[Evaluation(50, {"loss": 0.0})])
+    (directory / FILE).write_text(json.dumps({"state": earlier.to_json()}))
+    with running_job(tmp_path, checkpoints=directory, **fields) as job:
+        job.start(0, Trained(job))
+        job.join()
+        for checkpoint in loop(job, monkeypatch):
+            checkpoint.report(loss=1.0)
+            break
+        assert versions(job) == [EVERY]
+
+
+def test_a_directory_is_evaluated_without_a_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "checkpoints"
+    entrypoint = f"{__name__}:total"
+    fields: dict[str, Any] = {
+        "evaluator": EVALUATOR | {"entrypoint": entrypoint, "arguments": {"factor": 2.0}},
+        "parameterServer": {"checkpoint": {"interval": "1h", "keep": 9}},
+    }
+    with running_job(tmp_path, checkpoints=directory, **fields) as job:
+        script = Trained(job)
+        job.start(0, script)
+        job.join()
+    assert [each.version for each in elastic_ps.checkpoints(directory)] == [0, 5, 10, 15, 20, STEPS]
+    wanted = 2.0 * float(script.values[20]["0.weight"].sum())
+    command = [sys.executable, "-m", "elastic_ps.cli", "evaluate", str(directory)]
+    subprocess.run([*command, "--version", "20", "--json"], check=True)
+    out = capfd.readouterr().out
+    assert out.startswith('{"version": 20, "metrics": {"total": ')
+    assert float(out.rpartition(": ")[2].rstrip("}\n")) == pytest.approx(wanted)
+    (directory / FILE).unlink()
+    assert subprocess.run(command, check=False).returncode == 2
+    assert "had no evaluator" in capfd.readouterr().err
+
+
+def total(factor: float = 1.0) -> None:
+    model = make_mlp(seed=1)
+    for checkpoint in elastic_ps.checkpoints():
+        checkpoint.load(model)
+        checkpoint.report(total=factor * model.state_dict()["0.weight"].sum())
+
+
+def test_the_example_evaluates_what_a_script_of_the_digits_has_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = Path(evaluate.__file__).read_text()
+    page = (Path(__file__).parents[2] / "docs" / "evaluator.md").read_text()
+    assert page.partition("```python\n")[2].partition("```")[0] in code, "the page shows the example"
+
+    def script(session: Session) -> None:
+        model = LeNet(size=8)
+        optimizer = session.optimizer(sgd(model), model)
+        for images, labels in session.loader(torch.utils.data.Subset(digits()[0], range(8)), 8):
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints") as job:
+        job.start(0, script)
+        job.join()
+    evaluate.main(str(tmp_path / "checkpoints"))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["version 0", "version 1"]
+    assert all("prec@5" in line for line in lines)
+
+
+def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(elastic_ps.UsageError, match="evaluates for no job"):
+        elastic_ps.checkpoints()
+    with pytest.raises(elastic_ps.UserError, match="has no checkpoint"):
+        elastic_ps.checkpoints(tmp_path)
+    with pytest.raises(elastic_ps.UsageError, match=r"takes one number, but got a Tensor of shape \[2\]"):
+        elastic_ps.Checkpoint(1, tmp_path).report(loss=torch.zeros(2))
