@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elastic_ps.checkpoint.plain import load_checkpoint
+    from elastic_ps.engine import Engine
     from elastic_ps.errors import (
         ConnectionLost,
         ElasticPSError,
@@ -40,6 +41,7 @@ _PLACES = {
     "Drained": "elastic_ps.worker.member",
     "ElasticOptimizer": "elastic_ps.worker.optimizer",
     "load_checkpoint": "elastic_ps.checkpoint.plain",
+    "Engine": "elastic_ps.engine",
     "checkpoints": "elastic_ps.evaluator.checkpoints",
     "Checkpoint": "elastic_ps.evaluator.checkpoints",
     "TrainingJob": "elastic_ps.job",
@@ -60,6 +62,7 @@ __all__ = [
     "Drained",
     "ElasticOptimizer",
     "ElasticPSError",
+    "Engine",
     "InvalidJob",
     "InvalidModel",
     "ModelMismatch",
