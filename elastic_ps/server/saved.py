@@ -10,18 +10,17 @@ import json
 from functools import cache
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from elastic_ps.checkpoint.tensors import MASTER, Reader
 from elastic_ps.codec import dtype_of, name_of
+from elastic_ps.codec.optimizers import WIDE, usual_state
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints, check_optimizer
 from elastic_ps.errors import CheckpointCorrupt, UserError
 from elastic_ps.job import Data, TrainingJobSpec
 from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
-from elastic_ps.server.values import WIDE, constructor_arguments
 
 
 class _Saved(BaseModel):
@@ -100,17 +99,7 @@ def _try_optimizer(reader: Reader, settings: Settings) -> None:
     @cache
     def usual(group: int, dtype: str, whole: bool) -> dict[str, tuple[str, bool]]:
         """The state after one step: key -> (dtype, whether it is a scalar)."""
-        parameter = torch.nn.Parameter(torch.zeros(() if whole else (2,), dtype=dtype_of(dtype)))
-        values, name = settings.groups[group], manifest.optimizer
-        optimizer = getattr(torch.optim, name)(
-            [{**values, "params": [parameter]}], **constructor_arguments(name, values)
-        )
-        parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        return {
-            key: (name_of(value.dtype), value.dim() == 0) if torch.is_tensor(value) else ("float64", True)
-            for key, value in optimizer.state[parameter].items()
-        }
+        return usual_state(manifest.optimizer, settings.groups[group], dtype_of(dtype), whole=whole)
 
     for index, tensor in enumerate(manifest.specs):
         if tensor.rule is not Rule.GRADIENT:

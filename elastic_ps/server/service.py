@@ -12,6 +12,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from elastic_ps import codec
+from elastic_ps.codec.optimizers import Entry
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.consistency import After, Contribution
 from elastic_ps.core.sequence import PushKey
@@ -86,6 +87,7 @@ class Service:
         else:
             self._methods |= {
                 "Init": self._init,
+                "InitState": self._init_state,
                 "Push": self._push,
                 "Pull": self._pull,
                 "OptimizerState": self._optimizer_state,
@@ -146,6 +148,19 @@ class Service:
         request = parse(pb.InitRequest, incoming.header)
         caller = self._check(request.caller)
         self._node.shard.initialise(request.bucket, caller.worker, caller.incarnation, incoming)
+        yield _done()
+
+    def _init_state(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.InitStateRequest, incoming.header)
+        caller = self._check(request.caller)
+        self._node.shard.initialise_state(
+            request.bucket,
+            request.piece,
+            [Entry(entry.key, entry.dtype, entry.scalar) for entry in request.entries],
+            caller.worker,
+            caller.incarnation,
+            incoming,
+        )
         yield _done()
 
     def _push(self, incoming: Incoming) -> Iterator[Frame]:

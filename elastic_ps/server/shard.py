@@ -19,7 +19,8 @@ import torch
 
 from elastic_ps.checkpoint.tensors import Source, Stored
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of
-from elastic_ps.core.partition import Bucket, Layout, Rule
+from elastic_ps.codec.optimizers import Entry
+from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
@@ -161,6 +162,47 @@ class Shard:
             with self._changed:
                 self._log.check_initialiser(worker, incarnation)
                 self._buckets[index].initialise(values)
+
+    def initialise_state(
+        self,
+        index: int,
+        piece: int,
+        entries: Sequence[Entry],
+        worker: int,
+        incarnation: int,
+        incoming: Incoming,
+    ) -> None:
+        """Take the optimizer's state of a piece of a bucket from the worker that brings the model. Blocks.
+
+        Args:
+            entries: what the body holds, one after the other; all that the optimizer keeps, but for SGD.
+
+        Raises:
+            Refused: as `initialise`. Nothing changes.
+        """
+        bucket = self.bucket(index)
+        with self._changed:
+            self._log.check_initialiser(worker, incarnation)
+            usual = self._buckets[index].usual_state(piece)
+        length = bucket.pieces[piece].length if usual else 0
+        sizes = [(1 if entry.scalar else length) * ITEM_SIZE.get(entry.dtype, 0) for entry in entries]
+        given = {key: (dtype, scalar) for key, dtype, scalar in entries}
+        if not given or given != usual or len(given) != len(entries) or incoming.size != sum(sizes):
+            raise Refused(
+                RefusalCode.MALFORMED,
+                f"{incoming.size} bytes as the state {given} of piece {piece} of bucket {index}, whose "
+                f"optimizer keeps {usual} for {length} elements",
+            )
+        body = memoryview(bytearray(incoming.size))
+        incoming.read_into(body)
+        state, at = {}, 0
+        for entry, size in zip(entries, sizes, strict=True):
+            value = as_tensor(body[at : at + size], dtype_of(entry.dtype)).clone()
+            require_finite(value, f"{entry.key} of bucket {index}")
+            state[entry.key], at = value.reshape(()) if entry.scalar else value, at + size
+        with self._changed:
+            self._log.check_initialiser(worker, incarnation)
+            self._buckets[index].take_state(piece, state)
 
     def push(self, key: PushKey, samples: int, present: Sequence[bool], incoming: Incoming) -> bool:
         """Add a worker's bucket to the open round. Returns False if it had been added before.

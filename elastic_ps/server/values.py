@@ -11,15 +11,11 @@ import torch
 
 from elastic_ps.checkpoint.tensors import MASTER, Source
 from elastic_ps.codec import as_tensor, dtype_of
+from elastic_ps.codec.optimizers import WIDE, constructor_arguments, usual_state
 from elastic_ps.core.partition import Bucket, Rule, TensorSpec
 from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, LIMITS, MAX_NORM, check_optimizer
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.transport.memory import Allocate, plain
-
-WIDE = {"float16": torch.float32, "bfloat16": torch.float32}
-"""Half precision is too coarse to add small numbers up in. Sums of gradients are kept in single precision,
-and so is what the optimizer steps, the *master* (Micikevicius et al. 2018, "Mixed Precision Training").
-"""
 
 
 class StateEntry(NamedTuple):
@@ -272,6 +268,20 @@ class BucketValues:
                 scalar = tensor.dim() == 0
                 yield StateEntry(piece.tensor, piece.start, key, tensor.reshape(-1), scalar)
 
+    def take_state(self, index: int, state: dict[str, torch.Tensor]) -> None:
+        """Take the optimizer's state of a piece; see `usual_state`."""
+        assert self._optimizer is not None
+        self._optimizer.state[self._parameters[index]] = state
+
+    def usual_state(self, index: int) -> dict[str, tuple[str, bool]]:
+        """What the optimizer keeps for a piece: key -> (dtype, whether it is one number for all of it)."""
+        if self._optimizer is None or index >= len(self._parameters):
+            return {}
+        own = self._parameters[index]
+        group = next(g for g in self._optimizer.param_groups if any(p is own for p in g["params"]))
+        values = {key: value for key, value in group.items() if key != "params"}
+        return usual_state(type(self._optimizer).__name__, values, self.master.dtype)
+
     def load(self, stored: Source, version: int) -> None:
         """Take values and optimizer state of `version` over; nothing else is read of what is stored."""
         for index, piece in enumerate(self.bucket.pieces):
@@ -283,15 +293,6 @@ class BucketValues:
             if self._optimizer is not None and state:
                 self._optimizer.state[self._parameters[index]] = state
         self.version = self.changed = version
-
-
-def constructor_arguments(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group that the optimizer's constructor takes.
-
-    It checks them, and some it does not look up in the groups: Adagrad's first state is made by it.
-    """
-    known = inspect.signature(getattr(torch.optim, name)).parameters
-    return {key: value for key, value in group.items() if key in known}
 
 
 def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:

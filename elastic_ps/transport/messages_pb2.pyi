@@ -133,6 +133,27 @@ class InitRequest(_message.Message):
     bucket: int
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., bucket: _Optional[int] = ...) -> None: ...
 
+class InitStateRequest(_message.Message):
+    __slots__ = ("caller", "bucket", "piece", "entries")
+    class Entry(_message.Message):
+        __slots__ = ("key", "dtype", "scalar")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        DTYPE_FIELD_NUMBER: _ClassVar[int]
+        SCALAR_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        dtype: str
+        scalar: bool
+        def __init__(self, key: _Optional[str] = ..., dtype: _Optional[str] = ..., scalar: bool = ...) -> None: ...
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    bucket: int
+    piece: int
+    entries: _containers.RepeatedCompositeFieldContainer[InitStateRequest.Entry]
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., bucket: _Optional[int] = ..., piece: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[InitStateRequest.Entry, _Mapping]]] = ...) -> None: ...
+
 class InitDoneRequest(_message.Message):
     __slots__ = ("caller",)
     CALLER_FIELD_NUMBER: _ClassVar[int]

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from elastic_ps.codec.optimizers import Entry
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Layout, TensorSpec
 from elastic_ps.core.settings import Settings
@@ -285,11 +286,25 @@ class Client:
         Raises:
             Refused: STALE_TERM, STALE_INCARNATION; also if only shard 0 knows, and this shard has just begun.
         """
-        header = pb.InitRequest(caller=self.stay.caller(), bucket=bucket).SerializeToString()
+        request = pb.InitRequest(caller=self.stay.caller(), bucket=bucket)
+        self._send_first(shard, "Init", Frame(request.SerializeToString(), values))
 
+    def initialise_state(
+        self, bucket: int, shard: int, piece: int, entries: Sequence[Entry], body: memoryview
+    ) -> None:
+        """Send the optimizer's state of a piece, after the bucket's values. Raises as `initialise`."""
+        request = pb.InitStateRequest(
+            caller=self.stay.caller(),
+            bucket=bucket,
+            piece=piece,
+            entries=[pb.InitStateRequest.Entry(key=e.key, dtype=e.dtype, scalar=e.scalar) for e in entries],
+        )
+        self._send_first(shard, "InitState", Frame(request.SerializeToString(), body))
+
+    def _send_first(self, shard: int, method: str, frame: Frame) -> None:
         def send() -> None:
             try:
-                _only(self._call(shard, "Init", Frame(header, values)))
+                _only(self._call(shard, method, frame))
             except Refused as refusal:
                 if refusal.code is RefusalCode.NOT_READY:
                     self.heartbeat()

@@ -23,6 +23,7 @@ from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.batches import Batches
+from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, Ending, Granted, Membership, Step, expelled
 from elastic_ps.worker.encoder import Encoder
 from elastic_ps.worker.exchange import Exchange
@@ -122,8 +123,16 @@ class Engine:
 
     # --- coming and going
 
-    def enter(self, described: Described, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Flat:
+    def enter(
+        self,
+        described: Described,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        brought: Brought | None = None,
+    ) -> Flat:
         """Join the job with this model; returns the memory that it has from now on. Blocks.
+
+        `brought` is the state with which the optimizer begins, if this worker brings the model.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -136,7 +145,7 @@ class Engine:
         self.exchange = Exchange(
             self.client, flat, self.spec.consistency, encoder, trace=self._trace, history=self._history
         )
-        membership = self._initialise(membership, flat)
+        membership = self._initialise(membership, flat, brought)
         if not membership.initialise:
             self.schedule.joined(self._in_force())
         self.entered = True
@@ -144,7 +153,7 @@ class Engine:
         self.member.note_join(membership.version)
         return flat
 
-    def _initialise(self, membership: Membership, flat: Flat) -> Membership:
+    def _initialise(self, membership: Membership, flat: Flat, brought: Brought | None) -> Membership:
         """Give the job this model's values, or get the job's. Blocks.
 
         If the parameter server is lost meanwhile, this worker joins again: as at first, as long as the model
@@ -156,6 +165,8 @@ class Engine:
                 if membership.initialise:
                     for bucket in membership.layout.buckets:
                         self.client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
+                        for piece in brought.pieces(bucket, flat.tensors) if brought is not None else ():
+                            self.client.initialise_state(bucket.index, bucket.shard, *piece)
                     self.client.initialised()
                     flat.publish()
                 else:

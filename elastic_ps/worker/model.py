@@ -84,7 +84,10 @@ class Described:
         check_optimizer(self.optimizer)
         # Adagrad has a state from the beginning, of step 0.
         if any(not isinstance(state, dict) or state.get("step", 1) > 0 for state in optimizer.state.values()):
-            raise InvalidModel("the optimizer has made steps already; pass session.optimizer a new one")
+            raise InvalidModel(
+                "the optimizer has made steps already; pass session.optimizer a new one, or, to begin "
+                "with its state, also state=optimizer.state_dict()"
+            )
         _check_arguments(optimizer)
         groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         parameters = dict(model.named_parameters())

@@ -6,7 +6,7 @@ Only the thread that made a session may use it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from elastic_ps.errors import UsageError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import Connection
+from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.loader import ElasticLoader
@@ -108,6 +109,7 @@ class Session:
         broadcast: Sequence[str] = (),
         own: Sequence[str] = (),
         clamp: tuple[float, float] | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> ElasticOptimizer:
         """Join the job with this model; returns the optimizer to use. Blocks.
 
@@ -133,6 +135,9 @@ class Session:
                 critic. The parameter server clamps them after each step. A parameter group may have limits of
                 its own, as in {"params": ..., "clamp": (-0.01, 0.01)}, or None for no limits. A group may
                 also have the options "max_norm" and "keep_zeros"; see docs/scripts.md.
+            state: what `state_dict()` of such an optimizer has given, to begin with its state and its
+                hyperparameters, as for fine-tuning. Of a worker that joins later it is ignored, like its
+                model's values. The state moves to the parameter server: `optimizer` has none afterwards.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -144,8 +149,9 @@ class Session:
         if clamp is not None:
             for group in optimizer.param_groups:
                 group.setdefault(CLAMP, clamp)
+        brought = Brought(optimizer, state) if state is not None else None
         described = Described(model, optimizer, averaged=averaged, broadcast=broadcast, own=own)
-        flat = self._engine.enter(described, model, optimizer)
+        flat = self._engine.enter(described, model, optimizer, brought)
         self._model = model
         self._optimizer = ElasticOptimizer(
             optimizer,

@@ -1,0 +1,81 @@
+"""The optimizer's state that a script brings into a job, as the parameter server takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from elastic_ps.codec import as_bytes, dtype_of, name_of
+from elastic_ps.codec.optimizers import WIDE, Entry, usual_state
+from elastic_ps.core.partition import Bucket, Rule
+from elastic_ps.errors import InvalidModel
+
+
+class Brought:
+    """The state of an optimizer, which is empty afterwards: its state is on the parameter server then.
+
+    Args:
+        optimizer: of torch.optim; gets the hyperparameters of `state`, too.
+        state: what `state_dict()` of such an optimizer has given.
+
+    Raises:
+        InvalidModel: the state is not that of such an optimizer with such parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        name = type(optimizer).__name__
+        try:
+            optimizer.load_state_dict(dict(state))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidModel(
+                f"state is not what state_dict() of this {name} gives: {error}. Pass the state_dict() of an "
+                f"{name} with the same parameters in the same groups"
+            ) from error
+        self._entries: dict[int, dict[Entry, torch.Tensor]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            values = {key: value for key, value in group.items() if key != "params"}
+            for position, parameter in enumerate(group["params"]):
+                if found := optimizer.state.get(parameter):
+                    what = f"parameter {position} of group {number}"
+                    self._entries[id(parameter)] = dict(_entries(name, values, parameter, found, what))
+        optimizer.state.clear()
+
+    def pieces(
+        self, bucket: Bucket, tensors: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[int, list[Entry], memoryview]]:
+        """For each piece of a bucket that has a state: its index, what there is, and all bytes of that.
+
+        Args:
+            tensors: the model's, by the numbers of the bucket's layout.
+        """
+        if bucket.rule is not Rule.GRADIENT:
+            return
+        for index, piece in enumerate(bucket.pieces):
+            entries = self._entries.get(id(tensors[piece.tensor]))
+            if entries:
+                parts = [
+                    value if entry.scalar else value[piece.start : piece.start + piece.length]
+                    for entry, value in entries.items()
+                ]
+                body = bytearray().join(bytes(as_bytes(part.contiguous())) for part in parts)
+                yield index, list(entries), memoryview(body)
+
+
+def _entries(
+    name: str, group: Mapping[str, Any], parameter: torch.nn.Parameter, found: Mapping[str, Any], what: str
+) -> Iterator[tuple[Entry, torch.Tensor]]:
+    """A parameter's state, flat, on the CPU, and in the dtypes of the parameter server."""
+    usual = usual_state(name, group, WIDE.get(name_of(parameter.dtype), parameter.dtype))
+    for key, (dtype, scalar) in usual.items():
+        value = found.get(key)
+        if value is None and name == "SGD":
+            continue  # its buffer is made by the first step
+        value = torch.as_tensor(value if value is not None else [])
+        if value.numel() != (1 if scalar else parameter.numel()):
+            raise InvalidModel(
+                f"state has no {key!r} of the shape {[] if scalar else list(parameter.shape)} for {what}; it "
+                f"has {sorted(found)}"
+            )
+        yield Entry(key, dtype, scalar), value.detach().to("cpu", dtype_of(dtype)).reshape(-1)

@@ -1,0 +1,145 @@
+"""A job that begins with the state of an optimizer, as plain torch would go on with it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.codec.optimizers import Entry
+from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.oracle import mse
+from tests.integration.trained import adam, failing, sgd
+
+RECORDS, BATCH = 40, 4
+HALF = RECORDS // BATCH // 2
+SHARDS = {"replicas": 2, "bucketBytes": 1024}
+Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+def plain_steps(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int, data: Numbers
+) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        rows = slice(step * BATCH, (step + 1) * BATCH)
+        mse(model, data.x[rows], data.y[rows]).backward()
+        optimizer.step()
+
+
+def nadam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("make", [sgd, adam, nadam])
+def test_it_goes_on_as_plain_torch_does(tmp_path: Path, make: Make) -> None:
+    """The first half is plain torch, the second a job on two shards, whose tensors are cut into pieces."""
+    data = Numbers(RECORDS)
+    alone = make_mlp((6, 40, 1))
+    optimizer = make(alone)
+    plain_steps(alone, optimizer, 0, HALF, data)
+    model = make_mlp((6, 40, 1))
+    model.load_state_dict(alone.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] *= 0.5
+    optimizer.param_groups[0]["lr"] *= 0.5
+    plain_steps(alone, optimizer, HALF, 2 * HALF, data)
+    seen: dict[str, Any] = {}
+
+    def script(session: Session) -> None:
+        own = make(model)
+        elastic = session.optimizer(own, model, state=saved)
+        assert not own.state, "it is on the parameter server now"
+        rest = torch.utils.data.Subset(data, range(HALF * BATCH, RECORDS))
+        for x, y in session.loader(rest, BATCH):
+            elastic.zero_grad()
+            mse(model, x, y).backward()
+            elastic.step()
+        seen.update(elastic.state_dict())
+
+    with running_job(tmp_path, parameterServer=SHARDS, data={"shuffle": False}) as job:
+        job.start(0, script)
+        job.join()
+    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    expected = optimizer.state_dict()["state"]
+    for number, entries in expected.items():
+        for key, value in entries.items():
+            torch.testing.assert_close(
+                seen["state"][number][key], torch.as_tensor(value), rtol=1e-4, atol=1e-7, check_dtype=False
+            )
+
+
+def test_a_worker_that_joins_later_gets_the_jobs_state(tmp_path: Path) -> None:
+    """And a parameter server that is lost before the first step has it on disk."""
+    model = make_mlp()
+    optimizer = adam(model)
+    plain_steps(model, optimizer, 0, 3, Numbers(RECORDS))
+    saved = optimizer.state_dict()
+
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints") as job:
+
+        def script(session: Session) -> None:
+            elastic = session.optimizer(adam(model), model, state=saved)
+            job.restart(0)
+            for x, y in session.loader(Numbers(4), 4):
+                elastic.zero_grad()
+                mse(model, x, y).backward()
+                elastic.step()
+            steps = {float(entries["step"]) for entries in elastic.state_dict()["state"].values()}
+            assert steps == {4.0}
+
+        job.start(0, script)
+        job.join()
+
+
+def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    small, large = adam(make_mlp((6, 3, 1))), make_mlp((6, 4, 1))
+    for group in small.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    small.step()
+
+    def script(state: dict[str, Any]) -> Callable[[Session], Any]:
+        return lambda session: session.optimizer(adam(large), large, state=state)
+
+    failing(tmp_path / "a", script(small.state_dict()), InvalidModel, r"state has no 'exp_avg' of the shape")
+    other = sgd(make_mlp((6, 4, 4, 1))).state_dict()
+    failing(tmp_path / "b", script(other), InvalidModel, r"is not what state_dict\(\) of this Adam gives")
+    failing(tmp_path / "c", script({}), InvalidModel, r"is not what state_dict\(\) of this Adam gives")
+
+
+@pytest.mark.parametrize(
+    ("entries", "size"),
+    [
+        ([], 0),
+        ([Entry("exp_avg", "float32", False)], 64),
+        ([Entry("step", "float32", True), Entry("evil", "float32", True)], 8),
+    ],
+)
+def test_a_parameter_server_takes_only_what_its_optimizer_keeps(
+    tmp_path: Path, entries: list[Entry], size: int
+) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp((4, 4, 1))
+        client = session._engine.client
+        initialised = client.initialised
+
+        def spoil() -> None:
+            with pytest.raises(Refused) as caught:
+                client.initialise_state(0, 0, 0, entries, memoryview(bytearray(size)))
+            assert caught.value.code is RefusalCode.MALFORMED
+            initialised()
+
+        client.initialised = spoil  # type: ignore[method-assign]
+        session.optimizer(adam(model), model)
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
