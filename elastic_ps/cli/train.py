@@ -65,6 +65,7 @@ def _flags(parsed: argparse.Namespace, ranks: int | None) -> Flags:
         mode=parsed.mode,
         max_staleness=parsed.max_staleness,
         eval_freq=parsed.eval_freq,
+        evaluate=parsed.evaluate,
         train_dir=parsed.train_dir,
         compress_grad=parsed.compress_grad,
         name=parsed.name,

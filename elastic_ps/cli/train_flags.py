@@ -107,6 +107,11 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
     job.add_argument(
         "--eval-freq", type=_count, metavar="N", help="write a checkpoint every N steps (default: every 30 s)"
     )
+    job.add_argument(
+        "--evaluate",
+        action="store_true",
+        help="evaluate each of these checkpoints beside the training, and keep the one with the best prec@1",
+    )
     job.add_argument("--train-dir", type=Path, metavar="DIR", help="the directory of the checkpoints")
     job.add_argument(
         "--compress-grad",

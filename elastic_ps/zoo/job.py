@@ -14,6 +14,9 @@ from elastic_ps.training import CODECS
 from elastic_ps.zoo.catalog import check_fit, find_dataset, find_network
 
 ENTRYPOINT = "elastic_ps.zoo.train:main"
+EVALUATOR = "elastic_ps.zoo.evaluate:main"
+EVALUATED = ("data_dir", "test_batch_size", "enable_gpu")
+"""The arguments of the script that its evaluator takes, too, besides network and data set."""
 WORKERS = 2
 """How many workers there are if nobody says how many."""
 MODES = {"normal": "sync", "sync": "sync", "kill": "sync", "bounded": "bounded"}
@@ -33,6 +36,7 @@ class Flags:
         mode: one of `MODES`.
         max_staleness: see `consistency.maxStaleness`.
         eval_freq: a checkpoint is written whenever so many versions have been made.
+        evaluate: whether an evaluator evaluates the checkpoints while the job trains.
         train_dir: the directory of the checkpoints.
         compress_grad: the codec of gradients.
         name: the job's; None for one out of network and data set.
@@ -47,6 +51,7 @@ class Flags:
     mode: str = "normal"
     max_staleness: int | None = None
     eval_freq: int | None = None
+    evaluate: bool = False
     train_dir: Path | None = None
     compress_grad: str | None = None
     name: str | None = None
@@ -83,12 +88,14 @@ def job_of(flags: Flags) -> tuple[dict[str, Any], TrainingJob, list[str]]:
     worker: dict[str, Any] = {"replicas": workers}
     if template := _template(flags):
         worker["template"] = template
+    what = {"network": network.name, "dataset": dataset.name}
     spec: dict[str, Any] = {
         "entrypoint": ENTRYPOINT,
-        "arguments": {**flags.arguments, "network": network.name, "dataset": dataset.name},
+        "arguments": {**flags.arguments, **what},
         **({"image": flags.image} if flags.image else {}),
         **({"parameterServer": {"checkpoint": checkpoint}} if checkpoint else {}),
         "worker": worker,
+        **({"evaluator": _evaluator(flags, what)} if flags.evaluate else {}),
         "consistency": _consistency(flags, workers),
         **({"compression": {"codec": codec}} if codec else {}),
     }
@@ -150,9 +157,20 @@ def _codec(given: str | None) -> tuple[str | None, list[str]]:
     )
 
 
-def _template(flags: Flags) -> dict[str, Any]:
-    """What the workers' pods need besides."""
-    container: dict[str, Any] = {"name": "worker"}
+def _evaluator(flags: Flags, what: dict[str, str]) -> dict[str, Any]:
+    shared = {name: flags.arguments[name] for name in EVALUATED if name in flags.arguments}
+    evaluator: dict[str, Any] = {"entrypoint": EVALUATOR, "arguments": {**shared, **what}}
+    if flags.eval_freq is not None:
+        evaluator["every"] = flags.eval_freq
+    evaluator["best"] = {"metric": "prec@1", "mode": "max"}
+    if template := _template(flags, "evaluator"):
+        evaluator["template"] = template
+    return evaluator
+
+
+def _template(flags: Flags, name: str = "worker") -> dict[str, Any]:
+    """What the pods of the workers, or of the evaluator, need besides."""
+    container: dict[str, Any] = {"name": name}
     spec: dict[str, Any] = {}
     if flags.arguments.get("enable_gpu"):
         container["resources"] = {"limits": {"nvidia.com/gpu": 1}}

@@ -52,7 +52,7 @@ def main(
     net, data = find_network(network), find_dataset(dataset)
     check_fit(net, data)
     session = elastic_ps.connect()
-    device = _device(enable_gpu, session.worker)
+    device = choose_device(enable_gpu, session.worker)
     training, test = data.read(None if data_dir is None else Path(data_dir))
     torch.manual_seed(seed)
     model = build(net, data, training).to(device)
@@ -90,7 +90,8 @@ def build(network: Network, dataset: DataSet, records: Any) -> torch.nn.Module:
     return model
 
 
-def _device(enable_gpu: bool, worker: int) -> torch.device:
+def choose_device(enable_gpu: bool, worker: int) -> torch.device:
+    """The device of a process with this index. Raises UsageError if there is no GPU to be had."""
     if not enable_gpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -51,12 +51,16 @@ def test_a_network_is_trained_and_what_is_left_is_plain_torch(tmp_path: Path) ->
         "--network lenet --dataset Digits --lr 0.1 --momentum 0.9 --batch-size 32 --epochs 2 --num-workers 2"
     )
     done = elastic_ps(
-        tmp_path, "train", *flags.split(), "--train-dir", "kept", "--eval-freq", 50, "--report", "out"
+        tmp_path,
+        *("train", *flags.split(), "--train-dir", "kept", "--eval-freq", 25, "--evaluate", "--report", "out"),
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out" / "run.json").read_text())
     assert report["records_applied"] == 2 * 1437
     assert report["metrics"]["prec@5"] >= report["metrics"]["prec@1"]
+    last = report["evaluations"][-1]
+    assert last["version"] == report["version"]
+    assert last["metrics"]["prec@1"] == pytest.approx(report["metrics"]["prec@1"])
     for name in ("test loss", "prec@1", "prec@5"):
         assert name in done.stdout
     model = LeNet(size=8)

@@ -12,6 +12,7 @@ from elastic_ps.cli.parser import build_parser
 from elastic_ps.cli.train_flags import ARGUMENTS
 from elastic_ps.errors import InvalidJob, UserError
 from elastic_ps.job import parse_job
+from elastic_ps.zoo.evaluate import main as evaluate
 from elastic_ps.zoo.job import Flags, job_of
 from elastic_ps.zoo.train import main
 
@@ -50,6 +51,21 @@ def test_flags_become_arguments_and_fields() -> None:
     checkpoint = spec.parameter_server.checkpoint
     assert (checkpoint.every_versions, checkpoint.path) == (20, "kept")
     assert (spec.compression.codec, spec.image) == ("int8", "image:1")
+
+
+def test_the_evaluator_gets_what_concerns_it() -> None:
+    arguments = {"network": "LeNet", "dataset": "MNIST", "lr": 0.1, "test_batch_size": 7, "data_dir": "/data"}
+    spec = spec_of(Flags(arguments=arguments, evaluate=True, eval_freq=20, data_claim="claim"))
+    evaluator = spec.evaluator
+    assert evaluator is not None
+    wanted = {"network": "LeNet", "dataset": "MNIST", "test_batch_size": 7, "data_dir": "/data"}
+    assert (evaluator.entrypoint, evaluator.arguments) == ("elastic_ps.zoo.evaluate:main", wanted)
+    assert {*wanted} <= {*inspect.signature(evaluate).parameters}
+    assert evaluator.every == 20
+    assert evaluator.best is not None
+    assert evaluator.best.metric == "prec@1"
+    pod: Any = evaluator.template["spec"]
+    assert (pod["containers"][0]["name"], pod["volumes"][0]["name"]) == ("evaluator", "data")
 
 
 def test_the_defaults_are_those_of_ps_pytorch() -> None:
