@@ -49,12 +49,18 @@ class RestartedAs:
 
 @dataclass(frozen=True)
 class Pulled:
-    """A bucket that has reached the version asked for; `unchanged`: the caller has its values already."""
+    """A bucket that has reached the version asked for.
+
+    Attributes:
+        unchanged: the caller has its values already.
+        copied: `data` is a copy, which never changes.
+    """
 
     bucket: int
     version: int
     data: memoryview
     unchanged: bool = False
+    copied: bool = False
 
 
 class BucketSum(NamedTuple):
@@ -377,7 +383,7 @@ class Shard:
             if not reached:
                 yield RestartedAs(now)
                 return
-            yield Pulled(index, reached_version, data, unchanged)
+            yield Pulled(index, reached_version, data, unchanged, copied=not stable)
         if stable:
             with self._changed:
                 self._require_part(contributor)
