@@ -6,7 +6,8 @@ systems move the same bytes through each link. It prints the median step of the 
 ratio, and the least time that the bytes of a step need: first the gradients, then the values. They take
 turns.
 
-`--codec int8` also measures elastic-ps with gradients encoded so; it may be given several times.
+`--codec int8` also measures elastic-ps with gradients encoded so; it may be given several times. `--values
+bf16` measures each of them once more with values encoded so.
 
 `--workers 1` measures a single worker with a parameter server on another host, beside that least time.
 """
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.datapath import CASES, Measured, collect, make_model, median
@@ -131,7 +132,13 @@ def require_alive(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def measure_ours(
-    hosts: Hosts, case: str, servers: Sequence[int], workers: Sequence[int], scheme: str, codec: str
+    hosts: Hosts,
+    case: str,
+    servers: Sequence[int],
+    workers: Sequence[int],
+    *,
+    scheme: str = "",
+    compression: Mapping[str, str] = {},
 ) -> Measured:
     """`servers`, `workers`: on which hosts they are."""
     with tempfile.TemporaryDirectory() as name:
@@ -143,7 +150,7 @@ def measure_ours(
                 "worker": {"replicas": len(workers)},
                 "parameterServer": {"replicas": len(servers)},
                 "data": {"shuffle": False},
-                "compression": {"codec": codec},
+                "compression": compression,
             }
         )
         # With a scheme the port is the one that is listened on; without one, that of gRPC.
@@ -200,6 +207,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, choices=(1, 4), default=4)
     parser.add_argument("--codec", action="append", default=[], choices=CODECS[1:], help="another row")
+    parser.add_argument("--values", choices=("bf16",), help="another row for each codec")
     parser.add_argument("--json", type=Path, help="write the results there, too")
     parsed = parser.parse_args()
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
@@ -208,8 +216,13 @@ def main() -> None:
     four = range(4)
     servers, workers = ([0], [1]) if parsed.workers == 1 else (four, four)
     found: dict[str, list[Measured]] = {"elastic-ps": [], "elastic-ps over gRPC": []}
-    codecs = {f"elastic-ps, {codec}": codec for codec in parsed.codec}
-    found |= {name: [] for name in codecs}
+    rows = {f"elastic-ps, {codec}": {"codec": codec} for codec in parsed.codec}
+    if parsed.values:
+        both = {
+            f"{name}, values {parsed.values}": {**row, "values": parsed.values} for name, row in rows.items()
+        }
+        rows |= both
+    found |= {name: [] for name in rows}
     if parsed.workers == 4:
         found["DDP"] = []
     hosts = Hosts(4, parsed.gbit)
@@ -220,8 +233,16 @@ def main() -> None:
                     results.append(measure_ddp(hosts, parsed.case, workers))
                 else:
                     scheme = "grpc:" if "gRPC" in name else ""
-                    codec = codecs.get(name, "none")
-                    results.append(measure_ours(hosts, parsed.case, servers, workers, scheme, codec))
+                    results.append(
+                        measure_ours(
+                            hosts,
+                            parsed.case,
+                            servers,
+                            workers,
+                            scheme=scheme,
+                            compression=rows.get(name, {}),
+                        )
+                    )
     finally:
         hosts.close()
     least = least_seconds(parsed.case, 4 if parsed.workers == 4 else 1, parsed.gbit)
@@ -231,7 +252,7 @@ def main() -> None:
         ratio = (
             f"  {step / steps['DDP']:.2f} of DDP" if "DDP" in steps else f"  {step / least:.2f} of the bytes"
         )
-        print(f"{name:22} {step * 1e3:7.0f} ms{ratio}")
+        print(f"{name:32} {step * 1e3:7.0f} ms{ratio}")
     if parsed.json:
         parsed.json.write_text(json.dumps({"least": least, **steps}, indent=2) + "\n")
 

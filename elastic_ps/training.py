@@ -184,7 +184,7 @@ class CompressionRule(CamelModel):
 
 
 class Compression(CamelModel):
-    """What a gradient looks like on the wire."""
+    """What gradients, and the values of the model, look like on the wire."""
 
     codec: CODEC = Field(
         default="none",
@@ -200,4 +200,10 @@ class Compression(CamelModel):
     )
     rules: list[CompressionRule] = Field(
         default_factory=list, description="Other codecs for some of the parameters, by their names."
+    )
+    values: Literal["none", "bf16"] = Field(
+        default="none",
+        description="How the parameter server sends the model's values to the workers. With none, they are "
+        "sent as they are. With bf16, float32 parameters that are trained take half the bytes: workers "
+        "compute on rounded values, and the parameter server keeps and steps the float32 ones.",
     )

@@ -1,4 +1,4 @@
-"""Which codec each part of a model's gradients has: the same on workers and parameter servers."""
+"""Which codec each part of a model has, for gradients and values; the same for workers and servers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+
+import torch
 
 from elastic_ps.codec import NONE
 from elastic_ps.codec.base import Codec
@@ -26,6 +28,9 @@ BUILT_IN: Mapping[str, type[Codec]] = {
     "signsgd": SignSGD,
 }
 """By the names that `spec.compression` knows, besides `none`."""
+
+VALUES: Mapping[str, type[Codec]] = {"bf16": Bf16}
+"""Those of values. The same values always give the same bytes: nothing is drawn, and nothing is kept."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +58,21 @@ class Plan:
     """Chooses codecs as `spec.compression` says.
 
     Attributes:
-        name: of the codec that no rule replaces.
+        name: of the codec of gradients that no rule replaces.
+        values: the name of the codec of values.
     """
 
     def __init__(self, compression: Compression) -> None:
         """Raises InvalidJob: a codec does not exist, cannot be imported, or does not take its options."""
         self.name = compression.codec
         self._default = make(compression.codec, compression.options)
+        self.values = compression.values
+        self._values = VALUES[compression.values]() if compression.values != NONE else None
         self._rules = [(rule.match, rule.codec, make(rule.codec, rule.options)) for rule in compression.rules]
 
     @property
     def encodes(self) -> bool:
-        """Whether anything is encoded at all."""
+        """Whether any gradient is encoded."""
         return self._default is not None or any(codec is not None for _, _, codec in self._rules)
 
     def of(self, tensor: str) -> tuple[str, Codec | None]:
@@ -73,6 +81,30 @@ class Plan:
             if fnmatchcase(tensor, match):
                 return name, codec
         return self.name, self._default
+
+    @property
+    def encodes_values(self) -> bool:
+        """Whether any values are encoded."""
+        return self._values is not None
+
+    def of_values(self, layout: Layout, bucket: Bucket) -> Codec | None:
+        """The codec of a bucket's values; None: they are sent as they are.
+
+        So are those that no optimizer steps, or that are frozen when the job begins: nothing is saved by
+        rounding what is sent once. Half precision is not made coarser, and `float64` has its reasons.
+        """
+        frozen = all(layout.tensors[piece.tensor].frozen for piece in bucket.pieces)
+        trained = bucket.rule is Rule.GRADIENT and not frozen
+        return self._values if trained and bucket.dtype == "float32" else None
+
+    def as_pulled(self, layout: Layout, bucket: Bucket, values: torch.Tensor) -> torch.Tensor:
+        """What a worker has when it has pulled these values; `values` itself if they are sent as they are."""
+        codec = self.of_values(layout, bucket)
+        if codec is None:
+            return values
+        decoded = torch.empty_like(values)
+        codec.decode(codec.encode(values, {}, torch.Generator()), decoded)
+        return decoded
 
     def runs(self, layout: Layout, bucket: Bucket) -> list[Run]:
         """The runs of a bucket; none if all of it is sent as it is. Only gradients are encoded."""

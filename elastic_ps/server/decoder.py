@@ -10,13 +10,14 @@ from datetime import timedelta
 import torch
 
 from elastic_ps.codec import NONE
-from elastic_ps.codec.base import Part, unpack
+from elastic_ps.codec.base import unpack
 from elastic_ps.codec.memory import as_bytes, dtype_of
 from elastic_ps.codec.plan import Plan, Run
 from elastic_ps.core.partition import Bucket, Layout
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
+from elastic_ps.transport.convert import parts_from_message
 
 AT_A_TIME = 4
 """Gradients that are decoded at the same time; the others wait, so memory does not grow with the workers."""
@@ -150,8 +151,7 @@ class _Decoded:
     def _decode(self, body: memoryview, memory: _Memory) -> torch.Tensor:
         result = memory.decoded(self._bucket.elements, dtype_of(self._bucket.dtype))
         for run, message in zip(self._runs, self._request.runs, strict=True):
-            parts = [Part(part.name, part.dtype, part.elements) for part in message.parts]
-            encoded, used = unpack(parts, message.values, body)
+            encoded, used = unpack(parts_from_message(message.parts), message.values, body)
             body = body[used:]
             if run.codec is None:
                 (plain,) = encoded.tensors.values()

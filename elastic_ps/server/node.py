@@ -18,6 +18,7 @@ from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.codec import as_bytes, checksum
+from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.server.copying import Part
@@ -33,7 +34,7 @@ from elastic_ps.server.orders import (
 )
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import History, Trace
-from elastic_ps.training import Consistency
+from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport.base import Incoming
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Node:
     Args:
         history: where it is recorded which values the shard has got, made and kept; closed by the caller.
         follower: the shard's standby; closed by `close`.
+        codecs: the job's; they say which values workers get. Without them, the shard's own.
     """
 
     def __init__(
@@ -67,11 +69,13 @@ class Node:
         trace: Trace,
         history: History | None = None,
         follower: Follower | None = None,
+        codecs: Plan | None = None,
     ) -> None:
         self.index = index
         self.shards = shards
         self.store = store
         self._consistency = consistency
+        self._codecs = codecs or Plan(Compression())
         self._trace = trace
         self._history = history or History(None, "")
         self._lock = threading.Lock()
@@ -246,11 +250,14 @@ class Node:
         self._snapshots.put(_Snapshot(*label, advance.version, copy, pause))
 
     def _record_values(self, shard: Shard) -> None:
-        """For whoever compares histories: the checksum of each bucket. The next round is not applied yet."""
+        """For whoever compares histories: the checksum of each bucket, as workers get it.
+
+        The next round is not applied yet.
+        """
         if self._history.enabled:
-            version = shard.version
+            version, layout = shard.version, shard.layout
             values = [
-                (bucket.index, version, checksum(as_bytes(flat)))
+                (bucket.index, version, checksum(as_bytes(self._codecs.as_pulled(layout, bucket, flat))))
                 for bucket, flat in shard.values()
                 if bucket.rule is not Rule.CONSTANT
             ]

@@ -14,7 +14,6 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core.evaluation import Evaluation
 from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import InvalidJob, NoCheckpoint
-from elastic_ps.server.decoder import Decoder
 from elastic_ps.server.desk import Desk, DeskService
 from elastic_ps.server.follower import Follower
 from elastic_ps.server.keeper import Keeper
@@ -68,7 +67,7 @@ class ParameterServer:
         patience: Patience | None = None,
     ) -> None:
         spec, index = environment.spec, environment.index
-        decoder = Decoder(Plan(spec.compression))
+        codecs = Plan(spec.compression)
         shards = spec.parameter_server.replicas
         process = f"{environment.role}-{index}"
         self._trace = Trace(environment.trace, process)
@@ -90,6 +89,7 @@ class ParameterServer:
             shards,
             store=store,
             consistency=spec.consistency,
+            codecs=codecs,
             trace=self._trace,
             history=self._history,
             follower=follower,
@@ -106,7 +106,7 @@ class ParameterServer:
             if self.lead is not None and self._desk is not None:
                 beside = DeskService(environment.job, self._desk, self.lead.last_version).methods
             service = Service(
-                environment.job, self.node, coordinator, decoder, standby=not leads, beside=beside
+                environment.job, self.node, coordinator, codecs, standby=not leads, beside=beside
             )
             server.serve(service)
         except BaseException:

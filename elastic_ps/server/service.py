@@ -20,6 +20,7 @@ from elastic_ps.errors import CheckpointError, Malformed, RefusalCode, Refused
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.copying import Part
 from elastic_ps.server.decoder import Decoder
+from elastic_ps.server.encoder import ValueEncoder
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import (
     OrderId,
@@ -69,13 +70,15 @@ class Service:
         job: str,
         node: Node,
         coordinator: Coordinator | None,
-        decoder: Decoder | None = None,
+        codecs: Plan | None = None,
         *,
         standby: bool = False,
         beside: Calls | None = None,
     ) -> None:
         self._job = job
-        self._decoder = decoder or Decoder(Plan(Compression()))
+        codecs = codecs or Plan(Compression())
+        self._decoder = Decoder(codecs)
+        self._encoder = ValueEncoder(codecs)
         self._node = node
         self._coordinator = coordinator
         self._join_header, self._model_known = 0, False
@@ -212,8 +215,8 @@ class Service:
             # Who was declared gone would wait in vain, and could not join again meanwhile.
             self._coordinator.heartbeat(caller.worker, caller.incarnation)
             attempt = request.attempt
-        version = request.version
-        for item in self._node.shard.pull(
+        version, shard = request.version, self._node.shard
+        for item in shard.pull(
             request.buckets,
             request.version,
             term=caller.term,
@@ -229,8 +232,11 @@ class Service:
                 return
             assert isinstance(item, Pulled)
             version = item.version
-            reply = pb.PullReply(bucket=item.bucket, version=item.version, unchanged=item.unchanged)
-            yield Frame(reply.SerializeToString(), item.data)
+            sent = self._encoder.encode(shard, item)
+            reply = pb.PullReply(
+                bucket=item.bucket, version=item.version, unchanged=item.unchanged, encoded=sent.run
+            )
+            yield Frame(reply.SerializeToString(), sent.body)
         settings = self._coordinator.job.settings if self._coordinator is not None else ""
         stopped = self._coordinator.job.stopped if self._coordinator is not None else ""
         yield _frame(pb.PullReply(done=True, version=version, settings=settings, stopped=stopped))

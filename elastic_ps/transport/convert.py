@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from elastic_ps.codec.base import Packed, Part
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import Malformed
@@ -82,3 +83,13 @@ def _rule(number: int) -> Rule:
         return Rule(number)
     except ValueError as error:
         raise Malformed(f"unknown rule {number}") from error
+
+
+def run_to_message(codec: str, packed: Packed) -> pb.Run:
+    """How a run is encoded, without its bytes. `codec`: its name."""
+    parts = [pb.Part(name=p.name, dtype=p.dtype, elements=p.elements) for p in packed.parts]
+    return pb.Run(codec=codec, parts=parts, values=packed.values)
+
+
+def parts_from_message(messages: Iterable[pb.Part]) -> list[Part]:
+    return [Part(m.name, m.dtype, m.elements) for m in messages]

@@ -22,6 +22,7 @@ from elastic_ps.codec.memory import as_bytes, name_of
 from elastic_ps.codec.plan import Plan, Run
 from elastic_ps.core.partition import Bucket, Layout
 from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.convert import run_to_message
 
 _Place = tuple[int, int]
 """Index of a bucket, and of a run in it."""
@@ -167,14 +168,7 @@ class Encoder:
     def _payload(
         self, bucket: Bucket, runs: Sequence[Run], packed: Sequence[Packed], present: Sequence[bool]
     ) -> Payload:
-        messages = [
-            pb.Run(
-                codec=run.name,
-                parts=[pb.Part(name=p.name, dtype=p.dtype, elements=p.elements) for p in made.parts],
-                values=made.values,
-            )
-            for run, made in zip(runs, packed, strict=True)
-        ]
+        messages = [run_to_message(run.name, made) for run, made in zip(runs, packed, strict=True)]
         size = sum(made.nbytes for made in packed)
         memory = self._bodies.setdefault(bucket.index, bytearray())
         if len(memory) < size:

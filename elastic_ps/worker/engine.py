@@ -31,6 +31,7 @@ from elastic_ps.worker.member import Drained, Member
 from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.phases import Phases
 from elastic_ps.worker.schedule import Interval, Schedule
+from elastic_ps.worker.values import Values
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,13 @@ class Engine:
         flat = Flat(membership.layout, described.tensors)
         encoder = Encoder(flat.layout, self._codecs, worker=self.client.worker, seed=self.spec.data.seed)
         self.exchange = Exchange(
-            self.client, flat, self.spec.consistency, encoder, trace=self._trace, history=self._history
+            self.client,
+            flat,
+            self.spec.consistency,
+            encoder,
+            Values(flat, self._codecs),
+            trace=self._trace,
+            history=self._history,
         )
         membership = self._initialise(membership, flat, brought)
         if not membership.initialise:
@@ -169,9 +176,9 @@ class Engine:
                             self.client.initialise_state(bucket.index, bucket.shard, *piece)
                     self.client.initialised()
                     flat.publish()
-                else:
+                if not membership.initialise or self._codecs.encodes_values:
                     own = False
-                    exchange.fetch(membership.version, contributor=False)
+                    exchange.fetch(membership.version, contributor=False)  # the same values as others get
                 return membership
             except Refused as refusal:
                 if not expelled(refusal):

@@ -45,6 +45,7 @@ from elastic_ps.transport.base import EMPTY
 from elastic_ps.worker.client import PATIENCE, Answers, Client, Ending, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Encoder, Payload
 from elastic_ps.worker.model import Flat
+from elastic_ps.worker.values import Values
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Exchange:
 
     Args:
         encoder: of the gradients.
+        values: where those that are pulled are received.
         consistency: the job's. Where rounds may be made without this worker, it asks before each step.
 
     Attributes:
@@ -95,6 +97,7 @@ class Exchange:
         flat: Flat,
         consistency: Consistency,
         encoder: Encoder,
+        values: Values,
         *,
         trace: Trace,
         history: History,
@@ -104,6 +107,7 @@ class Exchange:
         self.stopped = ""
         self._client = client
         self._encoder = encoder
+        self._values = values
         self._flat = flat
         self._may_be_stale = consistency.may_be_stale
         self._may_be_late = consistency.may_be_late
@@ -497,7 +501,7 @@ class Exchange:
             if kind == "bucket":
                 bucket = self._flat.layout.buckets[reply.bucket]
                 if not reply.unchanged:
-                    incoming.read_into(self._flat.value_bytes(bucket))
+                    self._values.receive(bucket, reply, incoming)
                 now = time.monotonic_ns()
                 self._trace.complete("pull", started, now, bucket=bucket.index, version=reply.version)
                 started = now

@@ -320,6 +320,11 @@ class Flat:
         start = self._offsets[bucket.index]
         return as_bytes(memory[bucket.dtype, bucket.rule][start : start + bucket.elements])
 
+    def value_of(self, bucket: Bucket) -> torch.Tensor:
+        """A bucket's values, flat, of its dtype."""
+        start = self._offsets[bucket.index]
+        return self._values[bucket.dtype, bucket.rule][start : start + bucket.elements]
+
     def value_bytes(self, bucket: Bucket) -> memoryview:
         """A bucket's values, to receive into."""
         return self._value_bytes[bucket.index]

@@ -25,6 +25,7 @@ def final_parameters(
     optimizer: str = "SGD",
     late: int | None = None,
     server: dict[str, Any] | None = None,
+    compression: dict[str, Any] | None = None,
 ) -> torch.Tensor:
     """The parameters at the end of a job of three workers, disturbed while it runs.
 
@@ -58,6 +59,7 @@ def final_parameters(
             "checkpoint": {"interval": "20ms", "keep": 2},
             **(server or {}),
         },
+        compression=compression or {},
     ) as job:
         job.start(0, script)
         eventually(lambda: bool(job.status().ready), "worker 0 brings the model")
@@ -146,6 +148,25 @@ def test_the_parameter_server_dies_again_and_again(
             job.restart(0)
 
     assert torch.equal(final_parameters(tmp_path, disturb), undisturbed[1, "SGD"])
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
+def test_rounded_values_are_the_same_when_the_parameter_server_has_died(
+    tmp_path: Path, durability: str
+) -> None:
+    """It makes them of the float32 ones, which it has from a checkpoint or its standby."""
+    compression = {"codec": "int8", "values": "bf16"}
+    server = {"durability": durability, "checkpoint": {"interval": "20ms"}}
+
+    def disturb(job: Job) -> None:
+        _at_version(job, 11)
+        eventually(lambda: durability != "standby" or job.followed, "the standby has every round")
+        job.restart(0)
+
+    expected = final_parameters(tmp_path / "undisturbed", compression=compression)
+    assert torch.equal(expected, expected.bfloat16().float())
+    found = final_parameters(tmp_path / "disturbed", disturb, server=server, compression=compression)
+    assert torch.equal(found, expected)
 
 
 def test_no_thread_of_a_lost_parameter_server_stays(tmp_path: Path) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import elastic_ps
 from elastic_ps.datasets import digits
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob
 from elastic_ps.models import accuracy
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.integration.trained import Models, alone, sgd
+from tests.polling import LIMIT
 from tests.unit.test_codecs import Negative
 
 NEGATIVE = "tests.unit.test_codecs:Negative"
@@ -130,6 +135,72 @@ def test_values_are_assigned_exactly(tmp_path: Path) -> None:
 
     alone(tmp_path, script, compression={"codec": "int4"})
     assert seen == [True]
+
+
+@pytest.mark.parametrize("mode", [{"mode": "sync"}, {"mode": "bounded", "maxStaleness": 4}])
+def test_all_workers_compute_on_rounded_values(tmp_path: Path, mode: dict[str, Any]) -> None:
+    """Also the one that brings the model, and one that joins later; the parameter server steps float32 ones.
+
+    Buffers, and parameters that are frozen, are as they were.
+    """
+    data, models, first = Numbers(400), Models(), {}
+    joined = threading.Event()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        model.register_buffer("mean", torch.full((3,), 1 / 3))
+        model[0].requires_grad_(False)
+        optimizer = session.optimizer(sgd(model), model, averaged=["mean"])
+        first[session.worker] = session.version, values_of(model)
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if session.worker == 0 and session.version == 3:
+                joined.wait(LIMIT)
+        models[session.worker] = model
+
+    checkpoints = tmp_path / "checkpoints"
+    with running_job(
+        tmp_path,
+        checkpoints=checkpoints,
+        parameterServer={"replicas": 2, "bucketBytes": 1024},
+        compression={"values": "bf16"},
+        consistency=mode,
+    ) as job:
+        job.start(0, script)
+        job.until(lambda: job.version >= 3, "version 3")
+        job.start(1, script)
+        job.until(lambda: 1 in first, "worker 1 joins")
+        joined.set()
+        job.join()
+    assert check(read(job.history), Data(len(data), 1), max_staleness=4) == []
+    kept = make_mlp()
+    kept.register_buffer("mean", torch.zeros(3))
+    elastic_ps.load_checkpoint(checkpoints, kept)
+    exact = values_of(kept)
+    rounded = {name: value.bfloat16().float() for name, value in exact.items()}
+    assert not torch.equal(exact["2.weight"], rounded["2.weight"])
+    same = {name for name in exact if name.startswith("0.") or name == "mean"}
+    expected = {name: exact[name] if name in same else rounded[name] for name in exact}
+    for model in models.values():
+        assert_same(values_of(model), expected)
+    begun = values_of(make_mlp())
+    assert first[0][0] == 0
+    for name, value in begun.items():
+        assert torch.equal(first[0][1][name], value if name in same else value.bfloat16().float()), name
+    assert first[1][0] >= 3
+    assert torch.equal(first[1][1]["2.weight"], first[1][1]["2.weight"].bfloat16().float())
+
+
+def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
 
 
 def test_a_codec_that_does_not_exist_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Receives pulled values into the model's memory: as they are, or decoded."""
+
+from __future__ import annotations
+
+from elastic_ps.codec import NONE
+from elastic_ps.codec.base import Codec, unpack
+from elastic_ps.codec.plan import Plan
+from elastic_ps.core.partition import Bucket
+from elastic_ps.errors import Malformed
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Incoming
+from elastic_ps.transport.convert import parts_from_message
+from elastic_ps.worker.model import Flat
+
+
+class Values:
+    """The model's values on their way in. `receive` may be called by one thread for each shard."""
+
+    def __init__(self, flat: Flat, plan: Plan) -> None:
+        self._flat = flat
+        self._plan = plan
+        self._codecs = {b.index: plan.of_values(flat.layout, b) for b in flat.layout.buckets}
+        self._memory: dict[int, bytearray] = {}  # of each shard, for what is encoded
+
+    def receive(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming) -> None:
+        """Write a bucket's values into the model's memory. Blocks until they are there.
+
+        Raises:
+            Malformed: they are encoded in another way than this job's, or do not fit the bucket.
+            ConnectionLost, DeadlineExceeded: the rest does not come; the values are undefined.
+        """
+        codec = self._codecs[bucket.index]
+        theirs, ours = reply.encoded.codec or NONE, NONE if codec is None else self._plan.values
+        if theirs != ours:
+            raise Malformed(
+                f"shard {bucket.shard} sends the values of bucket {bucket.index} as {theirs!r}; this worker "
+                f"expects {ours!r}. All processes of a job need the same spec.compression"
+            )
+        if codec is None:
+            incoming.read_into(self._flat.value_bytes(bucket))
+        else:
+            self._decode(codec, bucket, reply.encoded, incoming)
+
+    def _decode(self, codec: Codec, bucket: Bucket, run: pb.Run, incoming: Incoming) -> None:
+        body = incoming.view()
+        if body is None:
+            body = self._place(bucket.shard, incoming.size)
+            incoming.read_into(body)
+        try:
+            encoded, used = unpack(parts_from_message(run.parts), run.values, body)
+            if used != len(body):
+                raise Malformed(f"{len(body) - used} bytes more than the parts have")
+            codec.decode(encoded, self._flat.value_of(bucket))
+        except Exception as error:
+            what = f"the values of bucket {bucket.index} from shard {bucket.shard} cannot be decoded"
+            raise Malformed(f"{what}: {type(error).__name__}: {error}") from error
+
+    def _place(self, shard: int, nbytes: int) -> memoryview:
+        if len(self._memory.get(shard, b"")) < nbytes:
+            self._memory[shard] = bytearray(nbytes)
+        return memoryview(self._memory[shard])[:nbytes]
