@@ -49,7 +49,8 @@ class Encoder:
     """Encodes the buckets of one step after the other. Thread-safe, but for the same bucket of a step.
 
     Args:
-        worker, seed: with the version and the bucket they give the random numbers.
+        worker, seed: with the bucket, the version, and how many steps the worker has made on that, they give
+            the random numbers.
     """
 
     def __init__(self, layout: Layout, plan: Plan, *, worker: int, seed: int) -> None:
@@ -60,6 +61,8 @@ class Encoder:
         self._left_over: dict[_Place, torch.Tensor] = {}
         self._lock = threading.Lock()
         self._step = -1
+        self._version: int | None = None  # that the step is computed on, once something of it is encoded
+        self._counted = (-1, 0)  # a version, and how many steps that count this worker has made on it
         self._made: dict[int, Payload] = {}  # of this step's buckets
         self._next: dict[_Place, torch.Tensor] = {}  # what this step leaves over
         self._bodies: dict[int, bytearray] = {}  # memory that has been written to is had faster than new one
@@ -67,7 +70,7 @@ class Encoder:
     def begin(self, step: int) -> None:
         """The step with this number begins. The one before is in the model by now, or never will be."""
         with self._lock:
-            self._step = step
+            self._step, self._version = step, None
             self._made.clear()
             self._next.clear()
 
@@ -76,6 +79,13 @@ class Encoder:
         with self._lock:
             self._left_over |= self._next
             self._next.clear()
+            if self._version is not None:
+                self._counted = (self._version, self._before(self._version) + 1)
+
+    def _before(self, version: int) -> int:
+        """How many steps that count this worker has made on the version."""
+        known, steps = self._counted
+        return steps if known == version else 0
 
     def encode(
         self,
@@ -105,10 +115,12 @@ class Encoder:
         with self._lock:
             if step == self._step and bucket.index in self._made:
                 return self._made[bucket.index]
+            before = self._before(version)
         if not _is_encodable(gradient):
             return plain
         random = torch.Generator()
-        digest = hashlib.blake2b(f"{self._who}/{version}/{bucket.index}".encode(), digest_size=8).digest()
+        what = f"{self._who}/{version}/{before}/{bucket.index}"
+        digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
         random.manual_seed(int.from_bytes(digest, "little"))
         packed: list[Packed] = []
         left_over: dict[_Place, torch.Tensor] = {}
@@ -126,7 +138,7 @@ class Encoder:
         payload = self._payload(bucket, runs, packed, present)
         with self._lock:
             if step == self._step:
-                self._made[bucket.index] = payload
+                self._version, self._made[bucket.index] = version, payload
                 self._next |= left_over
         return payload
 

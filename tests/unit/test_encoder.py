@@ -84,6 +84,26 @@ def test_a_step_is_encoded_once() -> None:
     assert worker.push([0.0] * 8, 1)[0] == [0.0] * 8
 
 
+def test_each_step_draws_numbers_of_its_own() -> None:
+    """Of several steps on one version, in mode accumulate, the errors would add up with the same numbers."""
+
+    def bodies(*applied: bool, version: int = 7) -> list[bytes]:
+        worker, made = Worker(plan(codec="int4")), []
+        for step, counts in enumerate(applied):
+            worker.encoder.begin(step)
+            made.append(
+                bytes(worker.push([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8], step, version=version)[1].body)
+            )
+            if counts:
+                worker.encoder.applied()
+        return made
+
+    first, second, third = bodies(True, True, True)
+    assert len({first, second, third}) == 3
+    assert bodies(False, False, True, True) == [first, first, first, second]  # computed again: the same
+    assert bodies(True, version=8) != [first]
+
+
 def test_a_step_that_is_not_made_leaves_nothing_over() -> None:
     """Its records go to others; what was left over before stays."""
     worker = Worker()
