@@ -51,8 +51,9 @@ class Codec(abc.ABC):
 
         Args:
             tensor: flat, float32, on the CPU, finite. Not to be changed.
-            state: empty at first; the codec may keep here what it needs for the same part of the model in
-                the next step. It is lost with the worker.
+            state: empty at first; the codec may put in here what it needs for the same part of the model in
+                the next step. It is kept when this step is in the model, and is as before if it never is; so
+                what is in it must be replaced, not changed in place. It is lost with the worker.
             random: for all random numbers, so that the same step gives the same bytes.
         """
 

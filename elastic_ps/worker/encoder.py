@@ -65,6 +65,7 @@ class Encoder:
         self._counted = (-1, 0)  # a version, and how many steps that count this worker has made on it
         self._made: dict[int, Payload] = {}  # of this step's buckets
         self._next: dict[_Place, torch.Tensor] = {}  # what this step leaves over
+        self._next_states: dict[_Place, dict[str, Any]] = {}
         self._bodies: dict[int, bytearray] = {}  # memory that has been written to is had faster than new one
 
     def begin(self, step: int) -> None:
@@ -73,12 +74,15 @@ class Encoder:
             self._step, self._version = step, None
             self._made.clear()
             self._next.clear()
+            self._next_states.clear()
 
     def applied(self) -> None:
         """The step is in the model, or in the sums that the next version is made of."""
         with self._lock:
             self._left_over |= self._next
+            self._states |= self._next_states
             self._next.clear()
+            self._next_states.clear()
             if self._version is not None:
                 self._counted = (self._version, self._before(self._version) + 1)
 
@@ -124,11 +128,15 @@ class Encoder:
         random.manual_seed(int.from_bytes(digest, "little"))
         packed: list[Packed] = []
         left_over: dict[_Place, torch.Tensor] = {}
+        states: dict[_Place, dict[str, Any]] = {}
         for number, run in enumerate(runs):
             place, own = (bucket.index, number), gradient[run.elements]
             try:
                 with torch.no_grad():
-                    made, rest = self._encode_run(place, run, own, _absent(bucket, run, present), random)
+                    # A step that is never in the model changes no state: the codec gets a copy.
+                    state = states[place] = dict(self._states.get(place, {}))
+                    absent = _absent(bucket, run, present)
+                    made, rest = self._encode_run(place, run, own, absent, state, random)
             except Exception as error:
                 error.add_note(f"The codec {run.name} has failed on a gradient, in bucket {bucket.index}.")
                 raise
@@ -140,15 +148,21 @@ class Encoder:
             if step == self._step:
                 self._version, self._made[bucket.index] = version, payload
                 self._next |= left_over
+                self._next_states |= states
         return payload
 
     def _encode_run(
-        self, place: _Place, run: Run, own: torch.Tensor, absent: Sequence[slice], random: torch.Generator
+        self,
+        place: _Place,
+        run: Run,
+        own: torch.Tensor,
+        absent: Sequence[slice],
+        state: dict[str, Any],
+        random: torch.Generator,
     ) -> tuple[Packed, torch.Tensor | None]:
         """A run's gradient as it travels, and with error feedback what is left over of it."""
         if run.codec is None:
             return Packed((Part("", name_of(own.dtype), run.length),), "", [as_bytes(own)]), None
-        state = self._states.setdefault(place, {})
         if not run.codec.feedback:
             return pack(run.codec.encode(own.to(torch.float32), state, random)), None
         total = self._total(place, own, absent)

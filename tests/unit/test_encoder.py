@@ -104,6 +104,18 @@ def test_each_step_draws_numbers_of_its_own() -> None:
     assert bodies(True, version=8) != [first]
 
 
+def test_a_step_that_is_not_made_changes_no_state() -> None:
+    worker, calls = Worker(plan(codec="tests.unit.test_codecs:Negative")), []
+    for step, counts in enumerate([True, False, False, True, True]):
+        worker.encoder.begin(step)
+        worker.push([1.0] * 8, step)
+        if counts:
+            worker.encoder.applied()
+        (state,) = worker.encoder._states.values()
+        calls.append(state["calls"])
+    assert calls == [1, 1, 1, 2, 3]
+
+
 def test_a_step_that_is_not_made_leaves_nothing_over() -> None:
     """Its records go to others; what was left over before stays."""
     worker = Worker()
