@@ -130,6 +130,20 @@ HUNG_GRACE = timedelta(seconds=15)
 """How long a worker that was declared hung has time to end by itself."""
 
 
+class Traffic(CamelModel):
+    """Bodies of gradients and values that workers have sent and received, and what their codecs cost them."""
+
+    pushed_bytes: int = Field(default=0, description="Of gradients, as they were sent.")
+    pushed_plain_bytes: int = Field(default=0, description="Of the same gradients without a codec.")
+    pulled_bytes: int = Field(default=0, description="Of values, as they were received.")
+    pulled_plain_bytes: int = Field(default=0, description="Of the same values without a codec.")
+    encode_seconds: float = Field(default=0.0, description="How long it took to encode the gradients.")
+    decode_seconds: float = Field(default=0.0, description="How long it took to decode the values.")
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in Traffic.model_fields})
+
+
 class Member(CamelModel):
     """One worker's stay in the job, as the parameter server sees it."""
 
@@ -168,6 +182,10 @@ class Member(CamelModel):
     )
     slowness: float | None = Field(
         default=None, description="This member's stepSeconds divided by the median of all workers."
+    )
+    traffic: Traffic = Field(
+        default_factory=Traffic,
+        description="What this member had sent and received when it ended its last step.",
     )
 
     @property
@@ -220,6 +238,11 @@ class ServerStatus(CamelModel):
         default_factory=list,
         description="All workers that have joined, in the order of joining, also those that are gone.",
     )
+
+    @property
+    def traffic(self) -> Traffic:
+        """What all workers have sent and received, as far as this parameter server knows."""
+        return sum((member.traffic for member in self.members), Traffic())
 
     @property
     def begun(self) -> bool:

@@ -97,6 +97,8 @@ def frame(status: LocalStatus, record: Record | None = None, *, height: int = 10
     parts: list[RenderableType] = [_headline(status), _table(status, rows=max(3, height - 8))]
     if status.server is not None and status.server.ready:
         parts += [_bar(status), _numbers(status, record)]
+        if record is None and (network := words.traffic(status.server.traffic)):
+            parts.append(Text(network, style="dim"))
     return Group(*parts)
 
 

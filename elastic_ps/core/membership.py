@@ -33,6 +33,7 @@ class Stay:
         ended: time at which it was; None for a stay of an earlier term.
         steps, records: what it contributed to the model.
         late: how many steps of it came too late, so that they were made without it; see `BackupRounds`.
+        traffic: what it has sent and received, as it told with its last step: the fields of `status.Traffic`.
         staleness: of its last step that is in the model; see `BoundedRounds`.
         last_step: the worker's own number of the last step of it that is in the model; -1 for none.
         last_begun: of the last step that it has asked to push, where that is asked; -1 for none.
@@ -58,6 +59,7 @@ class Stay:
     call: int = 0
     late: int = 0
     staleness: int = 0
+    traffic: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -45,6 +45,7 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
         "epoch": progress.epoch,
         "duration_seconds": outcome.elapsed.total_seconds(),
         "training_seconds": outcome.record.training_seconds,
+        "traffic": server.traffic.model_dump() if server else None,
         "failures": outcome.status.failures,
         "checkpoints": outcome.status.checkpoints,
         "workers": [

@@ -478,8 +478,18 @@ class Coordinator:
                     return None
                 self.job.changed.wait(min(left, TICK.total_seconds()))  # mutant: equal
 
-    def finish(self, contribution: Contribution, *, version: int, attempt: int) -> bool:
+    def finish(
+        self,
+        contribution: Contribution,
+        *,
+        version: int,
+        attempt: int,
+        traffic: Mapping[str, float] | None = None,
+    ) -> bool:
         """A worker's step is complete on all shards. Returns False if that was known.
+
+        Args:
+            traffic: see `Stay.traffic`.
 
         The call that completes a round commits it and returns when the shards have applied it.
 
@@ -503,6 +513,7 @@ class Coordinator:
             except (LedgerError, InvalidModel) as error:
                 raise Refused(RefusalCode.INVALID, str(error)) from error
             new = state.rounds.finish(contribution, version=version, attempt=attempt)
+            stay.traffic.update(traffic or {})
             if new and not contribution.assigns:
                 state.pace.finished(contribution.incarnation, attempt, self.job.clock())
         self._driver.drive()

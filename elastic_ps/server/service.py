@@ -456,7 +456,10 @@ class Service:
             skipped=ranges_from_message(request.skipped),
             assigns=request.assigns,
         )
-        return self._members.finish(contribution, version=request.version, attempt=request.attempt)
+        traffic = {field.name: value for field, value in request.traffic.ListFields()}
+        return self._members.finish(
+            contribution, version=request.version, attempt=request.attempt, traffic=traffic
+        )
 
     def _heartbeat(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.HeartbeatRequest, incoming.header)

@@ -608,6 +608,7 @@ class JobState:
                 "records",
                 "late",
                 "staleness",
+                "traffic",
                 "reason",
             )
         }

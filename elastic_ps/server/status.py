@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from elastic_ps.core.evaluation import Evaluation
 from elastic_ps.errors import CannotListen
-from elastic_ps.status import ServerStatus
+from elastic_ps.status import ServerStatus, Traffic
 
 REQUEST_TIMEOUT = 10.0
 """Seconds after which a connection that says nothing is closed."""
@@ -124,6 +124,10 @@ def metrics(status: ServerStatus) -> str:
             "evaluations_waiting": ("gauge", "Checkpoints that wait for the evaluator.", evaluation.waiting),
             "evaluations_missed": ("counter", "Checkpoints that were given up.", evaluation.missed),
         }
+    values |= {
+        name: ("counter", f"{field.description} All workers.", getattr(status.traffic, name))
+        for name, field in Traffic.model_fields.items()
+    }
     lines: list[str] = []
     for name, (kind, text, value) in values.items():
         if value is not None:

@@ -345,7 +345,7 @@ class PushRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ..., codec: _Optional[str] = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
 
 class FinishRequest(_message.Message):
-    __slots__ = ("caller", "step", "version", "attempt", "samples", "ranges", "settings", "metrics", "skipped", "assigns")
+    __slots__ = ("caller", "step", "version", "attempt", "samples", "ranges", "settings", "metrics", "skipped", "assigns", "traffic")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -363,6 +363,7 @@ class FinishRequest(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
     ASSIGNS_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     step: int
     version: int
@@ -373,7 +374,24 @@ class FinishRequest(_message.Message):
     metrics: _containers.ScalarMap[str, float]
     skipped: _containers.RepeatedCompositeFieldContainer[Range]
     assigns: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., assigns: bool = ...) -> None: ...
+    traffic: Traffic
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., assigns: bool = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ...) -> None: ...
+
+class Traffic(_message.Message):
+    __slots__ = ("pushed_bytes", "pushed_plain_bytes", "pulled_bytes", "pulled_plain_bytes", "encode_seconds", "decode_seconds")
+    PUSHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_PLAIN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PULLED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PULLED_PLAIN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    pushed_bytes: int
+    pushed_plain_bytes: int
+    pulled_bytes: int
+    pulled_plain_bytes: int
+    encode_seconds: float
+    decode_seconds: float
+    def __init__(self, pushed_bytes: _Optional[int] = ..., pushed_plain_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., pulled_plain_bytes: _Optional[int] = ..., encode_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("caller", "version", "buckets", "attempt", "contributor", "held")

@@ -42,6 +42,7 @@ from elastic_ps.transport.convert import (
     tensors_to_message,
 )
 from elastic_ps.worker.encoder import Payload
+from elastic_ps.worker.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
@@ -190,6 +191,7 @@ class Client:
 
     Attributes:
         stay: the present one, since the last `join`.
+        traffic: of that stay; what each step ends with tells it.
     """
 
     def __init__(
@@ -203,6 +205,7 @@ class Client:
     ) -> None:
         self.worker = worker
         self.stay = Stay(job, worker)
+        self.traffic = Traffic()
         self._instance = instance or uuid.uuid4().hex
         self._calls = itertools.count(1)
         self._pending = 0  # the number of a Take that is to be asked again
@@ -271,6 +274,7 @@ class Client:
                 break
         self.stay = Stay(self.stay.job, self.worker, reply.term, reply.incarnation)
         self._calls, self._pending = itertools.count(1), 0
+        self.traffic.reset()
         return Membership(
             stay=self.stay,
             layout=layout_from_message(reply.layout),
@@ -488,6 +492,7 @@ class Client:
             metrics=ending.metrics,
             skipped=ranges_to_message(ending.skipped),
             assigns=ending.assigns,
+            traffic=self.traffic.counts(),
         )
 
     def assign(self, version: int) -> pb.AssignReply:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,10 @@ from elastic_ps.codec.base import Packed, Part, pack
 from elastic_ps.codec.memory import as_bytes, name_of
 from elastic_ps.codec.plan import Plan, Run
 from elastic_ps.core.partition import Bucket, Layout
+from elastic_ps.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import run_to_message
+from elastic_ps.worker.traffic import Traffic
 
 _Place = tuple[int, int]
 """Index of a bucket, and of a run in it."""
@@ -51,10 +54,22 @@ class Encoder:
     Args:
         worker, seed: with the bucket, the version, and how many steps the worker has made on that, they give
             the random numbers.
+        traffic: counts what is sent.
     """
 
-    def __init__(self, layout: Layout, plan: Plan, *, worker: int, seed: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        plan: Plan,
+        *,
+        worker: int,
+        seed: int,
+        traffic: Traffic | None = None,
+        trace: Trace | None = None,
+    ) -> None:
         self._plan = plan
+        self._traffic = traffic or Traffic()
+        self._trace = trace or Trace(None, "")
         self._runs = {bucket.index: plan.runs(layout, bucket) for bucket in layout.pushed}
         self._who = f"{seed}/{worker}"
         self._states: dict[_Place, dict[str, Any]] = {}
@@ -112,16 +127,38 @@ class Encoder:
             step: its number; what comes of an earlier one than the present is not kept.
             version: that the step is computed on.
         """
+        started = time.monotonic_ns()
+        payload = self._made_before(bucket, step)
+        if payload is None:
+            payload = self._encoded(bucket, gradient, raw, present, step=step, version=version)
+        ended = time.monotonic_ns()
+        size, plain, seconds = len(payload.body), len(raw), 0.0
+        if payload.runs:
+            seconds = (ended - started) / 1e9
+            self._trace.complete("encode", started, ended, bucket=bucket.index, bytes=size, plain=plain)
+        self._traffic.pushed(size, plain=plain, seconds=seconds)
+        return payload
+
+    def _made_before(self, bucket: Bucket, step: int) -> Payload | None:
+        with self._lock:
+            return self._made.get(bucket.index) if step == self._step else None
+
+    def _encoded(
+        self,
+        bucket: Bucket,
+        gradient: torch.Tensor,
+        raw: memoryview,
+        present: Sequence[bool],
+        *,
+        step: int,
+        version: int,
+    ) -> Payload:
         runs = self._runs[bucket.index]
         plain = Payload(raw, present=present)
-        if not runs:
+        if not runs or not _is_encodable(gradient):
             return plain
         with self._lock:
-            if step == self._step and bucket.index in self._made:
-                return self._made[bucket.index]
             before = self._before(version)
-        if not _is_encodable(gradient):
-            return plain
         random = torch.Generator()
         what = f"{self._who}/{version}/{before}/{bucket.index}"
         digest = hashlib.blake2b(what.encode(), digest_size=8).digest()

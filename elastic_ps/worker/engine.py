@@ -142,14 +142,22 @@ class Engine:
         self.schedule = Schedule(optimizer)
         membership = self.member.join(described, self.schedule.current())
         flat = Flat(membership.layout, described.tensors)
-        encoder = Encoder(flat.layout, self._codecs, worker=self.client.worker, seed=self.spec.data.seed)
+        traffic, trace = self.client.traffic, self._trace
+        encoder = Encoder(
+            flat.layout,
+            self._codecs,
+            worker=self.client.worker,
+            seed=self.spec.data.seed,
+            traffic=traffic,
+            trace=trace,
+        )
         self.exchange = Exchange(
             self.client,
             flat,
             self.spec.consistency,
             encoder,
-            Values(flat, self._codecs),
-            trace=self._trace,
+            Values(flat, self._codecs, traffic=traffic, trace=trace),
+            trace=trace,
             history=self._history,
         )
         membership = self._initialise(membership, flat, brought)

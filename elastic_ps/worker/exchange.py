@@ -503,7 +503,9 @@ class Exchange:
                 if not reply.unchanged:
                     self._values.receive(bucket, reply, incoming)
                 now = time.monotonic_ns()
-                self._trace.complete("pull", started, now, bucket=bucket.index, version=reply.version)
+                self._trace.complete(
+                    "pull", started, now, bucket=bucket.index, version=reply.version, bytes=incoming.size
+                )
                 started = now
                 constant = bucket.rule is Rule.CONSTANT
                 self._arrived(bucket.index, pull.generation, version=None if constant else reply.version)

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import time
+
 from elastic_ps.codec import NONE
 from elastic_ps.codec.base import Codec, unpack
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import Malformed
+from elastic_ps.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.convert import parts_from_message
 from elastic_ps.worker.model import Flat
+from elastic_ps.worker.traffic import Traffic
 
 
 class Values:
-    """The model's values on their way in. `receive` may be called by one thread for each shard."""
+    """The model's values on their way in. `receive` may be called by one thread for each shard.
 
-    def __init__(self, flat: Flat, plan: Plan) -> None:
+    Args:
+        traffic: counts what is received.
+    """
+
+    def __init__(
+        self, flat: Flat, plan: Plan, *, traffic: Traffic | None = None, trace: Trace | None = None
+    ) -> None:
         self._flat = flat
+        self._traffic = traffic or Traffic()
+        self._trace = trace or Trace(None, "")
         self._plan = plan
         self._codecs = {b.index: plan.of_values(flat.layout, b) for b in flat.layout.buckets}
         self._memory: dict[int, bytearray] = {}  # of each shard, for what is encoded
@@ -36,16 +48,22 @@ class Values:
                 f"shard {bucket.shard} sends the values of bucket {bucket.index} as {theirs!r}; this worker "
                 f"expects {ours!r}. All processes of a job need the same spec.compression"
             )
+        seconds = 0.0
         if codec is None:
             incoming.read_into(self._flat.value_bytes(bucket))
         else:
-            self._decode(codec, bucket, reply.encoded, incoming)
+            body = incoming.view()
+            if body is None:
+                body = self._place(bucket.shard, incoming.size)
+                incoming.read_into(body)
+            started = time.monotonic_ns()
+            self._decode(codec, bucket, reply.encoded, body)
+            ended = time.monotonic_ns()
+            self._trace.complete("decode", started, ended, bucket=bucket.index, bytes=len(body))
+            seconds = (ended - started) / 1e9
+        self._traffic.pulled(incoming.size, plain=bucket.nbytes, seconds=seconds)
 
-    def _decode(self, codec: Codec, bucket: Bucket, run: pb.Run, incoming: Incoming) -> None:
-        body = incoming.view()
-        if body is None:
-            body = self._place(bucket.shard, incoming.size)
-            incoming.read_into(body)
+    def _decode(self, codec: Codec, bucket: Bucket, run: pb.Run, body: memoryview) -> None:
         try:
             encoded, used = unpack(parts_from_message(run.parts), run.values, body)
             if used != len(body):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,13 @@ def test_the_digits_are_learned(tmp_path: Path, compression: dict[str, Any]) -> 
         for worker in range(2):
             job.start(worker, script)
         job.join()
-        commits = job.commits()
+        commits, counts, steps = job.commits(), job.status().traffic, len(job.commits())
     assert_each_record_once(commits, records=len(training), epochs=12)
+    plain = 4 * sum(p.numel() for p in make_mlp((64, 64, 10)).parameters())
+    assert 2 * plain * steps * 0.99 <= counts.pushed_plain_bytes <= 2 * plain * steps
+    assert counts.pushed_bytes < counts.pushed_plain_bytes / 3
+    assert counts.pulled_bytes == counts.pulled_plain_bytes > 0
+    assert counts.encode_seconds > 0
     assert reached[0] == reached[1]
     assert reached[0] > 0.92
 
@@ -163,8 +169,9 @@ def test_all_workers_compute_on_rounded_values(tmp_path: Path, mode: dict[str, A
     with running_job(
         tmp_path,
         checkpoints=checkpoints,
+        traces=tmp_path / "traces",
         parameterServer={"replicas": 2, "bucketBytes": 1024},
-        compression={"values": "bf16"},
+        compression={"codec": "fp16", "values": "bf16"},
         consistency=mode,
     ) as job:
         job.start(0, script)
@@ -174,6 +181,10 @@ def test_all_workers_compute_on_rounded_values(tmp_path: Path, mode: dict[str, A
         joined.set()
         job.join()
     assert check(read(job.history), Data(len(data), 1), max_staleness=4) == []
+    for name in ("encode", "decode"):
+        spans = [event for event in trace_of(tmp_path / "traces", "worker-1") if event["name"] == name]
+        assert spans
+        assert all(event["args"]["bytes"] > 0 for event in spans)
     kept = make_mlp()
     kept.register_buffer("mean", torch.zeros(3))
     elastic_ps.load_checkpoint(checkpoints, kept)
@@ -190,6 +201,11 @@ def test_all_workers_compute_on_rounded_values(tmp_path: Path, mode: dict[str, A
         assert torch.equal(first[0][1][name], value if name in same else value.bfloat16().float()), name
     assert first[1][0] >= 3
     assert torch.equal(first[1][1]["2.weight"], first[1][1]["2.weight"].bfloat16().float())
+
+
+def trace_of(traces: Path, process: str) -> list[dict[str, Any]]:
+    (file,) = traces.glob(f"{process}-*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

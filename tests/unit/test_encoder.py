@@ -21,6 +21,7 @@ from elastic_ps.server.decoder import AT_A_TIME, Decoder
 from elastic_ps.training import Compression
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.encoder import Encoder, Payload
+from elastic_ps.worker.traffic import Traffic
 from tests.unit.shard_rig import Body
 
 TENSORS = tuple(TensorSpec(name, (4,), "float32", Rule.GRADIENT, 0) for name in ("weight", "bias"))
@@ -38,7 +39,8 @@ class Worker:
 
     def __init__(self, used: Plan | None = None, *, server: Plan | None = None) -> None:
         used = used or plan()
-        self.encoder = Encoder(LAYOUT, used, worker=3, seed=0)
+        self.traffic = Traffic()
+        self.encoder = Encoder(LAYOUT, used, worker=3, seed=0, traffic=self.traffic)
         self.decoder = Decoder(server or used)
 
     def push(
@@ -71,6 +73,20 @@ def test_what_is_not_sent_comes_with_the_next_step() -> None:
     worker.encoder.applied()
     worker.encoder.begin(2)
     assert worker.push([0.0] * 8, 2)[0] == [1, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_what_is_sent_is_counted_also_if_it_is_sent_again() -> None:
+    worker = Worker(plan(codec="bf16"))
+    worker.encoder.begin(0)
+    for _ in range(2):
+        worker.push([1.0] * 8, 0)
+    worker.encoder.begin(1)
+    worker.push([math.nan] * 8, 1)  # it is sent as it is
+    counts = worker.traffic.counts()
+    assert (counts.pushed_bytes, counts.pushed_plain_bytes) == (16 + 16 + 32, 3 * 32)
+    assert counts.encode_seconds > 0
+    worker.traffic.reset()
+    assert worker.traffic.counts() == pb.Traffic()
 
 
 def test_a_step_is_encoded_once() -> None:

@@ -17,6 +17,7 @@ from elastic_ps.server.shard import Pulled
 from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.model import Flat
+from elastic_ps.worker.traffic import Traffic
 from elastic_ps.worker.values import Values
 from tests.unit.shard_rig import Body, Rig
 
@@ -61,7 +62,8 @@ class Model:
 
     def __init__(self, plan: Plan = BF16) -> None:
         self.tensors = [torch.zeros(4, dtype=getattr(torch, t.dtype)) for t in TENSORS]
-        self._values = Values(Flat(LAYOUT, self.tensors), plan)
+        self.traffic = Traffic()
+        self._values = Values(Flat(LAYOUT, self.tensors), plan, traffic=self.traffic)
 
     def receive(self, bucket: int, run: pb.Run | None, body: Body) -> torch.Tensor:
         self._values.receive(LAYOUT.buckets[bucket], pb.PullReply(bucket=bucket, encoded=run), body)
@@ -87,6 +89,9 @@ def test_float32_values_that_are_trained_take_half_the_bytes() -> None:
         else:
             assert sent.run is None
             assert torch.equal(received, exact)
+    counts = model.traffic.counts()
+    assert counts.pulled_plain_bytes - counts.pulled_bytes == THIRDS.nbytes / 2
+    assert counts.decode_seconds > 0
 
 
 @pytest.mark.parametrize("contributor", [True, False])

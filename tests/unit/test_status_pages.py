@@ -64,7 +64,8 @@ def test_a_port_that_is_taken_is_said_in_words(server: StatusServer) -> None:
 def test_metrics_count_what_the_status_says() -> None:
     def member(worker: int, state: str) -> Member:
         fields = {"worker": worker, "incarnation": worker, "pid": 1, "host": "here", "joined_version": 0}
-        return Member.model_validate({**fields, "state": state})
+        traffic = {"pushed_bytes": 100 + worker, "decode_seconds": 0.5}
+        return Member.model_validate({**fields, "state": state, "traffic": traffic})
 
     status = status_of(ready=True).model_copy(
         update={
@@ -85,6 +86,12 @@ def test_metrics_count_what_the_status_says() -> None:
         'elastic_ps_durable_age_seconds{job="job"}': "1.5",
         'elastic_ps_term{job="job"}': "3",
         'elastic_ps_checkpoint_pause_seconds{job="job"}': "0.25",
+        'elastic_ps_pushed_bytes{job="job"}': "303",
+        'elastic_ps_pushed_plain_bytes{job="job"}': "0",
+        'elastic_ps_pulled_bytes{job="job"}': "0",
+        'elastic_ps_pulled_plain_bytes{job="job"}': "0",
+        'elastic_ps_encode_seconds{job="job"}': "0.0",
+        'elastic_ps_decode_seconds{job="job"}': "1.5",
     }, "no loss was reported"
     assert "# TYPE elastic_ps_version counter" in lines
     assert "# TYPE elastic_ps_workers gauge" in lines

@@ -8,7 +8,7 @@ import pytest
 
 from elastic_ps.cli import words
 from elastic_ps.local import LocalStatus
-from elastic_ps.status import Member, Phase, Progress, ServerStatus
+from elastic_ps.status import Member, Phase, Progress, ServerStatus, Traffic
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,24 @@ def test_what_is_on_disk_and_since_when(version: int | None, phase: Phase, text:
     )
     status = LocalStatus.model_construct(phase=phase, server=server)
     assert words.on_disk(status) == text
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ({}, ""),
+        ({"pushed": (2000, 2000), "pulled": (999, 999)}, "2.0 kB of gradients, 999 B of values"),
+        (
+            {"pushed": (25_100_000, 100_000_000), "pulled": (15 * 10**8, 3 * 10**9)},
+            "25.1 MB of gradients (25.1% of plain), 1.5 GB of values (50.0% of plain), "
+            "2.5 s to encode and decode",
+        ),
+    ],
+)
+def test_what_has_gone_over_the_network(counts: dict[str, tuple[int, int]], text: str) -> None:
+    fields: dict[str, Any] = {}
+    for way, (sent, plain) in counts.items():
+        fields |= {f"{way}_bytes": sent, f"{way}_plain_bytes": plain}
+        if sent != plain:
+            fields |= {"encode_seconds": 2.0, "decode_seconds": 0.5}
+    assert words.traffic(Traffic(**fields)) == text
