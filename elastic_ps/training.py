@@ -201,6 +201,11 @@ class Compression(CamelModel):
     rules: list[CompressionRule] = Field(
         default_factory=list, description="Other codecs for some of the parameters, by their names."
     )
+    lossless: Literal["none", "zstd"] = Field(
+        default="none",
+        description="What follows each codec, also none. With zstd, what the codecs of gradients and values "
+        "make is compressed with Zstandard, and nothing is lost by that. It needs the package zstandard.",
+    )
     values: Literal["none", "bf16"] = Field(
         default="none",
         description="How the parameter server sends the model's values to the workers. With none, they are "

@@ -18,7 +18,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("report", "examples", "operator")
+EXTRAS = ("report", "examples", "operator", "zstd")
 NOT_LOWEST = (
     "torch",
     "pytest",

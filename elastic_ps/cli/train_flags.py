@@ -116,7 +116,7 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
     job.add_argument(
         "--compress-grad",
         metavar="CODEC",
-        help="how gradients are sent: none, bf16, int8, topk, ... (default: none)",
+        help="how gradients are sent: none, bf16, int8, topk, ..., or compress, without loss (default: none)",
     )
     job.add_argument("--name", metavar="NAME", help="the job's name (default: of network and data set)")
     # ps_pytorch's flags that change nothing here; the command says so.

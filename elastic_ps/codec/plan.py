@@ -14,6 +14,7 @@ import torch
 from elastic_ps.codec import NONE
 from elastic_ps.codec.base import Codec
 from elastic_ps.codec.builtin import Bf16, Fp16, Int4, Int8, SignSGD, TopK
+from elastic_ps.codec.lossless import Plain, Zstd
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.errors import InvalidJob
 from elastic_ps.process import find_own_modules
@@ -63,12 +64,25 @@ class Plan:
     """
 
     def __init__(self, compression: Compression) -> None:
-        """Raises InvalidJob: a codec does not exist, cannot be imported, or does not take its options."""
-        self.name = compression.codec
-        self._default = make(compression.codec, compression.options)
-        self.values = compression.values
-        self._values = VALUES[compression.values]() if compression.values != NONE else None
-        self._rules = [(rule.match, rule.codec, make(rule.codec, rule.options)) for rule in compression.rules]
+        """Raises InvalidJob: a codec does not exist, cannot be imported, or does not take its options; or the
+        package of the lossless one is not installed.
+        """
+        self._lossless = compression.lossless
+        self.name, self._default = self._followed(
+            compression.codec, make(compression.codec, compression.options)
+        )
+        values = VALUES[compression.values]() if compression.values != NONE else None
+        self.values, self._values = self._followed(compression.values, values)
+        self._rules = [
+            (rule.match, *self._followed(rule.codec, make(rule.codec, rule.options)))
+            for rule in compression.rules
+        ]
+
+    def _followed(self, name: str, codec: Codec | None) -> tuple[str, Codec | None]:
+        """A codec and its name, followed by the lossless one if the job has one."""
+        if self._lossless == NONE:
+            return name, codec
+        return f"{name}+{self._lossless}", Zstd(codec or Plain())
 
     @property
     def encodes(self) -> bool:
@@ -118,6 +132,8 @@ class Plan:
         place = 0
         for index, piece in enumerate(bucket.pieces):
             name, codec = self.of(layout.tensors[piece.tensor].name)
+            if codec is not None and codec.lossless and bucket.dtype == "float64":
+                name, codec = NONE, None  # it would be rounded to float32 before
             first, start, stop = index, place, place + piece.length
             if runs and runs[-1].codec is codec:
                 before = runs.pop()

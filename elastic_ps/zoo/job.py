@@ -79,7 +79,7 @@ def job_of(flags: Flags) -> tuple[dict[str, Any], TrainingJob, list[str]]:
     check_fit(network, dataset)
     name = flags.name or re.sub("[^a-z0-9]+", "-", f"{network.name}-{dataset.name}".lower())
     workers = _workers(flags)
-    codec, notes = _codec(flags.compress_grad)
+    compression = _compression(flags.compress_grad)
     checkpoint: dict[str, Any] = {}
     if flags.eval_freq is not None:
         checkpoint["everyVersions"] = flags.eval_freq
@@ -97,10 +97,10 @@ def job_of(flags: Flags) -> tuple[dict[str, Any], TrainingJob, list[str]]:
         "worker": worker,
         **({"evaluator": _evaluator(flags, what)} if flags.evaluate else {}),
         "consistency": _consistency(flags, workers),
-        **({"compression": {"codec": codec}} if codec else {}),
+        **({"compression": compression} if compression else {}),
     }
     document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec}
-    notes += [f"{flag} changes nothing: {FOREIGN[flag]}" for flag in flags.foreign]
+    notes = [f"{flag} changes nothing: {FOREIGN[flag]}" for flag in flags.foreign]
     return document, parse_job(document, source="elastic-ps train"), notes
 
 
@@ -145,13 +145,14 @@ def _consistency(flags: Flags, workers: int) -> dict[str, Any]:
     return {"mode": mode, **({"backupWorkers": backup} if backup else {})}
 
 
-def _codec(given: str | None) -> tuple[str | None, list[str]]:
-    """The job's codec, None for the default, and what to say about it."""
-    if given is None or given in CODECS or ":" in given:
-        return given, []
+def _compression(given: str | None) -> dict[str, Any]:
+    """The job's `compression`; {} for the default."""
+    if given is None:
+        return {}
     if given == COMPRESS:
-        text = "there is no lossless codec, so gradients are sent as they are"
-        return None, [f"--compress-grad {COMPRESS} changes nothing yet: {text}"]
+        return {"lossless": "zstd"}
+    if given in CODECS or ":" in given:
+        return {"codec": given}
     raise UserError(
         f"--compress-grad is {given!r}; expected one of {', '.join((COMPRESS, *CODECS))}, or module:Class"
     )

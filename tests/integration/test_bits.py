@@ -150,6 +150,17 @@ def test_the_parameter_server_dies_again_and_again(
     assert torch.equal(final_parameters(tmp_path, disturb), undisturbed[1, "SGD"])
 
 
+def test_what_is_compressed_without_loss_has_the_same_bits(
+    undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path
+) -> None:
+    def disturb(job: Job) -> None:
+        _at_version(job, 9)
+        job.restart(0)
+
+    found = final_parameters(tmp_path, disturb, compression={"lossless": "zstd"})
+    assert torch.equal(found, undisturbed[1, "SGD"])
+
+
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 def test_rounded_values_are_the_same_when_the_parameter_server_has_died(
     tmp_path: Path, durability: str

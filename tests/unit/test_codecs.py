@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+import zstandard
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ps.codec.base import Codec, Encoded, Part, pack, unpack
+from elastic_ps.codec.lossless import Plain, Zstd
 from elastic_ps.codec.plan import BUILT_IN, Plan, make
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import InvalidJob, Malformed
@@ -191,6 +194,83 @@ def test_parts_need_not_be_aligned() -> None:
     encoded, used = unpack([Part("a", "uint8", 1), Part("b", "float32", 1)], "", memoryview(bytes(5)))
     assert used == 5
     assert encoded.tensors["b"].tolist() == [0.0]
+
+
+@pytest.mark.parametrize("name", ["none", *BUILT_IN, "tests.unit.test_codecs:Negative"])
+@settings(max_examples=25)
+@given(elements=st.integers(1, 5000), seed=st.integers(0, 1 << 30), zeros=st.booleans())
+def test_zstandard_changes_nothing(name: str, elements: int, seed: int, zeros: bool) -> None:
+    """Of what the codec before it gives back, with the same random numbers."""
+    inner = make(name, {}) or Plain()
+    codec = Zstd(inner)
+    tensor = gradient(elements, seed)
+    if zeros:
+        tensor = tensor.relu()
+    assert torch.equal(through(codec, tensor, seed), through(inner, tensor, seed))
+    kinds = (codec.lossless, codec.unbiased, codec.feedback, codec.error_bound(tensor))
+    assert kinds == (inner.lossless, inner.unbiased, inner.feedback, inner.error_bound(tensor))
+
+
+def test_zstandard_finds_what_is_alike() -> None:
+    """The exponents of float32; half of the elements of a layer after a ReLU."""
+    tensor = gradient(1 << 18, 0)
+    for values, share in ((tensor, 0.87), (tensor.relu(), 0.6)):
+        assert pack(Zstd(Plain()).encode(values, {}, torch.Generator())).nbytes < share * tensor.nbytes
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"values": {"parts": [["values", "float32", 11]], "values": ""}}, "its parts have 44"),
+        ({"values": {"parts": [["values", "float32", 1 << 40]], "values": ""}}, "at most"),
+        ({"values": {"parts": [["values", "float32", -1], ["b", "float32", 11]], "values": ""}}, "at most"),
+        ({"values": {"parts": [["values", "bfloat16", 20]], "values": ""}}, "bfloat16"),
+        ({"values": {"parts": [["values", "float32"]], "values": ""}}, "unpack"),
+        ({"values": {"parts": [["values", "__class__", 1]], "values": ""}}, "__class__"),
+        ({"values": {}}, "parts"),
+        ({"tensors": {"zstd": torch.zeros(30, dtype=torch.uint8)}}, "content size"),
+        ({"tensors": {"zstd": torch.zeros(0, dtype=torch.uint8)}}, "content size"),
+        ({"tensors": {}}, "zstd"),
+    ],
+)
+def test_what_zstandard_did_not_make_is_refused(change: dict[str, Any], words: str) -> None:
+    codec = Zstd(Plain())
+    encoded = codec.encode(gradient(10, 0), {}, torch.Generator())
+    fields = {"tensors": encoded.tensors, "values": encoded.values, **change}
+    with pytest.raises(Exception, match=words):
+        codec.decode(Encoded(**fields), torch.empty(10))
+
+
+def test_a_frame_that_is_cut_off_or_torn_is_refused() -> None:
+    codec = Zstd(Plain())
+    encoded = codec.encode(gradient(1000, 0).relu(), {}, torch.Generator())
+    whole = encoded.tensors["zstd"]
+    for data in (whole[:-10], torch.cat((whole, whole))):
+        with pytest.raises(zstandard.ZstdError):
+            codec.decode(Encoded({"zstd": data}, encoded.values), torch.empty(1000))
+
+
+def test_without_its_package_a_job_with_zstandard_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(InvalidJob, match=r"zstandard, for the workers and for the param.*elastic-ps\[zstd\]"):
+        Plan(Compression(lossless="zstd"))
+    Plan(Compression(codec="int8"))
+
+
+def test_the_lossless_codec_follows_all_others() -> None:
+    """A lossless one leaves float64 alone: codecs get float32."""
+    tensors = tuple(TensorSpec(name, (4,), "float32", Rule.GRADIENT, 0) for name in ("weight", "bias"))
+    pieces = tuple(Piece(tensor=index, start=0, length=4) for index in range(2))
+    buckets = [Bucket(i, 0, dtype, Rule.GRADIENT, pieces) for i, dtype in enumerate(("float32", "float64"))]
+    layout = Layout(tensors, tuple(buckets), 1)
+    rules = [{"match": "bias", "codec": "none"}]
+    spec = {"codec": "int8", "values": "bf16", "lossless": "zstd", "rules": rules}
+    plan = Plan(Compression.model_validate(spec))
+    assert (plan.name, plan.values) == ("int8+zstd", "bf16+zstd")
+    assert [run.name for run in plan.runs(layout, buckets[0])] == ["int8+zstd", "none+zstd"]
+    assert [run.name for run in plan.runs(layout, buckets[1])] == ["int8+zstd", "none"]
+    assert isinstance(plan.of_values(layout, buckets[0]), Zstd)
+    assert plan.of_values(layout, buckets[1]) is None
 
 
 def test_rules_choose_by_the_name_of_the_parameter() -> None:

@@ -125,11 +125,14 @@ def test_pods_get_a_gpu_and_the_data() -> None:
 
 
 def test_a_flag_that_changes_nothing_is_told() -> None:
-    _, _, notes = job_of(Flags(arguments={}, compress_grad="compress", foreign=["--comm-type"]))
-    assert [note.partition(":")[0] for note in notes] == [
-        "--compress-grad compress changes nothing yet",
-        "--comm-type changes nothing",
-    ]
+    _, _, notes = job_of(Flags(arguments={}, foreign=["--comm-type"]))
+    assert [note.partition(":")[0] for note in notes] == ["--comm-type changes nothing"]
+
+
+def test_compress_loses_nothing() -> None:
+    _, job, notes = job_of(Flags(arguments={}, compress_grad="compress"))
+    assert (job.spec.compression.codec, job.spec.compression.lossless) == ("none", "zstd")
+    assert notes == []
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
