@@ -154,7 +154,7 @@ class Consistency(CamelModel):
         return self
 
 
-CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "signsgd")
+CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "signsgd", "powersgd")
 """Names of codecs; a codec of the user's own is named as module:Class."""
 
 CODEC = Annotated[str, AfterValidator(lambda name: _check_codec(name))]
@@ -189,14 +189,15 @@ class Compression(CamelModel):
     codec: CODEC = Field(
         default="none",
         description="How workers encode gradients. With none, they are sent as they are. bf16 and fp16 take "
-        "half the bytes, int8 a quarter, int4 an eighth, signsgd a twentieth, and topk sends only the "
-        "largest ones. With topk and signsgd, what a step does not send is added to the worker's next step. "
+        "half the bytes, int8 a quarter, int4 an eighth, signsgd a twentieth, topk sends only the largest "
+        "ones, and powersgd a matrix of low rank. With the last three, what a step does not send is added to "
+        "the worker's next step. "
         "A codec of your own is named as module:Class.",
     )
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Arguments of the codec: block, the number of elements that share a scale (int8, int4, "
-        "signsgd), or ratio, the share of elements that is sent (topk).",
+        "signsgd); ratio, the share of elements that is sent (topk); rank, the number of columns (powersgd).",
     )
     rules: list[CompressionRule] = Field(
         default_factory=list, description="Other codecs for some of the parameters, by their names."

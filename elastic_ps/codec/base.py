@@ -39,11 +39,21 @@ class Codec(abc.ABC):
         lossless: `decode` gives back exactly what was encoded.
         unbiased: the mean of what `decode` gives back, over the generator's numbers, is what was encoded.
         feedback: what is lost is added to the next step's gradient; for codecs that are biased.
+        by_piece: each parameter is encoded by itself, as a matrix; see `for_matrix`.
     """
 
     lossless = False
     unbiased = False
     feedback = False
+    by_piece = False
+
+    def for_matrix(self, rows: int, columns: int) -> Codec | None:  # noqa: ARG002
+        """With `by_piece`: what encodes a matrix of this shape, whose rows lie one after the other.
+
+        None: it is sent as it is. A row is what one index of the parameter's first dimension selects. Of a
+        parameter that is larger than a bucket, each part is a matrix.
+        """
+        return self
 
     @abc.abstractmethod
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,7 +14,8 @@ from elastic_ps.codec import NONE
 from elastic_ps.codec.base import Codec
 from elastic_ps.codec.builtin import Bf16, Fp16, Int4, Int8, SignSGD, TopK
 from elastic_ps.codec.lossless import Plain, Zstd
-from elastic_ps.core.partition import Bucket, Layout, Rule
+from elastic_ps.codec.powersgd import PowerSGD
+from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import InvalidJob
 from elastic_ps.process import find_own_modules
 from elastic_ps.training import Compression
@@ -27,6 +27,7 @@ BUILT_IN: Mapping[str, type[Codec]] = {
     "int4": Int4,
     "topk": TopK,
     "signsgd": SignSGD,
+    "powersgd": PowerSGD,
 }
 """By the names that `spec.compression` knows, besides `none`."""
 
@@ -34,8 +35,7 @@ VALUES: Mapping[str, type[Codec]] = {"bf16": Bf16}
 """Those of values. The same values always give the same bytes: nothing is drawn, and nothing is kept."""
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """Pieces of a bucket, one after the other, that are encoded together.
 
     Attributes:
@@ -68,15 +68,11 @@ class Plan:
         package of the lossless one is not installed.
         """
         self._lossless = compression.lossless
-        self.name, self._default = self._followed(
-            compression.codec, make(compression.codec, compression.options)
-        )
+        self._default = compression.codec, make(compression.codec, compression.options)
+        self._rules = [(rule.match, rule.codec, make(rule.codec, rule.options)) for rule in compression.rules]
+        self.name, _ = self._followed(*self._default)
         values = VALUES[compression.values]() if compression.values != NONE else None
         self.values, self._values = self._followed(compression.values, values)
-        self._rules = [
-            (rule.match, *self._followed(rule.codec, make(rule.codec, rule.options)))
-            for rule in compression.rules
-        ]
 
     def _followed(self, name: str, codec: Codec | None) -> tuple[str, Codec | None]:
         """A codec and its name, followed by the lossless one if the job has one."""
@@ -87,14 +83,15 @@ class Plan:
     @property
     def encodes(self) -> bool:
         """Whether any gradient is encoded."""
-        return self._default is not None or any(codec is not None for _, _, codec in self._rules)
+        codecs = [self._default[1], *(codec for _, _, codec in self._rules)]
+        return self._lossless != NONE or any(codec is not None for codec in codecs)
 
     def of(self, tensor: str) -> tuple[str, Codec | None]:
         """The codec of a tensor with this name: the one of the first rule that matches."""
         for match, name, codec in self._rules:
             if fnmatchcase(tensor, match):
                 return name, codec
-        return self.name, self._default
+        return self._default
 
     @property
     def encodes_values(self) -> bool:
@@ -131,16 +128,27 @@ class Plan:
         runs: list[Run] = []
         place = 0
         for index, piece in enumerate(bucket.pieces):
-            name, codec = self.of(layout.tensors[piece.tensor].name)
-            if codec is not None and codec.lossless and bucket.dtype == "float64":
-                name, codec = NONE, None  # it would be rounded to float32 before
+            name, codec = self._of_piece(layout.tensors[piece.tensor], piece, bucket)
             first, start, stop = index, place, place + piece.length
-            if runs and runs[-1].codec is codec:
+            if runs and (runs[-1].name, runs[-1].codec) == (name, codec):
                 before = runs.pop()
                 first, start = before.pieces.start, before.elements.start
             runs.append(Run(name, codec, slice(first, index + 1), slice(start, stop)))
             place = stop
+        if bucket.dtype != "float64":
+            runs = [Run(*self._followed(*run[:2]), *run[2:]) for run in runs]
         return runs if any(run.codec is not None for run in runs) else []
+
+    def _of_piece(self, tensor: TensorSpec, piece: Piece, bucket: Bucket) -> tuple[str, Codec | None]:
+        """The codec of a piece of a parameter, before the lossless one."""
+        name, codec = self.of(tensor.name)
+        if codec is not None and codec.by_piece:
+            rows, rest = divmod(piece.length, tensor.row)
+            codec = codec.for_matrix(rows, tensor.row) if not rest else None
+        exact = codec is not None and codec.lossless
+        if codec is None or (exact and bucket.dtype == "float64"):  # codecs get float32
+            return NONE, None
+        return name, codec
 
 
 def make(name: str, options: Mapping[str, Any]) -> Codec | None:

@@ -73,6 +73,7 @@ def _of_the_end(commits: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"codec": "int8"},
         {"codec": "topk", "options": {"ratio": 0.05}},
         {"codec": "signsgd", "rules": [{"match": "*.bias", "codec": "none"}]},
+        {"codec": "powersgd", "options": {"rank": 2}, "lossless": "zstd"},
     ],
     ids=lambda compression: compression["codec"],
 )
@@ -101,7 +102,7 @@ def test_the_digits_are_learned(tmp_path: Path, compression: dict[str, Any]) -> 
     plain = 4 * sum(p.numel() for p in make_mlp((64, 64, 10)).parameters())
     assert 2 * plain * steps * 0.99 <= counts.pushed_plain_bytes <= 2 * plain * steps
     assert counts.pushed_bytes < counts.pushed_plain_bytes / 3
-    assert counts.pulled_bytes == counts.pulled_plain_bytes > 0
+    assert 0 < counts.pulled_bytes <= counts.pulled_plain_bytes
     assert counts.encode_seconds > 0
     assert reached[0] == reached[1]
     assert reached[0] > 0.92

@@ -20,7 +20,7 @@ from elastic_ps.errors import InvalidJob, Malformed
 from elastic_ps.training import CODECS, Compression
 
 SHARE = {"bf16": 0.5, "fp16": 0.5, "int8": 0.27, "int4": 0.15, "topk": 0.021, "signsgd": 0.048}
-"""Of the plain bytes, at most, in a large tensor."""
+"""Of the plain bytes, at most, in a large tensor. Those that encode any tensor; `powersgd` needs a matrix."""
 
 
 class Negative(Codec):
@@ -60,10 +60,10 @@ def gradient(elements: int, seed: int, scale: float = 1.0) -> torch.Tensor:
 
 def test_all_names_are_known() -> None:
     assert set(CODECS) == {"none", *BUILT_IN}
-    assert set(SHARE) == set(BUILT_IN)
+    assert {*SHARE, "powersgd"} == set(BUILT_IN)
 
 
-@pytest.mark.parametrize("name", [*BUILT_IN, "tests.unit.test_codecs:Negative"])
+@pytest.mark.parametrize("name", [*SHARE, "tests.unit.test_codecs:Negative"])
 @given(
     elements=st.integers(1, 5000),
     seed=st.integers(0, 1 << 30),
@@ -112,8 +112,7 @@ def test_zeros_stay_zeros(name: str) -> None:
 
 def test_what_is_left_over_comes_in_the_end() -> None:
     """With error feedback the sum of what was sent is the sum of the gradients, but for the last rest."""
-    for name in ("topk", "signsgd"):
-        codec = make(name, {})
+    for codec in (make("topk", {}), make("signsgd", {}), powersgd(25, 20)):
         assert codec is not None
         assert codec.feedback
         sent, rest, total = torch.zeros(500), torch.zeros(500), torch.zeros(500)
@@ -137,6 +136,8 @@ def test_what_is_left_over_comes_in_the_end() -> None:
         ("int8", {"block": 3}, ["block is 3"]),
         ("int8", {"block": "a"}, ["block"]),
         ("signsgd", {"block": 12}, ["multiple of 8"]),
+        ("powersgd", {"rank": 0}, ["rank is 0", "from 1 to 1024"]),
+        ("powersgd", {"rank": 1.5}, ["rank is 1.5"]),
         ("no.such.module:Codec", {}, ["no.such.module:Codec", "cannot be imported", "parameter server"]),
         ("tests.unit.test_codecs:Nobody", {}, ["Nobody", "cannot be imported"]),
         ("tests.unit.test_codecs:through", {}, ["no subclass"]),
@@ -162,15 +163,19 @@ def test_a_codec_that_cannot_be_is_refused(name: str, options: dict[str, Any], w
         ("topk", {"places": torch.tensor([-1], dtype=torch.int32)}),
         ("topk", {"values": torch.zeros(2), "places": torch.zeros(2, dtype=torch.int32)}),
         ("signsgd", {"signs": torch.zeros(9, dtype=torch.uint8)}),
+        ("powersgd", {"p": torch.zeros(4)}),
+        ("powersgd", {"q": torch.zeros(5, dtype=torch.float64)}),
+        ("powersgd", {"other": torch.zeros(5)}),
     ],
 )
 def test_what_does_not_fit_is_not_decoded(name: str, change: dict[str, torch.Tensor]) -> None:
-    codec = make(name, {})
+    codec = make(name, {"rank": 1} if name == "powersgd" else {})
+    codec = codec.for_matrix(2, 5) if codec is not None and codec.by_piece else codec
     assert codec is not None
     encoded = codec.encode(torch.ones(10), {}, torch.Generator())
     tensors = {**encoded.tensors, **change}
     if "other" in change:
-        del tensors["values"]
+        del tensors["values" if name != "powersgd" else "q"]
     with pytest.raises((ValueError, KeyError, RuntimeError)):
         codec.decode(Encoded(tensors, encoded.values), torch.empty(10))
 
@@ -196,7 +201,75 @@ def test_parts_need_not_be_aligned() -> None:
     assert encoded.tensors["b"].tolist() == [0.0]
 
 
-@pytest.mark.parametrize("name", ["none", *BUILT_IN, "tests.unit.test_codecs:Negative"])
+def powersgd(rows: int, columns: int, rank: int = 2) -> Codec:
+    codec = make("powersgd", {"rank": rank})
+    assert codec is not None
+    own = codec.for_matrix(rows, columns)
+    assert own is not None
+    return own
+
+
+@given(
+    rows=st.integers(5, 60),
+    columns=st.integers(5, 60),
+    seed=st.integers(0, 1 << 30),
+    scale=st.sampled_from([1e-40, 1e-20, 1.0, 1e30]),
+)
+def test_a_matrix_of_low_rank_arrives_as_it_is(rows: int, columns: int, seed: int, scale: float) -> None:
+    """Any other one loses a part of itself."""
+    codec = powersgd(rows, columns)
+    low = gradient(rows * 2, seed).view(rows, 2) @ gradient(columns * 2, seed + 1).view(2, columns)
+    for matrix, exact in ((low.view(-1), True), (gradient(rows * columns, seed), False)):
+        tensor = matrix * scale
+        result = through(codec, tensor, seed)
+        lost = float((result.double() - tensor.double()).norm() / tensor.double().norm())
+        assert lost < (1e-3 if exact else 1 + 1e-3)
+        assert float((result - tensor).abs().max()) <= codec.error_bound(tensor) * (1 + 1e-3)
+    assert not through(codec, torch.zeros(rows * columns), seed).any()
+
+
+def test_each_step_begins_where_the_one_before_has_ended() -> None:
+    """Of the same gradient the part that arrives grows to the largest that the rank can hold."""
+    tensor = gradient(40 * 30, 0)
+    best = float(torch.linalg.svdvals(tensor.view(40, 30))[2:].norm())
+    codec, random = powersgd(40, 30), torch.Generator()
+    lost, state = [], dict[str, Any]()
+    for _ in range(60):
+        before = state.get("q")
+        kept = before.clone() if before is not None else torch.empty(0)
+        out = torch.empty_like(tensor)
+        codec.decode(codec.encode(tensor, state, random), out)
+        lost.append(float((out - tensor).norm()))
+        assert before is None or torch.equal(before, kept)  # it is replaced: the step may be void
+        if not len(lost) % 20:
+            codec.encode(torch.zeros_like(tensor), state, random)  # a step without a gradient changes nothing
+    assert lost[0] > 1.02 * best
+    assert lost[-1] < 1.005 * best
+
+
+def test_powersgd_takes_each_matrix_by_itself() -> None:
+    """Biases and small matrices are sent as they are, in one run with their neighbours."""
+    shapes = {"a.weight": (40, 30), "a.bias": (40,), "b.bias": (30,), "c.weight": (20, 4, 5), "tiny": (3, 3)}
+    tensors = tuple(TensorSpec(name, shape, "float32", Rule.GRADIENT, 0) for name, shape in shapes.items())
+    pieces = [Piece(index, 0, tensor.elements) for index, tensor in enumerate(tensors)]
+    pieces[0] = Piece(0, 30 * 10, 30 * 20)  # a tensor that is larger than a bucket
+    layout = Layout(tensors, (Bucket(0, 0, "float32", Rule.GRADIENT, tuple(pieces)),), 1)
+    for lossless, after in (("none", ""), ("zstd", "+zstd")):
+        spec = {"codec": "powersgd", "options": {"rank": 2}, "lossless": lossless}
+        runs = Plan(Compression.model_validate(spec)).runs(layout, layout.buckets[0])
+        assert [(run.name, run.length) for run in runs] == [
+            (f"powersgd{after}", 600),
+            (f"none{after}", 70),
+            (f"powersgd{after}", 400),
+            (f"none{after}", 9),
+        ]
+        if not after:
+            first = runs[0].codec
+            assert first is not None
+            assert pack(first.encode(gradient(600, 0), {}, torch.Generator())).nbytes == 2 * (20 + 30) * 4
+
+
+@pytest.mark.parametrize("name", ["none", *SHARE, "tests.unit.test_codecs:Negative"])
 @settings(max_examples=25)
 @given(elements=st.integers(1, 5000), seed=st.integers(0, 1 << 30), zeros=st.booleans())
 def test_zstandard_changes_nothing(name: str, elements: int, seed: int, zeros: bool) -> None:
