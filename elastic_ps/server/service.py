@@ -6,6 +6,7 @@ what somebody has to ask it: shard 0 gives orders, so it takes none, and no work
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
@@ -456,7 +457,8 @@ class Service:
             skipped=ranges_from_message(request.skipped),
             assigns=request.assigns,
         )
-        traffic = {field.name: value for field, value in request.traffic.ListFields()}
+        told = request.traffic.ListFields()
+        traffic = {field.name: value for field, value in told if math.isfinite(value)}
         return self._members.finish(
             contribution, version=request.version, attempt=request.attempt, traffic=traffic
         )

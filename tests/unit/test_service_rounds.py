@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -103,3 +104,15 @@ def test_a_pull_is_told_when_the_round_has_started_again() -> None:
         other.push(0, 1)
         other.ask(pb.GoneRequest(job="job", worker=1, instance=other.instance))
         assert worker.pull(2, contributor=True, attempt=0)[-1][0].attempt == 1
+
+
+def test_what_a_worker_has_sent_is_told_with_its_steps() -> None:
+    """What is no number is left out."""
+    with serving(environment()) as (listener, server):
+        worker = Worker(listener)
+        worker.start()
+        counts = pb.Traffic(pushed_bytes=16, pushed_plain_bytes=64, encode_seconds=math.nan)
+        worker.push(0, 0, finish=worker.finishing(0, worker.take(), traffic=counts))
+        status = server.status()
+        assert [member.traffic.pushed_bytes for member in status.members] == [16]
+        assert (status.traffic.pushed_plain_bytes, status.traffic.encode_seconds) == (64, 0.0)
