@@ -41,7 +41,7 @@ class Pair:
         self.layout, self.optimizer, self.version = layout, optimizer, 0
         self.standby = self._node(None)
         self._listener = InprocServer()
-        self._service = Service("job", self.standby, None)
+        self._service = Service("job", self.standby, None, standby=True)
         self._listener.serve(self._serve)
         self.connection = connect(self._listener)
         self.follower = Follower(RemoteShard("job", self.connection, start=timedelta(0)))
