@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
@@ -41,21 +42,62 @@ OPTIONS = (
     ModeOption("reads", "async"),
     ModeOption("staleness_scale", "async"),
     ModeOption("gradients", "accumulate", "the number of steps that each version is made of"),
+    ModeOption("steps", "local", "the number of steps that a worker makes by itself between two exchanges"),
+    ModeOption("outer", "local"),
+    ModeOption("outer_learning_rate", "local"),
+    ModeOption("outer_momentum", "local"),
 )
 """The fields of `Consistency` that belong to one mode. The CRD has its rules from here."""
+
+
+class OuterRule(NamedTuple):
+    """How the parameter server makes a version out of what the workers' local steps have changed.
+
+    It is a step of `torch.optim.SGD` whose gradient is the values that a worker began with less those that it
+    has come to, as the mean over the workers of a version.
+
+    Attributes:
+        learning_rate, momentum: of that step, unless the job says otherwise; Nesterov's if there is momentum.
+        waits: a version is made of all workers' exchanges; else each exchange makes one.
+        elastic: a worker keeps its own values, and both they and the job's move towards each other.
+        options: what the job may say otherwise.
+    """
+
+    learning_rate: float
+    momentum: float = 0.0
+    waits: bool = True
+    elastic: bool = False
+    options: tuple[str, ...] = ("outer_learning_rate",)
+
+
+OUTER_RULES: Mapping[str, OuterRule] = {
+    "diloco": OuterRule(0.7, 0.9, options=("outer_learning_rate", "outer_momentum")),
+    "average": OuterRule(1.0, options=()),
+    "easgd": OuterRule(0.25, waits=False, elastic=True),
+    "downpour": OuterRule(1.0, waits=False),
+}
+"""The outer rules of mode `local`; diloco if the job names none.
+
+diloco: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", with the
+outer rates that they found best. average: the mean of the workers' values, as in McMahan et al. 2017,
+"Communication-Efficient Learning of Deep Networks from Decentralized Data". easgd: Zhang et al. 2015, "Deep
+learning with Elastic Averaging SGD", algorithm 1. downpour: Dean et al. 2012, "Large Scale Distributed Deep
+Networks".
+"""
 
 
 class Consistency(CamelModel):
     """When gradients become a new version of the model."""
 
-    mode: Literal["sync", "bounded", "accumulate", "async"] = Field(
+    mode: Literal["sync", "bounded", "accumulate", "async", "local"] = Field(
         default="sync",
         description="With sync, each version is made of one step of every worker, so fast workers wait for "
         "slow ones. With bounded, a version is made as soon as one worker has finished a step. A slow "
         "worker's step goes into a later version, and maxStaleness limits how much later. With accumulate, "
         "each version is made of a fixed number of steps, from whichever workers have them; see gradients. "
         "With async, each step makes a version as soon as it is there, however old the version is that it "
-        "was computed on.",
+        "was computed on. With local, workers make steps by themselves, with the script's optimizer, and "
+        "exchange what came of it now and then; see steps and outer.",
     )
     max_staleness: int | None = Field(
         default=None,
@@ -84,6 +126,35 @@ class Consistency(CamelModel):
         "divided by one more than its staleness: a step that is 3 versions old is made with a quarter of the "
         "rate.",
     )
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode local, and needed there: how many steps a worker makes by itself between "
+        "two exchanges. An exchange before the data runs out, or before the worker leaves, has fewer.",
+    )
+    outer: Literal["diloco", "average", "easgd", "downpour"] | None = Field(
+        default=None,
+        description="Only with mode local; diloco if unset. What the parameter server makes of the workers' "
+        "exchanges. With diloco, the mean of their changes is the gradient of a step with Nesterov momentum. "
+        "With average, a version is the mean of their values. Both wait for all workers. With downpour, "
+        "each worker's change is added when it comes. With easgd, a worker keeps its own values, and at each "
+        "exchange they and the job's are drawn together.",
+    )
+    outer_learning_rate: float | None = Field(
+        default=None,
+        ge=0.0001,
+        le=100,
+        description="Only with mode local, and not with outer average: the share of the workers' change that "
+        "becomes part of the job's values. 0.7 if unset with diloco, 1 with downpour; with easgd it is the "
+        "share of their distance by which both sides move, 0.25 if unset, and 1 at most.",
+    )
+    outer_momentum: float | None = Field(
+        default=None,
+        ge=0,
+        le=0.9999,
+        description="Only with mode local and outer diloco: the Nesterov momentum of the outer step; 0.9 if "
+        "unset.",
+    )
     deterministic: bool = Field(
         default=False,
         description="With true, two runs of the job give the same model, bit for bit. Each worker has a "
@@ -101,7 +172,24 @@ class Consistency(CamelModel):
     @property
     def waits_for_all(self) -> bool:
         """Whether each version is made of the steps of all workers that compute."""
-        return self.mode == "sync" and not self.backup_workers
+        return (self.mode == "sync" and not self.backup_workers) or (
+            self.mode == "local" and self.outer_rule.waits
+        )
+
+    @property
+    def each_alone(self) -> bool:
+        """Whether each worker's step or exchange makes a version by itself when it comes."""
+        return self.mode == "async" or (self.mode == "local" and not self.outer_rule.waits)
+
+    @property
+    def outer_rule(self) -> OuterRule:
+        """In mode `local`, what the parameter server does, with the job's own numbers."""
+        rule = OUTER_RULES[self.outer or "diloco"]
+        rate, momentum = self.outer_learning_rate, self.outer_momentum
+        return rule._replace(
+            learning_rate=rule.learning_rate if rate is None else rate,
+            momentum=rule.momentum if momentum is None else momentum,
+        )
 
     @property
     def may_be_late(self) -> bool:
@@ -111,22 +199,22 @@ class Consistency(CamelModel):
     @property
     def may_be_stale(self) -> bool:
         """Whether a step may go into a later version than the one after that it was computed on."""
-        return self.mode in ("bounded", "async")
+        return self.mode == "bounded" or self.each_alone
 
     @property
     def most_stale(self) -> float:
         """The most versions that may be made between the one of a step and the one that it goes into."""
-        return math.inf if self.mode == "async" else self.max_staleness or 0
+        return math.inf if self.each_alone else self.max_staleness or 0
 
     @property
     def reads_one_version(self) -> bool:
         """Whether no version is made while a worker reads the one that it is to compute on."""
-        return self.waits_for_all or (self.mode == "async" and self.reads != "inconsistent")
+        return self.waits_for_all or (self.each_alone and self.reads != "inconsistent")
 
     @property
     def may_assign(self) -> bool:
         """Whether a script may assign the model's values (`session.assign`)."""
-        return self.waits_for_all and not self.deterministic
+        return self.mode == "sync" and self.waits_for_all and not self.deterministic
 
     @model_validator(mode="after")
     def _check_options(self) -> Consistency:
@@ -142,6 +230,24 @@ class Consistency(CamelModel):
         other = "backupWorkers" if self.backup_workers else "deterministic" if self.deterministic else ""
         if self.mode != "sync" and other:
             raise ValueError(f"{other} works only with mode sync; leave it out, or set mode: sync")
+        return self
+
+    @model_validator(mode="after")
+    def _check_outer(self) -> Consistency:
+        outer = self.outer or "diloco"
+        for name in ("outer_learning_rate", "outer_momentum"):
+            value = getattr(self, name)
+            if value is not None and name not in OUTER_RULES[outer].options:
+                takes = " or ".join(known for known, rule in OUTER_RULES.items() if name in rule.options)
+                raise ValueError(
+                    f"{to_camel(name)} {value:g} has no meaning with outer {outer}; leave it out, or set "
+                    f"outer: {takes}"
+                )
+        if self.outer_rule.elastic and self.outer_rule.learning_rate > 1:
+            raise ValueError(
+                f"outerLearningRate {self.outer_learning_rate:g} would move a worker and the job past each "
+                "other; with outer easgd it is at most 1"
+            )
         return self
 
     @model_validator(mode="after")

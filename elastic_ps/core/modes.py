@@ -16,6 +16,7 @@ ROUNDS: Mapping[str, Callable[[Consistency], SyncRounds]] = {
     "bounded": lambda c: BoundedRounds(max_staleness=c.max_staleness or 1),
     "async": lambda c: AsyncRounds(consistent=c.reads != "inconsistent"),
     "accumulate": lambda c: AccumulateRounds(wanted=c.gradients or 1),
+    "local": lambda c: SyncRounds() if c.waits_for_all else AsyncRounds(),  # a step is an exchange
 }
 
 

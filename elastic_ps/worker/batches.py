@@ -8,9 +8,20 @@ without one is skipped when a step is made with later ones, or when the loop end
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from elastic_ps.core.ledger import Range
+
+
+class _Kept(NamedTuple):
+    """What a step was made with that the parameter server does not know of."""
+
+    ranges: list[Range]
+    metrics: dict[str, Any]
+
+    @property
+    def records(self) -> int:
+        return sum(r.records for r in self.ranges)
 
 
 class Batches:
@@ -28,11 +39,12 @@ class Batches:
         self._open: list[list[Range]] = []  # batches that no backward() has run for
         self._new = 0  # how many of the last of these were handed out since the last backward()
         self._computed: list[Range] = []
+        self._kept: list[_Kept] = []
         self._skipped: list[Range] = []
         self._metrics: dict[str, Any] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._open or self._computed)
+        return bool(self._open or self._computed or self._kept)
 
     @property
     def undecided(self) -> bool:
@@ -48,6 +60,11 @@ class Batches:
     def computed(self) -> tuple[Range, ...]:
         """The records that the next step is computed on, as far as it is."""
         return tuple(self._computed)
+
+    @property
+    def kept(self) -> bool:
+        """Whether this worker has made steps by itself that the parameter server does not know of."""
+        return bool(self._kept)
 
     @property
     def skipped(self) -> tuple[Range, ...]:
@@ -117,6 +134,24 @@ class Batches:
         """These records are skipped without being handed to the script."""
         self._skipped += ranges
 
+    def keep(self) -> None:
+        """This worker has made a step by itself with what was computed."""
+        self._kept.append(_Kept(self._computed, self._metrics))
+        self._computed, self._metrics = [], {}
+
+    def gather(self) -> None:
+        """What was kept is what the next step is computed on. Its loss is the mean over the records.
+
+        Waits for the device that computes the losses.
+        """
+        losses = [(float(k.metrics["loss"]), k.records) for k in self._kept if "loss" in k.metrics]
+        for kept in self._kept:
+            self._computed += kept.ranges
+            self._metrics |= kept.metrics
+        if losses:
+            self._metrics["loss"] = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+        self._kept = []
+
     def told(self) -> None:
         """The parameter server knows what was skipped."""
         self._skipped = []
@@ -133,11 +168,13 @@ class Batches:
     def forget(self, *, lost: bool = False) -> None:
         """They go to others; `lost`: without the script's doing."""
         self._open, self._computed, self._skipped, self._metrics, self._new = [], [], [], {}, 0
+        self._kept = []
         self.lost = lost
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Keep these values, numbers or tensors with one element, for the step."""
-        self._metrics.update({k: v.detach() if hasattr(v, "detach") else v for k, v in metrics.items()})
+        step = self._kept[-1].metrics if self._kept and not (self._open or self._computed) else self._metrics
+        step.update({k: v.detach() if hasattr(v, "detach") else v for k, v in metrics.items()})
 
     def metrics(self) -> dict[str, float]:
         """What was reported. Waits for the device that computes it."""

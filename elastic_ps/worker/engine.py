@@ -55,6 +55,22 @@ class LocalGradients(Protocol):
         """Whether there are some, though backward() never made any: the script assigns them."""
 
 
+class LocalTraining(Protocol):
+    """The steps that this worker makes by itself.
+
+    Attributes:
+        made: how many since the last exchange.
+    """
+
+    made: int
+
+    def exchange(self) -> None:
+        """Push what they have changed, and pull the version that it becomes part of. Blocks."""
+
+    def void(self) -> None:
+        """They count for nothing."""
+
+
 class Engine:
     """Drives one worker. Belongs to the training thread, except `begin_step` and `ready`.
 
@@ -72,6 +88,7 @@ class Engine:
         iterating: a script is in a loop over a loader.
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
         gradients: the model's, from `session.optimizer` on.
+        local: in mode `local`, from there on.
         entered: whether the model has been given to the job, or has got the job's values.
         in_batch: the script computes on a batch, as far as is known.
         at_close: called when this worker leaves.
@@ -90,6 +107,7 @@ class Engine:
         self.over = False
         self.chief = False
         self.gradients: LocalGradients
+        self.local: LocalTraining | None = None
         self.entered = False
         self.in_batch = False
         self.at_close: list[Callable[[], object]] = []
@@ -118,6 +136,11 @@ class Engine:
         return self.exchange.version if self.exchange else 0
 
     @property
+    def local_steps(self) -> int:
+        """How many steps this worker has made by itself since the last exchange, in mode `local`."""
+        return self.local.made if self.local else 0
+
+    @property
     def in_step(self) -> bool:
         """Whether a step has begun that has not ended, as far as the parameter server knows."""
         return self._abandoned or (self.exchange is not None and self.exchange.under_way is not None)
@@ -139,9 +162,10 @@ class Engine:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
             ConnectionLost: no parameter server answers.
         """
-        self.schedule = Schedule(optimizer)
+        local = self.spec.consistency.mode == "local"
+        self.schedule = Schedule(optimizer, own=local)
         membership = self.member.join(described, self.schedule.current())
-        flat = Flat(membership.layout, described.tensors)
+        flat = Flat(membership.layout, described.tensors, stepped_here=local)
         traffic, trace = self.client.traffic, self._trace
         encoder = Encoder(
             flat.layout,
@@ -224,6 +248,7 @@ class Engine:
         """Between two batches: where a worker that was asked to leave does so. Raises Drained."""
         self.in_batch = False
         if self.member.draining and not self.in_step:
+            self.exchange_steps()
             self.close()
             raise Drained
 
@@ -246,7 +271,8 @@ class Engine:
         if self.batches:
             self.batches.report(metrics)
         else:
-            self.client.report({key: float(value) for key, value in metrics.items()})
+            plain = {k: v.detach() if hasattr(v, "detach") else v for k, v in metrics.items()}
+            self.client.report({key: float(value) for key, value in plain.items()})
 
     def optimizer_state(self) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:
         """The entries of the optimizer's state on all shards, with their bytes. Blocks."""
@@ -263,6 +289,10 @@ class Engine:
 
     def begin_step(self) -> None:
         """The first gradient of a step is there. Raises UsageError if it belongs to no batch."""
+        self._require_batch()
+        self._begin()
+
+    def _require_batch(self) -> None:
         if self.batches.undecided and not self.batches.computed:
             self.batches.compute_all()  # gradients that no backward() made
         if not self.batches.computed and self.batches.given_back:
@@ -276,8 +306,10 @@ class Engine:
                 "this step's batch did not come from session.loader(...), so its records cannot be counted. "
                 "Iterate over session.loader(...), and pass it your data set or DataLoader"
             )
-        exchange = self._exchange()
         self.schedule.check()
+
+    def _begin(self) -> None:
+        exchange = self._exchange()
         self._phases.backward()
         base = exchange.version
         step = Step(
@@ -346,6 +378,50 @@ class Engine:
                 self.schedule.step_made(settings, self._in_force())
         if self._stopping:
             self.stop_computing()
+
+    # --- steps that this worker makes by itself, in mode `local`
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the script has left the loop over the loader, and makes a last step with what it has."""
+        return self._stopping
+
+    def keep_step(self) -> None:
+        """The script's own optimizer has made a step. Raises UsageError if it belongs to no batch."""
+        self._require_batch()
+        self._note_skipped(self.batches.decide(keep_new=True))
+        self.batches.keep()
+
+    def refresh(self) -> bool:
+        """Pull the newest version. Blocks. False: this worker had to join again."""
+        exchange = self._exchange()
+        try:
+            exchange.fetch(exchange.version, contributor=False)
+        except Refused as refusal:
+            if not expelled(refusal):
+                raise
+            self._come_back(refusal)
+            return False
+        return True
+
+    def begin_exchange(self) -> None:
+        """All steps since the last exchange are one for the parameter server."""
+        self.batches.gather()
+        self._begin()
+
+    def exchange_steps(self) -> None:
+        """If this worker has made steps by itself, see `LocalTraining.exchange`."""
+        if self.local is not None:
+            self.local.exchange()
+
+    def forget(self) -> None:
+        """What the script has in hand goes to others."""
+        self.batches.forget()
+        self._void_steps()
+
+    def _void_steps(self) -> None:
+        if self.local is not None:
+            self.local.void()
 
     def _leave_step(self) -> None:
         """Forget the step under way, and tell the parameter server at the next occasion.
@@ -487,6 +563,7 @@ class Engine:
         self._steps += 1
         self._abandoned = False
         self.batches.forget(lost=True)
+        self._void_steps()
 
     # --- records
 
@@ -598,11 +675,12 @@ class Engine:
         self.in_batch = False
         self._stopping = bool(self.batches.computed)
         if self._computing and not self._closed and not self._stopping:
+            self.exchange_steps()
             self._computing = False
             try:
                 self.client.release(abandoned=self.in_step)
                 self._abandoned = False
-                self.batches.forget()
+                self.forget()
             except Refused as refusal:
                 if not expelled(refusal):
                     raise

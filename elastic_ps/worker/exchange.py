@@ -111,7 +111,7 @@ class Exchange:
         self._flat = flat
         self._may_be_stale = consistency.may_be_stale
         self._may_be_late = consistency.may_be_late
-        self._holds_up = consistency.mode == "async" and consistency.reads_one_version
+        self._holds_up = consistency.each_alone and consistency.reads_one_version
         self._accumulates = consistency.mode == "accumulate"
         self._asking = threading.Lock()
         self._let_in: Step | None = None

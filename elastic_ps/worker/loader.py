@@ -213,6 +213,9 @@ class ElasticLoader:
         try:
             while supply.await_some():
                 if supply.only is not None and supply.epoch > supply.only:
+                    engine.exchange_steps()
+                    if supply.outdated:
+                        continue
                     break
                 for batch in self._fetching:
                     if supply.outdated:

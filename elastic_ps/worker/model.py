@@ -69,13 +69,7 @@ class Described:
                     "initialise the model before you create the optimizer"
                 )
         self.optimizer = type(optimizer).__name__
-        module = type(optimizer).__module__.partition(".")[0]
-        if module in ("accelerate", "transformers"):
-            raise InvalidModel(
-                f"the optimizer is {module}'s {self.optimizer}, which divides the work among processes "
-                "itself. Pass session.optimizer the torch optimizer and the model that you had before "
-                "accelerator.prepare(...)"
-            )
+        check_wrapper(optimizer)
         if type(optimizer) is not getattr(torch.optim, self.optimizer, None):
             raise InvalidModel(
                 f"the optimizer is a {type(optimizer).__module__}.{self.optimizer}, but the parameter server "
@@ -149,6 +143,18 @@ class Described:
     def settings(optimizer: torch.optim.Optimizer) -> Settings:
         """The optimizer's hyperparameters as they are now. Raises InvalidModel if one is not plain."""
         return Settings(tuple(plain_group(group, i) for i, group in enumerate(optimizer.param_groups)))
+
+
+def check_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    """Raise InvalidModel if another library has wrapped the optimizer to divide the work itself."""
+    kind = type(optimizer)
+    module = kind.__module__.partition(".")[0]
+    if module in ("accelerate", "transformers"):
+        raise InvalidModel(
+            f"the optimizer is {module}'s {kind.__name__}, which divides the work among processes itself. "
+            "Pass session.optimizer the torch optimizer and the model that you had before "
+            "accelerator.prepare(...)"
+        )
 
 
 def _within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:
@@ -231,9 +237,17 @@ class Flat:
         tensors: the model's tensors, in the layout's order.
     """
 
-    def __init__(self, layout: Layout, tensors: Sequence[torch.Tensor]) -> None:
-        """Allocate, copy the model's values in, and make the model use this memory where it can."""
+    def __init__(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], *, stepped_here: bool = False
+    ) -> None:
+        """Allocate, copy the model's values in, and make the model use this memory where it can.
+
+        Args:
+            stepped_here: the script changes the model between two pulls. So what changes has memory of its
+                own, beside the values that were pulled.
+        """
         self.layout = layout
+        self._stepped_here = stepped_here
         self.tensors = tensors
         sizes: dict[tuple[str, Rule], int] = {}
         self._offsets: list[int] = []
@@ -273,7 +287,7 @@ class Flat:
                 self._adopt(index, tensor)
         self._seal = Seal(
             layout,
-            self._of_rule(Rule.GRADIENT),
+            [] if stepped_here else self._of_rule(Rule.GRADIENT),
             self._of_rule(Rule.CONSTANT),
             tensors,
             self._apart,
@@ -286,7 +300,8 @@ class Flat:
     def _adopt(self, index: int, tensor: torch.Tensor) -> None:
         view = self.value(index)
         view.copy_(tensor)
-        if tensor.device.type != "cpu" or not _one_after_the_other(tensor):
+        changes = self._stepped_here and self.layout.tensors[index].rule is not Rule.CONSTANT
+        if changes or tensor.device.type != "cpu" or not _one_after_the_other(tensor):
             self._apart.append(index)
         elif tensor.numel():
             # The same memory, as a storage of its own: what saves a tensor saves all of its storage.

@@ -15,6 +15,7 @@ from elastic_ps.codec import dtype_of
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.gradients import Gradients
+from elastic_ps.worker.local_steps import LocalSteps
 from elastic_ps.worker.model import Flat
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 class ElasticOptimizer(torch.optim.Optimizer):
     """Takes the place of a torch optimizer, whose state is on the parameter server.
+
+    In mode `local` the torch optimizer itself makes the steps, and its state is here.
 
     `param_groups` are those of the wrapped optimizer. When a script or a scheduler of
     `torch.optim.lr_scheduler` changes a hyperparameter in them, the parameter server uses the new value from
@@ -43,7 +46,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._wrapped = wrapped
         self._engine = engine
         self._flat = flat
-        self._gradients = Gradients(flat, engine, overlap=overlap, check=check)
+        self._local = LocalSteps(flat, engine) if engine.spec.consistency.mode == "local" else None
+        self._stepping = False
+        self._gradients = Gradients(flat, engine, overlap=overlap and self._local is None, check=check)
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups = wrapped.param_groups
         self._own = {id(tensor) for tensor in own}
@@ -52,6 +57,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def _check_other(self, other: torch.optim.Optimizer, *_: object) -> None:
         """Called before the step of any optimizer. Raises UsageError if it must not make one."""
+        if other is self._wrapped and self._stepping:
+            return
         if other is self._wrapped:
             raise UsageError(
                 "step() was called on the torch optimizer that was passed to session.optimizer(...), so only "
@@ -77,7 +84,11 @@ class ElasticOptimizer(torch.optim.Optimizer):
             UsageError: the batch did not come from `session.loader`, or a gradient was changed after it was
                 sent.
             Refused, ConnectionLost: the parameter server did not accept the step.
+
+        In mode `local` the wrapped optimizer makes a step; only an exchange blocks.
         """
+        if self._local is not None and not self._engine.batches.lost:
+            return self._step_here(self._local, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -90,6 +101,17 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._gradients.take_rest()
         self._gradients.reset()
         self._engine.finish_step()
+        return loss
+
+    def _step_here(self, local: LocalSteps, closure: Callable[[], Any] | None) -> Any:
+        self._flat.check()
+        self._stepping = True
+        try:
+            loss = self._wrapped.step() if closure is None else self._wrapped.step(closure)
+        finally:
+            self._stepping = False
+        self._gradients.reset()
+        local.step_made()
         return loss
 
     def assign(self) -> None:
@@ -120,8 +142,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, fetched from the parameter server, in torch's own format. Blocks.
 
-        `load_state_dict` of the same class of torch optimizer reads it.
+        `load_state_dict` of the same class of torch optimizer reads it. In mode `local` it is this worker's.
         """
+        if self._local is not None:
+            return self._wrapped.state_dict()
         numbers = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         state: dict[int, dict[str, Any]] = {}
         for reply, body in self._engine.optimizer_state():
@@ -140,8 +164,15 @@ class ElasticOptimizer(torch.optim.Optimizer):
             groups.append({**rest, "params": [next(counter) for _ in group["params"]]})
         return {"state": dict(sorted(state.items())), "param_groups": groups}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # noqa: ARG002
-        """Always raises UsageError, because a worker cannot load the state. The message says what to do."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises UsageError, because a worker cannot load the state. The message says what to do.
+
+        In mode `local` the state is this worker's own, and is loaded.
+        """
+        if self._local is not None:
+            self._wrapped.load_state_dict(state_dict)
+            self.param_groups = self._wrapped.param_groups
+            return
         raise UsageError(
             "a worker cannot load the optimizer's state, because the state is on the parameter server. To "
             "continue from a checkpoint, start the job with `elastic-ps run JOB --resume DIR`. If accelerate "

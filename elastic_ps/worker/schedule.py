@@ -106,11 +106,14 @@ class Schedule:
     """Settings of one optimizer. Belongs to the training thread.
 
     Args:
-        wrapped: the script's optimizer, whose `param_groups` schedulers change.
+        wrapped: the optimizer that the parameter server runs; its `param_groups` are what schedulers change.
+        own: schedulers change those of another optimizer, which runs on this worker. They go to where the job
+            is, and nothing of them is sent.
     """
 
-    def __init__(self, wrapped: torch.optim.Optimizer) -> None:
+    def __init__(self, wrapped: torch.optim.Optimizer, *, own: bool = False) -> None:
         self._wrapped = wrapped
+        self._own = own
         self._kept: list[_Kept] = []
         self._first: tuple[Mapping[str, Any], ...] = ()  # groups as the schedulers' constructors made them
         self._in_force: Settings | None = None
@@ -118,10 +121,13 @@ class Schedule:
     def current(self) -> Settings:
         """Hyperparameters and scheduler states as they are now."""
         groups = Described.settings(self._wrapped).groups
-        return Settings(groups, tuple(kept.state() for kept in self._kept))
+        return Settings(groups, () if self._own else tuple(kept.state() for kept in self._kept))
 
     def joined(self, settings: Settings) -> None:
         """This worker has become a member of a job that had begun. Warns of what its script has otherwise."""
+        if self._own:  # what the parameter server steps with comes from the job's file
+            self.take_over(settings)
+            return
         groups = Described.settings(self._wrapped).groups
         for index, (ours, first) in enumerate(zip(groups, settings.first, strict=False)):
             for key in sorted(ours.keys() & first.keys()):
@@ -152,6 +158,9 @@ class Schedule:
             UsageError: the script has stepped a scheduler, or one makes no more steps.
         """
         self._in_force = settings
+        if self._own:
+            self._go_on(settings)
+            return
         # Settings of version 0 were made before there was a scheduler.
         groups = settings.groups if len(settings.schedulers) >= len(self._kept) else self._first
         for group, values in zip(self._wrapped.param_groups, groups, strict=True):

@@ -26,7 +26,8 @@ class Seal:
     """The values of parameters as the job gave them. Belongs to the training thread.
 
     Args:
-        trained, constant: flat memory that values are pulled into, of parameters with and without optimizer.
+        trained, constant: flat memory that values are pulled into, of parameters with and without optimizer;
+            none of those that the script trains on this worker.
         tensors: the model's, in the layout's order.
         apart: which of these have memory of their own.
         pulled: gives the pulled values of one of these.
@@ -45,7 +46,8 @@ class Seal:
         self._tensors, self._pulled = tensors, pulled
         rules = [spec.rule for spec in layout.tensors]
         self._fixed = [i for i, rule in enumerate(rules) if rule is Rule.CONSTANT]
-        self._watched = [i for i, rule in enumerate(rules) if rule in (Rule.GRADIENT, Rule.CONSTANT)]
+        watched = {Rule.GRADIENT, Rule.CONSTANT} if trained else {Rule.CONSTANT}
+        self._watched = [i for i, rule in enumerate(rules) if rule in watched]
         self._apart = [i for i in apart if i in set(self._watched)]
         self._closed = False
         self._sums: list[int] = []

@@ -9,12 +9,16 @@ import sys
 import torch
 
 
-def seed_everything(base: int, *, worker: int, version: int) -> int:
+def seed_everything(base: int, *, worker: int, version: int, local: int = 0) -> int:
     """Seed torch (all devices), `random`, and numpy if it is loaded; returns the seed.
 
-    It follows from the three numbers alone, so no two workers or versions have the same by design.
+    It follows from the numbers alone, so no two workers or versions have the same by design.
+
+    Args:
+        local: the steps that the worker has made by itself since that version.
     """
-    digest = hashlib.blake2b(f"{base}/{worker}/{version}".encode(), digest_size=8).digest()
+    text = f"{base}/{worker}/{version}" + (f"/{local}" if local else "")
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 1
     torch.manual_seed(seed)
     random.seed(seed)

@@ -20,8 +20,9 @@ from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.loader import ElasticLoader
+from elastic_ps.worker.local_steps import outer_optimizer
 from elastic_ps.worker.member import Member
-from elastic_ps.worker.model import Described
+from elastic_ps.worker.model import Described, check_wrapper
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.schedule import Interval, check_interval
 from elastic_ps.worker.seed import seed_everything
@@ -117,12 +118,14 @@ class Session:
         into its model.
 
         Args:
-            optimizer: a new one, of one of the classes of torch.optim in `core.settings.ALLOWED`.
+            optimizer: a new one, of one of the classes of torch.optim in `core.settings.ALLOWED`. In mode
+                `local` any torch optimizer: it runs on this worker, which keeps its state.
             model: on the device where it is to be trained.
             overlap: send gradients while backward runs. False sends them in `step`, for scripts that
                 change gradients in between (clip_grad_norm_, GradScaler) or run backward several times.
             check_gradients: for debugging: `step` compares each gradient with what was sent. So it also finds
                 changes through `.data`, which are not noticed otherwise. Costs a pass over all gradients.
+                In mode `local` no gradient is sent, and this and `overlap` mean nothing.
             averaged: names of modules, parameters or buffers of the model that no optimizer trains and the
                 script changes itself, such as a teacher that is an average of the model. Workers send them
                 with each step, and the job's value is their mean over the workers.
@@ -149,9 +152,19 @@ class Session:
         if clamp is not None:
             for group in optimizer.param_groups:
                 group.setdefault(CLAMP, clamp)
-        brought = Brought(optimizer, state) if state is not None else None
-        described = Described(model, optimizer, averaged=averaged, broadcast=broadcast, own=own)
-        flat = self._engine.enter(described, model, optimizer, brought)
+        runs_there, brought = optimizer, None
+        if self.spec.consistency.mode == "local":
+            check_wrapper(optimizer)
+            if state is not None:
+                raise UsageError(
+                    "state is for an optimizer that runs on the parameter server. In mode local it runs on "
+                    "the worker: call optimizer.load_state_dict(state) before session.optimizer(...)"
+                )
+            runs_there = outer_optimizer(optimizer, self.spec.consistency.outer_rule)
+        elif state is not None:
+            brought = Brought(optimizer, state)
+        described = Described(model, runs_there, averaged=averaged, broadcast=broadcast, own=own)
+        flat = self._engine.enter(described, model, runs_there, brought)
         self._model = model
         self._optimizer = ElasticOptimizer(
             optimizer,
@@ -259,7 +272,7 @@ class Session:
         the worker's index and the version. So if a script calls this for each batch, a step draws the same
         random numbers when another process computes it again.
         """
-        return seed_everything(base, worker=self.worker, version=self.version)
+        return seed_everything(base, worker=self.worker, version=self.version, local=self._engine.local_steps)
 
     def report(self, **metrics: Any) -> None:
         """Report values to the job, as in `loss=loss` or `test_accuracy=0.97`: one number each.

@@ -62,10 +62,12 @@ class Supply:
         """
         if self._engine.stopped:
             self._kept.clear()
-            self._engine.batches.forget()
+            self._engine.exchange_steps()
+            self._engine.forget()
         if self._forget():
             return True
         self._engine.settle()
+        self._engine.exchange_steps()
         if not self._engine.skip_if_not_finite():
             raise UsageError(
                 "the loop over the loader has ended, but no optimizer.step() was called for the last "

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml
+from pydantic.alias_generators import to_camel
 
 from elastic_operator import builders, names
 from elastic_ps.job import GROUP, KIND, VERSION, Evaluator, TrainingJobSpec
 from elastic_ps.status import TrainingJobStatus
-from elastic_ps.training import OPTIONS
+from elastic_ps.training import OPTIONS, OUTER_RULES
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -272,7 +273,20 @@ def _add_rules(spec: Schema) -> None:
             }
         )
         fields["consistency"]["x-kubernetes-validations"].append(rule)
+    for name in ("outer_learning_rate", "outer_momentum"):
+        takes = [outer for outer, rule in OUTER_RULES.items() if name in rule.options]
+        known = f"!has(self.outer) || self.outer in {takes}"
+        rule = {
+            "rule": f"!has(self.{to_camel(name)}) || {known}",
+            "message": f"consistency.{to_camel(name)} works only with outer {' or '.join(takes)}",
+        }
+        fields["consistency"]["x-kubernetes-validations"].append(rule)
     fields["consistency"]["x-kubernetes-validations"] += [
+        {
+            "rule": "!has(self.outer) || self.outer != 'easgd' || !has(self.outerLearningRate) || "
+            "self.outerLearningRate <= 1.0",
+            "message": "consistency.outerLearningRate is at most 1 with outer easgd",
+        },
         {
             "rule": "self.mode == 'sync' || (!self.deterministic && self.backupWorkers == 0)",
             "message": "consistency.backupWorkers and deterministic work only with mode sync",

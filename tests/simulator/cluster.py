@@ -280,8 +280,10 @@ class Cluster:
     def _script(self, session: Session) -> None:
         plan = self.plan
         model = Tally(plan.records * plan.epochs, first=pid_of(self.here.process.name) % 1000)
+        # The server's momentum; in mode local a worker's would go with the worker, and be in no history.
+        momentum = 0.0 if session.spec.consistency.mode == "local" else MOMENTUM
         optimizer = session.optimizer(
-            torch.optim.SGD(model.parameters(), lr=1.0, momentum=MOMENTUM), model, overlap=plan.overlap
+            torch.optim.SGD(model.parameters(), lr=1.0, momentum=momentum), model, overlap=plan.overlap
         )
         loader = session.loader(Records(plan.records), batch_size=plan.batch, epochs=plan.epochs)
         for _ in loader.epochs():

@@ -40,6 +40,10 @@ class Outcome:
     seconds: float = 0.0
 
 
+OUTER = ["diloco", "average", "downpour"]
+"""Outer rules whose result follows from the history alone."""
+
+
 def draw(seed: int, **fixed: Any) -> Plan:
     """The plan of a seed; `fixed` overrides what is drawn."""
     chance = random.Random(seed)
@@ -53,6 +57,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         {"mode": "async"},
         {"mode": "async", "reads": "inconsistent"},
         {"mode": "accumulate", "gradients": chance.choice([1, 2, 4])},
+        {"mode": "local", "steps": chance.choice([1, 2, 4]), "outer": chance.choice(OUTER)},
     ]
     consistency = dict(chance.choice(modes))
     faults = tuple(chance.choice(sorted(FAULTS)) for _ in range(chance.choice([0, 1, 2, 3, 5])))

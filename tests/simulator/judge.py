@@ -144,7 +144,12 @@ class Replay:
         plan = self._plan
         first = torch.full((plan.records * plan.epochs,), self._first(term), dtype=torch.float64)
         value = torch.nn.Parameter(first)
-        optimizer = torch.optim.SGD([value], lr=1.0, momentum=MOMENTUM)
+        consistency = Consistency.model_validate(plan.consistency)
+        if consistency.mode == "local":  # a local step changes a value by as much as its gradient
+            rate, momentum = consistency.outer_rule[:2]
+            optimizer = torch.optim.SGD([value], lr=rate, momentum=momentum, nesterov=momentum > 0)
+        else:
+            optimizer = torch.optim.SGD([value], lr=1.0, momentum=MOMENTUM)
         made = [value.detach().clone()]
         for commit in commits:
             samples = _samples(commit)

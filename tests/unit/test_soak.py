@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.soak import EPOCHS, MODES, Accounts, Plan, Verdict, account, make_optimizer, plans, table
+from benchmarks.soak import (
+    EPOCHS,
+    LOCAL,
+    MODES,
+    Accounts,
+    Plan,
+    Verdict,
+    account,
+    make_optimizer,
+    plans,
+    table,
+)
 
 RECORDS = 6
 
@@ -62,6 +73,23 @@ def test_a_record_that_came_twice_is_found_whoever_trained_it(tmp_path: Path, wo
     optimizer.step()
     verdict = judged(tmp_path, accounts, versions=EPOCHS * RECORDS + 1)
     assert verdict.problems == ["0 records are missing, 1 came twice"]
+
+
+def test_local_steps_are_no_versions_but_a_model_torn_between_two_is_found(tmp_path: Path) -> None:
+    accounts, _ = trained()
+    saved = tmp_path / "1.pt"
+
+    def problems() -> list[str]:
+        torch.save(accounts.state_dict(), saved)
+        plan = Plan(0, 0, LOCAL, 1, standbys=False, transport="shm")
+        verdict = Verdict(plan, 1.0, 3, 1, collections.Counter())
+        account(verdict, [saved])
+        return verdict.problems
+
+    assert problems() == []
+    with torch.no_grad():
+        accounts.clock[512:] += 1
+    assert problems() == ["the model has versions [12, 13], but the job is at version 3"]
 
 
 def test_a_torn_model_is_found(tmp_path: Path) -> None:

@@ -1,0 +1,544 @@
+"""Mode `local`: workers make steps by themselves, exchanges are versions, and each record counts once.
+
+The reference is plain torch in one process, with the outer rules as their papers have them. It makes the
+local steps on the records that the parameter server's history names, which are one range for each batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from elastic_ps.core.ledger import Range
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
+from elastic_ps.errors import InvalidJob, InvalidModel, UsageError
+from elastic_ps.training import Consistency
+from elastic_ps.worker.order import permutation
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Indexes, Job, Numbers, Tally, make_mlp, make_spec, running_job
+from tests.integration.oracle import (
+    Commit,
+    MakeOptimizer,
+    assert_each_record_once,
+    assert_equal_up_to_round_off,
+    mse,
+)
+from tests.integration.trained import alone, sgd, training
+from tests.polling import eventually
+
+BATCH = 4
+
+
+def local(steps: int, outer: str | None = None, **options: Any) -> dict[str, Any]:
+    chosen = {"outer": outer} if outer else {}
+    return {"mode": "local", "steps": steps, **chosen, **options}
+
+
+ASYNCHRONOUS = ("easgd", "downpour")
+RULES = pytest.mark.parametrize("outer", ["diloco", "average", *ASYNCHRONOUS])
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(session: Session, model: torch.nn.Module, optimizer: Any, batches: Any) -> None:
+    for x, y in batches:
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        optimizer.step()
+
+
+def check_histories(job: Job, data: Any, *, epochs: int = 1) -> None:
+    """Every record is in the model once; call it when the job is over."""
+    most = job.spec.consistency.most_stale
+    assert check(read(job.history), Data(len(data), epochs), max_staleness=most) == []
+
+
+# --- the reference
+
+
+def steps_on(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Numbers,
+    ranges: Sequence[Range],
+    *,
+    after: Callable[[], object] = lambda: None,
+) -> None:
+    """A step for each range."""
+    for r in ranges:
+        order = permutation(len(data), r.epoch, shuffle=True, seed=0)
+        pairs = [data[i] for i in order[r.start : r.stop]]
+        x, y = (torch.stack(column).to(next(model.parameters()).dtype) for column in zip(*pairs, strict=True))
+        optimizer.zero_grad()
+        mse(model, x, y).backward()
+        optimizer.step()
+        after()
+
+
+def reference(
+    commits: Sequence[Commit],
+    data: Numbers,
+    model: torch.nn.Module,
+    make: MakeOptimizer,
+    rule: Consistency,
+) -> None:
+    """Train `model` in place: a version for each commit, by workers that keep their optimizer's state."""
+    name, rate = rule.outer or "diloco", rule.outer_rule.learning_rate
+    center = list(model.parameters())
+    outer = torch.optim.SGD(center, lr=rate, momentum=rule.outer_rule.momentum, nesterov=name == "diloco")
+    versions = [copy.deepcopy(model)]
+    workers: dict[int, tuple[torch.nn.Module, torch.optim.Optimizer]] = {}
+    for commit in commits:
+        total, change = 0, [torch.zeros_like(p) for p in center]
+        for c in commit["contributions"]:
+            if c["worker"] not in workers:
+                own = copy.deepcopy(versions[0])
+                workers[c["worker"]] = own, make(own)
+            own, inner = workers[c["worker"]]
+            base = versions[commit["version"] - 1 - c["staleness"]]
+            with torch.no_grad():
+                if name != "easgd":
+                    for mine, pulled in zip(own.parameters(), base.parameters(), strict=True):
+                        mine.copy_(pulled)
+            steps_on(own, inner, data, [Range(*r) for r in c["records"]])
+            total += c["samples"]
+            with torch.no_grad():
+                for mine, at, sum_ in zip(own.parameters(), base.parameters(), change, strict=True):
+                    distance = mine - at
+                    sum_.sub_(distance, alpha=c["samples"])
+                    if name == "easgd":
+                        mine.sub_(distance, alpha=rate)
+        for parameter, sum_ in zip(center, change, strict=True):
+            parameter.grad = sum_ / total
+        outer.step()
+        versions.append(copy.deepcopy(model))
+
+
+# --- it is what it is called
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_one_worker_whose_values_are_taken_as_they_are_trains_as_its_optimizer_does(
+    tmp_path: Path, steps: int
+) -> None:
+    """Differences are added to what they were taken from, so that it is the same up to round-off."""
+    data, models = Numbers(80), list[torch.nn.Module]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(adamw(model), model)
+        train(session, model, optimizer, session.loader(data, BATCH))
+        models.append(model)
+
+    rule = local(steps, outerLearningRate=1, outerMomentum=0)
+    commits = alone(tmp_path, script, consistency=rule)
+    assert len(commits) == 20 // steps
+    plain = make_mlp()
+    ranges = [Range(*r) for commit in commits for c in commit["contributions"] for r in c["records"]]
+    steps_on(plain, adamw(plain), data, ranges)
+    for ours, theirs in zip(models[0].parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+@RULES
+def test_it_is_the_rule_of_the_paper(tmp_path: Path, outer: str) -> None:
+    """Two workers on two shards, of which one is slower; the last exchanges have fewer steps than others."""
+    data, models, turn = Numbers(172), dict[int, torch.nn.Module](), threading.Lock()
+    meet = threading.Barrier(2)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(adamw(model), model)
+        for number, (x, y) in enumerate(session.loader(data, BATCH)):
+            if not number and outer == "easgd":
+                meet.wait(30)  # both begin with version 0
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if outer == "easgd":
+                with turn:  # nobody exchanges between another one's look at the job's values and its push
+                    optimizer.step()
+            else:
+                optimizer.step()
+        models[session.worker] = model
+
+    with running_job(
+        tmp_path,
+        consistency=local(3, outer),
+        data={"shardRecords": 8},
+        parameterServer={"replicas": 2, "bucketBytes": 1024},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        commits, rule = job.commits(), job.spec.consistency
+        check_histories(job, data)
+    sizes = [len(c["records"]) for commit in commits for c in commit["contributions"]]
+    assert sizes.count(3) >= len(sizes) - 4
+    assert sum(sizes) == 43, "each batch is one range"
+    for model in models.values():
+        assert_equal_up_to_round_off(model, make_mlp(), lambda m: reference(commits, data, m, adamw, rule))
+
+
+# --- records
+
+
+@RULES
+def test_a_worker_that_dies_loses_what_it_has_trained_since_its_last_exchange(
+    tmp_path: Path, outer: str
+) -> None:
+    """Others train its records, and a process in its place begins with the job's values."""
+    data, dead = Numbers(480), threading.Event()
+
+    def script(session: Session) -> None:
+        model, first = make_mlp(), not dead.is_set()
+        optimizer = session.optimizer(adamw(model), model)
+        for number, (x, y) in enumerate(session.loader(data, BATCH)):
+            if session.worker == 0 and number == 0:
+                eventually(lambda: training(job, 1) or dead.is_set(), "worker 1 has records")
+            if session.worker == 0 and number == 20:  # its rounds have had two exchanges of worker 1
+                eventually(dead.is_set, "worker 1 dies")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if session.worker == 1 and first and number == 9:
+                session._engine.client.close()  # without a goodbye
+                session.close()
+                dead.set()
+                return
+
+    with running_job(
+        tmp_path, consistency=local(4, outer), data={"shardRecords": 32}, worker={"leaseDuration": "1s"}
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.until(dead.is_set, "worker 1 dies")
+        job.start(1, script)
+        job.join()
+        check_histories(job, data)
+        assert_each_record_once(job.commits(), records=480, epochs=1)
+        states = {(m.worker, m.state) for m in job.status().members}
+    assert (1, "lost") in states
+
+
+def test_a_worker_that_is_asked_to_leave_exchanges_what_it_has(tmp_path: Path) -> None:
+    """The records of its three local steps count, as its own."""
+    data, left = Indexes(40), threading.Event()
+
+    def script(session: Session) -> None:
+        model = Tally(40)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for number, batch in enumerate(session.loader(data, 2)):
+            if session.worker == 0:
+                eventually(left.is_set, "worker 1 has left")
+            optimizer.zero_grad()
+            model(batch).backward()
+            if session.worker == 1 and number == 2:
+                session.drain()
+            optimizer.step()
+        finals.append(model.weight.detach().clone())
+
+    finals = list[torch.Tensor]()
+    with running_job(tmp_path, consistency=local(10, "downpour"), data={"shardRecords": 20}) as job:
+        leaving = job.start(1, script)
+        job.until(lambda: not leaving.is_alive(), "worker 1 leaves")
+        left.set()
+        commits = job.commits()
+        job.start(0, script)
+        job.join()
+    assert [c["samples"] for commit in commits for c in commit["contributions"]] == [6]
+    assert [w.tolist() for w in finals] == [[-1.0] * 40]
+
+
+@pytest.mark.parametrize(("outer", "durability"), [("diloco", "standby"), ("easgd", "checkpoint")])
+def test_parameter_servers_are_lost(tmp_path: Path, durability: str, outer: str) -> None:
+    data = Numbers(600)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(adamw(model), model)
+        loader = session.loader(data, BATCH, epochs=2)
+        for _ in loader.epochs():
+            train(session, model, optimizer, loader)
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        consistency=local(3, outer),
+        data={"shardRecords": 32},
+        parameterServer={
+            "replicas": 2,
+            "bucketBytes": 1024,
+            "durability": durability,
+            "checkpoint": {"everyVersions": 2, "interval": "1h"},
+        },
+    ) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        for term, (shard, version) in enumerate([(0, 5), (1, 12)], start=2):
+            job.until(lambda v=version: job.version >= v, f"version {version}")  # type: ignore[misc]
+            if durability == "standby":
+                job.until(lambda: job.followed, "the standbys have every round")
+            job.restart(shard)
+            job.until(lambda e=term: job.status().term >= e, f"term {term}")  # type: ignore[misc]
+        job.join()
+        check_histories(job, data, epochs=2)
+    assert len(read(job.history).restored) == 2
+
+
+@RULES
+def test_at_the_end_of_an_epoch_and_of_the_loop_the_model_is_the_jobs(tmp_path: Path, outer: str) -> None:
+    """Also where a script leaves the loop; the local steps up to there count."""
+    seen = list[tuple[torch.Tensor, int]]()
+
+    def script(session: Session) -> None:
+        model = Tally(30)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        loader = session.loader(Indexes(30), 3, epochs=3)
+        for epoch in loader.epochs():
+            for number, batch in enumerate(loader):
+                optimizer.zero_grad()
+                model(batch).backward()
+                optimizer.step()
+                if epoch == 1 and number == 4:
+                    break
+            exchange = session._engine.exchange
+            assert exchange is not None
+            assert exchange.version == job.version
+            assert torch.equal(model.weight, exchange._flat.value(0))
+            seen.append((model.weight.detach().clone(), int(job.status().progress.records_applied)))
+
+    with running_job(tmp_path, consistency=local(4, outer), data={"shardRecords": 30}) as job:
+        job.start(0, script)
+        job.join()
+        check_histories(job, Indexes(30), epochs=3)
+    assert [applied for _, applied in seen] == [30, 45, 90]
+    if outer in ("average", "downpour"):
+        assert seen[-1][0].tolist() == [-3.0] * 30
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_script_that_stops_the_training_keeps_what_it_has_trained(tmp_path: Path, finished: bool) -> None:
+    """If it stops in the middle of a step, what was not exchanged is in the model of nobody."""
+
+    def script(session: Session) -> None:
+        model = Tally(40)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for number, batch in enumerate(session.loader(Indexes(40), 4)):
+            optimizer.zero_grad()
+            model(batch).backward()
+            if number == 4:
+                session.stop("enough")
+            if number < 4 or finished:
+                optimizer.step()
+        assert float(model.weight.detach().sum()) == (-20 if finished else -12)
+
+    commits = alone(tmp_path, script, consistency=local(3, "average"))
+    samples = [c["samples"] for commit in commits for c in commit["contributions"]]
+    assert samples == ([12, 8] if finished else [12])
+
+
+def test_skipped_batches_and_steps_of_several_batches(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = Tally(48)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for number, batch in enumerate(session.loader(Indexes(48), 4)):
+            if number % 2 == 0:
+                optimizer.zero_grad()
+            model(batch).backward()
+            if number == 5:
+                optimizer.skip()
+            elif number % 2:
+                optimizer.step()
+        assert float(model.weight.detach().sum()) == -40
+
+    commits = alone(tmp_path, script, consistency=local(2, "average"))
+    assert [c["samples"] for commit in commits for c in commit["contributions"]] == [16, 16, 8]
+
+
+# --- what stays with the worker
+
+
+def test_schedulers_and_the_optimizers_state_are_the_workers_own(tmp_path: Path) -> None:
+    rates, loss = list[float](), list[float]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(adamw(model), model)
+        schedule = lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+        for x, y in session.loader(Numbers(40), BATCH):
+            optimizer.zero_grad()
+            found = mse(model, x, y)
+            found.backward()
+            optimizer.step()
+            session.report(loss=found)
+            loss.append(found.item())
+            schedule.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {10}
+        optimizer.load_state_dict(adamw(model).state_dict())
+        assert optimizer.state_dict()["state"] == {}
+
+    with running_job(tmp_path, consistency=local(5)) as job:
+        job.start(0, script)
+        job.join()
+        curve = job.coordinator.job.state.loss.points
+    assert rates == [0.01 * 0.5 ** (n // 3) for n in range(1, 11)]
+    assert [version for version, _ in curve] == [1, 2]
+    # The last local step's loss is reported after its exchange, at once.
+    assert curve[0][1] == pytest.approx(sum(loss[:4]) / 4)
+
+
+def test_a_schedule_of_the_jobs_progress_is_where_the_job_is_also_for_a_newcomer(tmp_path: Path) -> None:
+    data, joined = Numbers(400), threading.Event()
+    rates: dict[int, list[tuple[int, float]]] = {0: [], 1: []}
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        session.scheduler(lr_scheduler.ExponentialLR(optimizer, gamma=0.9), interval="step")
+        for number, (x, y) in enumerate(session.loader(data, BATCH)):
+            if session.worker == 0 and number == 20:
+                joined.set()
+                eventually(lambda: training(job, 1), "the other one joins")
+            rates[session.worker].append((session.version, optimizer.param_groups[0]["lr"]))
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, consistency=local(4), data={"shardRecords": 16}) as job:
+        job.start(0, script)
+        job.until(joined.is_set, "worker 0 has made some exchanges")
+        job.start(1, script)
+        job.join()
+    assert rates[1]
+    for version, rate in rates[0] + rates[1]:
+        assert rate == pytest.approx(0.02 * 0.9**version)
+
+
+def test_each_local_step_draws_random_numbers_of_its_own(tmp_path: Path) -> None:
+    seeds = list[int]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(40), BATCH):
+            seeds.append(session.seed())
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    alone(tmp_path, script, consistency=local(5))
+    assert len(set(seeds)) == 10
+
+
+def test_an_optimizer_that_evaluates_the_loss_itself(tmp_path: Path) -> None:
+    """LBFGS cannot run on a parameter server, but on a worker."""
+    losses = list[float]()
+
+    def script(session: Session) -> None:
+        model = torch.nn.Linear(6, 1)
+        optimizer = session.optimizer(torch.optim.LBFGS(model.parameters(), max_iter=4), model)
+        for x, y in session.loader(Numbers(64), 16, epochs=2):
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> Any:
+                optimizer.zero_grad()
+                loss = mse(model, x, y)
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+
+    commits = alone(tmp_path, script, consistency=local(2))
+    assert len(commits) == 4
+    assert_each_record_once(commits, records=64, epochs=2)
+    assert losses[-1] < losses[0]
+
+
+def test_statistics_of_normalisation_are_exchanged_with_the_values(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        optimizer = session.optimizer(sgd(model), model)
+        train(session, model, optimizer, session.loader(Numbers(80), 8))
+        model[1].train(mode=False)
+        models[session.worker] = model
+
+    models = dict[int, torch.nn.Module]()
+    with running_job(tmp_path, consistency=local(3), data={"shardRecords": 8}) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+    ours, theirs = (models[w].state_dict() for w in range(2))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert float(ours["1.running_mean"].abs().sum()) > 0
+
+
+# --- bad input
+
+
+def test_what_a_script_cannot_do(tmp_path: Path) -> None:
+    def clamped(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model, clamp=(-1, 1))
+
+    def assigning(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model)
+        session.assign(model)
+
+    def bringing(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model, state=sgd(model).state_dict())
+
+    def without_batch(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        mse(model, torch.zeros(2, 6), torch.zeros(2, 1)).backward()
+        optimizer.step()
+
+    for number, (script, kind, match) in enumerate(
+        [
+            (clamped, InvalidModel, "clamp=.*, but in mode local the script's own optimizer makes the steps"),
+            (bringing, UsageError, "call optimizer.load_state_dict.state. before session.optimizer"),
+            (assigning, UsageError, "session.assign needs consistency.mode sync"),
+            (without_batch, UsageError, "this step's batch did not come from session.loader"),
+        ]
+    ):
+        with pytest.raises(kind, match=match):
+            alone(tmp_path / str(number), script, consistency=local(2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"mode": "local"}, "mode local needs steps: the number of steps that a worker makes by itself"),
+        (local(0), "consistency.steps: input should be greater than or equal to 1, got 0"),
+        ({"steps": 3}, "steps 3 has no meaning with mode sync; leave it out, or set mode: local"),
+        ({"mode": "async", "outer": "easgd"}, "outer easgd has no meaning with mode async"),
+        (local(2, "adagrad"), "consistency.outer: input should be 'diloco', .* or 'downpour', got 'adagrad'"),
+        (local(2, reads="consistent"), "reads consistent has no meaning with mode local"),
+        (local(2, backupWorkers=1), "backupWorkers works only with mode sync"),
+        (local(2, deterministic=True), "deterministic works only with mode sync"),
+        (
+            local(2, "average", outerLearningRate=0.5),
+            "outerLearningRate 0.5 has no meaning with outer average; leave it out, or set outer: diloco or",
+        ),
+        (local(2, "easgd", outerMomentum=0.5), "outerMomentum 0.5 has no meaning with outer easgd"),
+        (local(2, "easgd", outerLearningRate=1.5), "outerLearningRate 1.5 would move a worker and the job"),
+        (local(2, outerLearningRate=0), "consistency.outerLearningRate: input should be greater"),
+        (local(2, outerMomentum=1), "consistency.outerMomentum: input should be less"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidJob, match=reason):
+        make_spec(consistency=fields)

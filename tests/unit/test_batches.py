@@ -1,0 +1,83 @@
+"""What a worker has in hand: each batch is trained, skipped or given back, whatever the script does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ps.core.ledger import Range
+from elastic_ps.worker.batches import Batches
+
+
+def compute(batches: Batches, number: int, **metrics: float) -> None:
+    """A batch of three records is loaded, and backward() runs for it."""
+    batches.add([Range(0, 3 * number, 3 * number + 3)])
+    batches.compute()
+    batches.report(metrics)
+
+
+def test_the_loss_of_an_exchange_is_the_mean_over_the_records_of_its_steps() -> None:
+    batches = Batches()
+    compute(batches, 0, loss=1.0, other=5.0)
+    batches.keep()
+    batches.add([Range(0, 3, 4)])
+    batches.compute()
+    batches.keep()
+    batches.report({"loss": 5.0})  # after the step
+    batches.gather()
+    assert batches.metrics() == {"loss": pytest.approx((3 * 1.0 + 1 * 5.0) / 4), "other": 5.0}
+    assert (batches.samples, batches.kept) == (4, False)
+
+
+def test_gradients_that_are_dropped_do_not_touch_the_steps_before() -> None:
+    batches = Batches()
+    compute(batches, 0)
+    batches.keep()
+    compute(batches, 1)
+    assert batches.skip() == 3
+    assert batches.reopen() == 0
+    batches.gather()
+    assert batches.computed == (Range(0, 0, 3),)
+    assert batches.skipped == (Range(0, 3, 6),)
+
+
+@given(
+    st.lists(st.sampled_from(["load", "backward", "step", "skip", "zero", "exchange", "lose"]), max_size=40)
+)
+def test_each_record_is_in_one_place(doings: list[str]) -> None:
+    """In mode `local`: trained by an exchange, skipped, given back, or still in hand."""
+    batches, loaded, trained, lost = Batches(), 0, list[Range](), list[Range]()
+    told = list[Range]()
+    given: set[Range] = set()
+    for doing in doings:
+        if doing == "load":
+            given.add(Range(0, loaded, loaded + 1))
+            batches.add([Range(0, loaded, loaded + 1)])
+            loaded += 1
+        elif doing == "backward":
+            batches.compute()
+        elif doing == "step" and batches.computed:
+            batches.decide(keep_new=True)
+            batches.keep()
+        elif doing == "skip":
+            batches.skip()
+        elif doing == "zero":
+            batches.reopen()
+        elif doing == "exchange" and batches.kept and not batches.computed:
+            batches.gather()
+            batches.decide(keep_new=True)
+            trained += batches.computed
+            told += batches.skipped
+            batches.step_made()
+        elif doing == "lose":
+            lost = sorted(given - {*trained, *told})
+            given -= set(lost)
+            batches.forget(lost=True)
+            assert not batches
+    batches.decide()
+    batches.skip_computed()
+    batches.gather()
+    places = [*trained, *told, *batches.computed, *batches.skipped]
+    assert len(places) == len(set(places))
+    assert set(places) == given
