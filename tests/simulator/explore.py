@@ -142,8 +142,8 @@ def _watched(cluster: Cluster) -> Any:
     """`Store.commit`, and a look at what it wrote."""
     real = Store.commit
 
-    def commit(self: Store, manifest: Any, *, keep: int) -> Path:
-        path = real(self, manifest, keep=keep)
+    def commit(self: Store, manifest: Any, **options: Any) -> Path:
+        path = real(self, manifest, **options)
         cluster.here.note(f"checkpoint of version {manifest.version} in term {manifest.term}")
         cluster.committed = True
         with cluster.disk.judged():
