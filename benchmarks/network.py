@@ -6,6 +6,10 @@ systems move the same bytes through each link. It prints the median step of the 
 ratio, and the least time that the bytes of a step need: first the gradients, then the values. They take
 turns.
 
+`--apart` gives each of the four shards a host of its own, as a cluster does. Then a worker's link carries
+gradients one way and values the other, and both at the same time: see `parameterServer.sendAhead`. One of the
+rows is without that.
+
 `--codec int8` also measures elastic-ps with gradients encoded so; it may be given several times. `--values
 bf16` measures each of them once more with values encoded so.
 
@@ -26,6 +30,7 @@ import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.datapath import CASES, Measured, collect, make_model, median
 from benchmarks.recovery import ROOT
@@ -139,6 +144,7 @@ def measure_ours(
     *,
     scheme: str = "",
     compression: Mapping[str, str] = {},
+    ahead: bool = True,
 ) -> Measured:
     """`servers`, `workers`: on which hosts they are."""
     with tempfile.TemporaryDirectory() as name:
@@ -148,7 +154,7 @@ def measure_ours(
                 "entrypoint": "benchmarks.datapath:train_with_parameter_server",
                 "arguments": {"case": case, "directory": name},
                 "worker": {"replicas": len(workers)},
-                "parameterServer": {"replicas": len(servers)},
+                "parameterServer": {"replicas": len(servers), "sendAhead": ahead},
                 "data": {"shuffle": False},
                 "compression": compression,
             }
@@ -193,7 +199,11 @@ def measure_ddp(hosts: Hosts, case: str, workers: Sequence[int]) -> Measured:
 
 
 def least_seconds(case: str, hosts: int, gbit: float) -> float:
-    """What the bytes of a step need through a link: float32 gradients up, and after that values down."""
+    """What the bytes of a step need through a link: float32 gradients up, and after that values down.
+
+    Args:
+        hosts: over how many a shard's share is spread that is on the worker's own; 1: none is.
+    """
     parameters = sum(p.numel() for p in make_model(CASES[case].model)[0].parameters())
     share = (hosts - 1) / hosts if hosts > 1 else 1.0
     return 2 * share * 4 * parameters * 8 / (gbit * 1e9)
@@ -206,6 +216,7 @@ def main() -> None:
     parser.add_argument("--gbit", type=float, default=1.0, help="of each link, each way")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, choices=(1, 4), default=4)
+    parser.add_argument("--apart", action="store_true", help="the shards have hosts of their own")
     parser.add_argument("--codec", action="append", default=[], choices=CODECS[1:], help="another row")
     parser.add_argument("--values", choices=("bf16",), help="another row for each codec")
     parser.add_argument("--json", type=Path, help="write the results there, too")
@@ -214,38 +225,33 @@ def main() -> None:
         parser.error("needs root, and the commands ip and tc (iproute2)")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the hosts are removed
     four = range(4)
-    servers, workers = ([0], [1]) if parsed.workers == 1 else (four, four)
-    found: dict[str, list[Measured]] = {"elastic-ps": [], "elastic-ps over gRPC": []}
-    rows = {f"elastic-ps, {codec}": {"codec": codec} for codec in parsed.codec}
+    servers, workers = ([0], [1]) if parsed.workers == 1 else (range(4, 8) if parsed.apart else four, four)
+    codecs: list[dict[str, str]] = [{"codec": codec} for codec in parsed.codec]
     if parsed.values:
-        both = {
-            f"{name}, values {parsed.values}": {**row, "values": parsed.values} for name, row in rows.items()
-        }
-        rows |= both
-    found |= {name: [] for name in rows}
+        codecs += [{**codec, "values": parsed.values} for codec in codecs]
+    rows: dict[str, dict[str, Any]] = {
+        "elastic-ps": {},
+        "elastic-ps, no sendAhead": {"ahead": False},
+        "elastic-ps over gRPC": {"scheme": "grpc:"},
+    }
+    for codec in codecs:
+        values = f", values {codec['values']}" if "values" in codec else ""
+        rows[f"elastic-ps, {codec['codec']}{values}"] = {"compression": codec}
+    found: dict[str, list[Measured]] = {name: [] for name in rows}
     if parsed.workers == 4:
         found["DDP"] = []
-    hosts = Hosts(4, parsed.gbit)
+    hosts = Hosts(8 if parsed.apart else 4, parsed.gbit)
     try:
         for _ in range(parsed.rounds):
             for name, results in found.items():
                 if name == "DDP":
                     results.append(measure_ddp(hosts, parsed.case, workers))
                 else:
-                    scheme = "grpc:" if "gRPC" in name else ""
-                    results.append(
-                        measure_ours(
-                            hosts,
-                            parsed.case,
-                            servers,
-                            workers,
-                            scheme=scheme,
-                            compression=rows.get(name, {}),
-                        )
-                    )
+                    results.append(measure_ours(hosts, parsed.case, servers, workers, **rows[name]))
     finally:
         hosts.close()
-    least = least_seconds(parsed.case, 4 if parsed.workers == 4 else 1, parsed.gbit)
+    shared = 1 if parsed.workers == 1 or parsed.apart else 4
+    least = least_seconds(parsed.case, shared, parsed.gbit)
     steps = {name: median(results).step for name, results in found.items()}
     print(f"{CASES[parsed.case].name}, {parsed.gbit:g} Gbit/s; the bytes alone need {least * 1e3:.0f} ms")
     for name, step in steps.items():

@@ -142,6 +142,13 @@ class ParameterServer(CamelModel):
         le=256 * 1024 * 1024,
         description="The size of a bucket in bytes. Tensors are sent in buckets of about this size.",
     )
+    send_ahead: bool = Field(
+        default=True,
+        description="With true, in mode sync, a shard makes and sends the next values of a bucket as soon as "
+        "it has the gradients of all workers for it. So values travel while other gradients still do. It "
+        "keeps the old values until the whole step is complete, which takes a second copy of values, sums "
+        "and optimizer state. Workers on a shard's own host do not need it.",
+    )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     durability: Durability = Field(
         default="checkpoint",

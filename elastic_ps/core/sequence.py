@@ -122,6 +122,11 @@ class PushLog:
         have = {entry[0] for entry in self.added.get(bucket, ())}
         return all(other in have for other in self.expected if other < worker)
 
+    def has_all(self, bucket: int) -> bool:
+        """Whether the sum of `bucket` has a contribution of each expected worker, and of nobody else."""
+        have = {entry[:2] for entry in self.added.get(bucket, ())}
+        return bool(have) and have == set(self.expected.items())
+
     def complete(self, buckets: Collection[int], contributors: Collection[tuple[int, int, int]]) -> bool:
         """Whether the sums of all `buckets` are made of exactly these contributions."""
         wanted = set(contributors)

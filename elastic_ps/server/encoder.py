@@ -28,7 +28,7 @@ class _Place:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.lock = threading.Lock()
-        self.version = -1
+        self.made = (-1, 0)  # the version, and the draft's number
         self.sent = Sent(None, memoryview(b""))
 
 
@@ -47,13 +47,15 @@ class ValueEncoder:
 
     def encode(self, shard: Shard, pulled: Pulled) -> Sent:
         """What to send of a bucket that `shard` has handed out."""
-        place = None if pulled.unchanged or not self._plan.encodes_values else self._place(shard, pulled)
+        without_body = pulled.unchanged or pulled.stands
+        place = None if without_body or not self._plan.encodes_values else self._place(shard, pulled)
         if place is None:
             return Sent(None, pulled.data)
+        wanted = pulled.version, pulled.draft
         with place.lock:
-            if place.version != pulled.version:
+            if place.made != wanted:
                 place.sent = self._made(shard, pulled, place.codec)
-                place.version = pulled.version
+                place.made = wanted
             return place.sent
 
     def _place(self, shard: Shard, pulled: Pulled) -> _Place | None:

@@ -217,14 +217,7 @@ class Service:
             self._coordinator.heartbeat(caller.worker, caller.incarnation)
             attempt = request.attempt
         version, shard = request.version, self._node.shard
-        for item in shard.pull(
-            request.buckets,
-            request.version,
-            term=caller.term,
-            attempt=attempt,
-            contributor=(caller.worker, caller.incarnation) if request.contributor else None,
-            held=request.held if request.HasField("held") else None,
-        ):
+        for item in self._items(request, caller, attempt):
             if item is None:
                 yield _frame(pb.PullReply(pending=True))
                 return
@@ -235,12 +228,42 @@ class Service:
             version = item.version
             sent = self._encoder.encode(shard, item)
             reply = pb.PullReply(
-                bucket=item.bucket, version=item.version, unchanged=item.unchanged, encoded=sent.run
+                bucket=item.bucket,
+                version=item.version,
+                unchanged=item.unchanged,
+                encoded=sent.run,
+                draft=item.draft,
+                stands=item.stands,
             )
             yield Frame(reply.SerializeToString(), sent.body)
         settings = self._coordinator.job.settings if self._coordinator is not None else ""
         stopped = self._coordinator.job.stopped if self._coordinator is not None else ""
         yield _frame(pb.PullReply(done=True, version=version, settings=settings, stopped=stopped))
+
+    def _items(
+        self, request: pb.PullRequest, caller: pb.Caller, attempt: int | None
+    ) -> Iterator[Pulled | RestartedAs | None]:
+        shard, who = self._node.shard, (caller.worker, caller.incarnation)
+        held = request.held if request.HasField("held") else None
+        if request.ahead and request.contributor:
+            return shard.pull_ahead(
+                request.buckets,
+                request.version,
+                term=caller.term,
+                attempt=attempt,
+                contributor=who,
+                held=held,
+                drafts=request.drafts,
+                groups=settings_from_message(request.ahead).groups,
+            )
+        return shard.pull(
+            request.buckets,
+            request.version,
+            term=caller.term,
+            attempt=attempt,
+            contributor=who if request.contributor else None,
+            held=held,
+        )
 
     def _optimizer_state(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.OptimizerStateRequest, incoming.header)

@@ -6,6 +6,7 @@ tells it with `advance`. All methods may be called from any thread.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -13,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,12 +28,15 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server import copying
 from elastic_ps.server.copying import Arriving, Part
+from elastic_ps.server.drafts import Basis, Drafts
 from elastic_ps.server.orders import Application
 from elastic_ps.server.values import BucketValues, StateEntry, require_finite
 from elastic_ps.telemetry import Trace
 from elastic_ps.training import Consistency
 from elastic_ps.transport.base import EMPTY, Incoming
-from elastic_ps.transport.memory import shared_if_possible
+from elastic_ps.transport.memory import Allocate, shared_if_possible
+
+logger = logging.getLogger(__name__)
 
 RECEIVE_BUFFERS = 4
 """Pushes that are received at the same time; the others wait, so memory does not grow with the workers."""
@@ -54,6 +59,8 @@ class Pulled:
     Attributes:
         unchanged: the caller has its values already.
         copied: `data` is a copy, which never changes.
+        stands: the values are those of the draft that the caller has.
+        draft: number of the draft that the bucket is; 0 for the version itself.
     """
 
     bucket: int
@@ -61,6 +68,11 @@ class Pulled:
     data: memoryview
     unchanged: bool = False
     copied: bool = False
+    stands: bool = False
+    draft: int = 0
+
+
+NO_DRAFTS: Mapping[int, int] = MappingProxyType({})
 
 
 class BucketSum(NamedTuple):
@@ -107,13 +119,10 @@ class Shard:
         self._torn = False  # some buckets were stepped, others not: the values are of no version
         self._trace = trace
         self._receiving: set[tuple[int, int]] = set()
-        self._buckets: dict[int, BucketValues] = {}
-        name, settings = optimizer
+        self._optimizer = optimizer
         allocate = shared_if_possible([bucket.nbytes for bucket in layout.of_shard(index)])
-        for bucket in layout.of_shard(index):
-            values = BucketValues(bucket, stale=consistency.may_be_stale, allocate=allocate)
-            values.build_optimizer(name, settings.groups, layout.tensors)
-            self._buckets[bucket.index] = values
+        self._buckets = {b.index: self._make_bucket(b, allocate) for b in layout.of_shard(index)}
+        self._drafts = Drafts(self._make_bucket)
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
         ]
@@ -124,6 +133,13 @@ class Shard:
         self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(RECEIVE_BUFFERS):
             self._buffers.put(torch.empty(largest, dtype=torch.uint8))
+
+    def _make_bucket(self, bucket: Bucket, allocate: Allocate | None = None) -> BucketValues:
+        name, settings = self._optimizer
+        allocate = allocate or shared_if_possible([bucket.nbytes])
+        values = BucketValues(bucket, stale=self._consistency.may_be_stale, allocate=allocate)
+        values.build_optimizer(name, settings.groups, self.layout.tensors)
+        return values
 
     @property
     def term(self) -> int:
@@ -250,7 +266,7 @@ class Shard:
             self._receiving.add(slot)
         try:
             if empty:
-                return self._add_nothing(key)
+                return self._add_nothing(key, samples)
             with self._receive(bucket, incoming) as contribution:
                 return self._add(key, samples, present, contribution)
         finally:
@@ -258,24 +274,24 @@ class Shard:
                 self._receiving.discard(slot)
                 self._added.notify_all()  # those that pull would be woken up in vain
 
-    def _add_nothing(self, key: PushKey) -> bool:
+    def _add_nothing(self, key: PushKey, samples: int) -> bool:
         with self._changed:
             if self._log.decide(key) is Verdict.DUPLICATE:
                 return False
-            self._buckets[key.bucket].add_nothing(first=not self._log.added.get(key.bucket))
+            self._buckets[key.bucket].add_nothing(samples, first=not self._log.added.get(key.bucket))
             self._log.add(key)
         return True
 
     def _add(self, key: PushKey, samples: int, present: Sequence[bool], contribution: torch.Tensor) -> bool:
-        values = self._buckets[key.bucket]
-        usual = values.values if values.bucket.rule in (Rule.MEAN, Rule.BROADCAST) else None
+        bucket = self._buckets[key.bucket]
+        usual = bucket.values if bucket.bucket.rule in (Rule.MEAN, Rule.BROADCAST) else None
         who = f"worker {key.worker}, step {key.step}, bucket {key.bucket}"
         largest = require_finite(contribution, who, usual=usual)
         with self._changed:
             if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
                 return False
             first = not self._log.added.get(key.bucket)
-            values.add(
+            self._buckets[key.bucket].add(
                 contribution, samples, present, first=first, worker=key.worker, largest=largest, who=who
             )
             self._log.add(key)
@@ -341,6 +357,7 @@ class Shard:
         attempt: int | None,
         contributor: tuple[int, int] | None,
         held: int | None = None,
+        drafts: Mapping[int, int] = NO_DRAFTS,
     ) -> Iterator[Pulled | RestartedAs | None]:
         """Yield each bucket when it has reached `version`. Blocks; yields None after `WAIT` without one.
 
@@ -351,6 +368,8 @@ class Shard:
                 change before its next push, so they are not copied; unless rounds may be made without it.
             held: the caller has the values of this version, of this term: what has not changed since need not
                 be sent.
+            drafts: for buckets of which the caller has drafts, their numbers. A draft that has become the
+                version need not be sent again.
 
         Raises:
             Refused: STALE_TERM: the values are of another term. STALE_INCARNATION: a contributor whose values
@@ -360,21 +379,20 @@ class Shard:
         stable = contributor is not None and self._consistency.reads_one_version
         for index in buckets:
             self.bucket(index)
-            values = self._buckets[index]
-            constant = values.bucket.rule is Rule.CONSTANT  # the same at every version
             with self._changed:
                 self._require_term(term)
 
-                def ready(values: BucketValues = values, constant: bool = constant) -> bool:
-                    return constant or values.version >= version or self._restarted(version, attempt)
+                def ready(index: int = index) -> bool:
+                    return self._reached(index, version) or self._restarted(version, attempt)
 
                 arrived = self._await(ready)
-                reached = constant or values.version >= version
+                reached, values = self._reached(index, version), self._buckets[index]
                 if reached and stable:
                     self._require_part(contributor)
                 unchanged = reached and held is not None and values.changed <= held
+                stands = reached and not unchanged and drafts.get(index, 0) == values.draft > 0
                 data = EMPTY
-                if reached and not unchanged:
+                if reached and not (unchanged or stands):
                     data = values.memory if stable else as_bytes(values.values.clone())
                 reached_version, now = values.version, self._log.attempt
             if not arrived:
@@ -383,10 +401,87 @@ class Shard:
             if not reached:
                 yield RestartedAs(now)
                 return
-            yield Pulled(index, reached_version, data, unchanged, copied=not stable)
+            yield Pulled(index, reached_version, data, unchanged, copied=not stable, stands=stands)
         if stable:
             with self._changed:
                 self._require_part(contributor)
+
+    def pull_ahead(
+        self,
+        buckets: Sequence[int],
+        version: int,
+        *,
+        term: int,
+        attempt: int | None,
+        contributor: tuple[int, int],
+        held: int | None,
+        drafts: Mapping[int, int],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> Iterator[Pulled | RestartedAs | None]:
+        """Yield drafts of the buckets as they can be made, then what `pull` yields.
+
+        Only for modes whose rounds wait for all. Blocks.
+
+        Args:
+            contributor: worker and incarnation of the caller, which takes part in the round.
+            groups: the hyperparameters that the round is expected to be made with.
+
+        Raises:
+            Refused: see `pull`; STALE_INCARNATION as soon as the caller does not take part any more.
+        """
+        have = dict(drafts)
+        for index in buckets:
+            if index in have:
+                continue
+            self.bucket(index)
+            with self._changed:
+                self._require_term(term)
+
+                def ready(index: int = index) -> bool:
+                    if self._reached(index, version) or self._restarted(version, attempt):
+                        return True
+                    self._require_part(contributor)
+                    return self._log.version == version - 1 and self._log.has_all(index)
+
+                if not self._await(ready, on=self._added):
+                    yield None
+                    return
+                if self._reached(index, version):
+                    break
+                if self._restarted(version, attempt):
+                    yield RestartedAs(self._log.attempt)
+                    return
+                try:
+                    draft = self._draft(index, groups)
+                except Exception as error:  # noqa: BLE001 (the round's own step will tell what is wrong)
+                    logger.info("no draft of bucket %d can be made: %s", index, error)
+                    break
+                number = have[index] = draft.draft
+                unchanged = held is not None and draft.changed <= held
+            yield Pulled(index, version, EMPTY if unchanged else draft.memory, unchanged, draft=number)
+        yield from self.pull(
+            buckets,
+            version,
+            term=term,
+            attempt=attempt,
+            contributor=contributor,
+            held=held,
+            drafts=have,
+        )
+
+    def _draft(self, index: int, groups: Sequence[Mapping[str, Any]]) -> BucketValues:
+        live, log = self._buckets[index], self._log
+        contributors = frozenset(log.added[index])
+        started = time.monotonic_ns()
+        draft = self._drafts.make(
+            live, Basis(log.version + 1, log.attempt, contributors, live.weight, tuple(groups))
+        )
+        self._trace.complete("draft", started, time.monotonic_ns(), bucket=index, version=log.version + 1)
+        return draft
+
+    def _reached(self, index: int, version: int) -> bool:
+        values = self._buckets[index]
+        return values.bucket.rule is Rule.CONSTANT or values.version >= version  # the same at every version
 
     def _require_term(self, term: int) -> None:
         if term != self._log.term:
@@ -442,11 +537,15 @@ class Shard:
         started = time.monotonic_ns()
         self._torn = True
         stepped = self._to_step
+        contributors = frozenset(apply.contributors)
+        basis = Basis(version, apply.attempt, contributors, apply.samples, tuple(apply.settings.groups))
         for bucket in stepped:
-            values = self._buckets[bucket.index]
             with self._changed:
+                values = self._buckets[bucket.index]
                 if apply.assigns:
                     values.assign(version)
+                elif draft := self._drafts.take(values, basis):
+                    self._buckets[bucket.index] = draft
                 else:
                     values.apply(apply.samples, apply.settings.groups, version)
                 if bucket is stepped[-1]:

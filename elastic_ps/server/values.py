@@ -43,6 +43,8 @@ class BucketValues:
         master: what the optimizer steps; `values` itself unless they are of half precision.
         version: number of steps taken.
         changed: the first version that has the values of now.
+        draft: the number under which the values were sent before their round was decided; 0: they were not.
+        weight: samples of all contributions to the open round's sum.
     """
 
     def __init__(self, bucket: Bucket, *, stale: bool = False, allocate: Allocate = plain) -> None:
@@ -51,12 +53,11 @@ class BucketValues:
         self.memory = allocate(bucket.nbytes)
         self.values = as_tensor(self.memory, dtype_of(bucket.dtype))
         self.master = self.values
-        self.version = self.changed = 0
+        self.version = self.changed = self.draft = self.weight = 0
         self._sum: torch.Tensor | None = None
         self._sums: list[torch.Tensor] = []  # of each piece
         self._sum_bound = 0.0
         self._blank = False  # nothing has been added to the open round's sum, whose memory holds anything
-        self._weight = 0
         self._lowest = 0
         self._present: list[bool] = []
         self._bounds = [0]
@@ -129,8 +130,9 @@ class BucketValues:
     def present(self, present: Sequence[bool]) -> None:
         self._present = list(present)
 
-    def add_nothing(self, *, first: bool) -> None:
+    def add_nothing(self, samples: int, *, first: bool) -> None:
         """Add a worker's step that has no gradient for any piece; `first` begins a new sum."""
+        self.weight = samples if first else self.weight + samples
         if first:
             self._blank, self._sum_bound = True, 0.0
             self._present = [False] * len(self.bucket.pieces)
@@ -157,7 +159,7 @@ class BucketValues:
         """
         if not present:
             present = [True] * len(self.bucket.pieces)
-        total, first = self._memory(), first or self._blank
+        restarts, total, first = first, self._memory(), first or self._blank
         if self.bucket.rule is Rule.GRADIENT:
             bound = samples * largest
             if not first:
@@ -165,6 +167,7 @@ class BucketValues:
             if bound > torch.finfo(total.dtype).max / 2:
                 _require_no_overflow(contribution, samples, None if first else total, who)
             self._sum_bound = bound
+        self.weight = samples if restarts else self.weight + samples
         if self.bucket.rule is Rule.MAXIMUM:
             if first:
                 total.copy_(contribution)
@@ -175,11 +178,10 @@ class BucketValues:
                 self._lowest = worker
                 total.copy_(contribution)
         elif self.bucket.rule is Rule.MEAN:
-            self._weight = samples if first else self._weight + samples
             if first:
                 total.copy_(contribution)
             else:
-                _move_mean(total, contribution.to(total.dtype), samples / self._weight)
+                _move_mean(total, contribution.to(total.dtype), samples / self.weight)
         elif first:
             torch.mul(contribution.to(total.dtype), samples, out=total)
         else:
@@ -190,7 +192,11 @@ class BucketValues:
         )
 
     def apply(self, samples: int, groups: Sequence[Mapping[str, Any]], version: int) -> None:
-        """Make `version` out of the round's sum, whose contributions weigh `samples` together."""
+        """Make `version` out of the round's sum, whose contributions weigh `samples` together.
+
+        The sum is not the sum any more after that.
+        """
+        self.draft = 0
         if self.bucket.rule is Rule.MAXIMUM:
             self.values.copy_(torch.maximum(self.sum, self.values) if self._stale else self.sum)
         elif self.bucket.rule in (Rule.MEAN, Rule.BROADCAST):
@@ -206,7 +212,37 @@ class BucketValues:
         """Make the round's sum, which is of one worker's values, `version`; the optimizer's state stays."""
         self.master.copy_(self.sum)
         self.values.copy_(self.sum)
+        self.draft = 0
         self.version = self.changed = version
+
+    def mirror(self, other: BucketValues) -> None:
+        """Become a copy of `other`, which is of the same bucket, with its optimizer's state and its sum."""
+        self.values.copy_(other.values)
+        if self.master is not self.values:
+            self.master.copy_(other.master)
+        for parameter, state in zip(self._parameters, other.states, strict=True):
+            self._mirror_state(parameter, state)
+        self.version, self.changed, self.draft = other.version, other.changed, other.draft
+        self._memory().copy_(other.sum)
+        self.present, self.weight = other.present, other.weight
+
+    def _mirror_state(self, parameter: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
+        assert self._optimizer is not None
+        own = self._optimizer.state.get(parameter, {})
+        if own.keys() != state.keys():
+            own = self._optimizer.state[parameter] = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and key in own:
+                own[key].copy_(value)
+            else:
+                own[key] = value.clone() if isinstance(value, torch.Tensor) else value
+
+    @property
+    def states(self) -> list[Mapping[str, Any]]:
+        """The optimizer's state of each piece; {} for one that was never stepped. The tensors are live."""
+        if self._optimizer is None:
+            return []
+        return [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
 
     def _step(self, groups: Sequence[Mapping[str, Any]], samples: int) -> None:
         assert self._optimizer is not None
@@ -260,8 +296,8 @@ class BucketValues:
         """The optimizer's state. The tensors are live: copy them before the next `apply`."""
         if self._optimizer is None:
             return
-        for piece, parameter in zip(self.bucket.pieces, self._parameters, strict=True):
-            for key, value in self._optimizer.state.get(parameter, {}).items():
+        for piece, state in zip(self.bucket.pieces, self.states, strict=True):
+            for key, value in state.items():
                 tensor = (
                     value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
                 )
@@ -293,6 +329,7 @@ class BucketValues:
             if self._optimizer is not None and state:
                 self._optimizer.state[self._parameters[index]] = state
         self.version = self.changed = version
+        self.draft = 0
 
 
 def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:

@@ -100,6 +100,11 @@ its type, and is logged with its traceback.
 class Connection(abc.ABC):
     """A client's way to one server."""
 
+    @property
+    def near(self) -> bool:
+        """Whether the server is known to be on this host, so that large bodies need not travel."""
+        return False
+
     @abc.abstractmethod
     def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
         """Send `frame` and iterate over the answers. Sending starts at once; a large body may take until the

@@ -97,4 +97,4 @@ def dial(address: str) -> socket.socket:
 
 def connect(address: str, *, limits: Limits | None = None) -> StreamConnection:
     """Calls to the `LocalServer` of `address`. Nothing is sent before the first one."""
-    return StreamConnection(lambda: dial(address), address, limits=limits)
+    return StreamConnection(lambda: dial(address), address, limits=limits, near=True)

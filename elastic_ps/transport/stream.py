@@ -222,12 +222,18 @@ class StreamConnection(Connection):
         dial: gives a connected socket.
         address: of the server, for messages.
         limits: what is accepted from the server.
+        near: the server is on this host.
     """
 
     def __init__(
-        self, dial: Callable[[], socket.socket], address: str, *, limits: Limits | None = None
+        self,
+        dial: Callable[[], socket.socket],
+        address: str,
+        *,
+        limits: Limits | None = None,
+        near: bool = False,
     ) -> None:
-        self._dial, self._address = dial, address
+        self._dial, self._address, self._near = dial, address, near
         self._limits = limits or Limits()
         self._lock = (
             threading.RLock()
@@ -235,6 +241,11 @@ class StreamConnection(Connection):
         self._idle: list[Line] = []
         self._busy: set[Line] = set()
         self._closed = False
+
+    @property
+    def near(self) -> bool:
+        """See `Connection.near`."""
+        return self._near
 
     def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
         """Send `frame` and iterate over the answers; see `Connection.call`."""

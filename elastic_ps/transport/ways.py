@@ -160,6 +160,12 @@ class _Fastest(Connection):
         self._way: Connection | None = None
         self._closed = False
 
+    @property
+    def near(self) -> bool:
+        """See `Connection.near`; False as long as no way has been found."""
+        way = self._way
+        return way is not None and way.near
+
     def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
         """See `Connection.call`."""
         way = self._way

@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -151,6 +151,9 @@ class Wanted:
         attempt: of the round that the worker pushes for; it is told when the round starts again.
         contributor: the worker takes part in that round.
         held: the worker has the values of this version: what has not changed since need not be sent.
+        ahead: hyperparameters, as JSON, with which the worker takes drafts before the version is there; "" if
+            it takes none.
+        drafts: for buckets of which the worker has drafts, their numbers.
     """
 
     version: int
@@ -158,6 +161,8 @@ class Wanted:
     attempt: int
     contributor: bool
     held: int | None = None
+    ahead: str = ""
+    drafts: Mapping[int, int] = field(default_factory=dict)
 
     def request(self) -> pb.PullRequest:
         """The message, which does not say who asks."""
@@ -167,6 +172,8 @@ class Wanted:
             attempt=self.attempt,
             contributor=self.contributor,
             held=self.held,
+            ahead=self.ahead,
+            drafts=self.drafts,
         )
 
 
@@ -224,6 +231,10 @@ class Client:
     def incarnation(self) -> int:
         """The number of this stay in the job."""
         return self.stay.incarnation
+
+    def is_near(self, shard: int) -> bool:
+        """Whether the shard is known to be on this host."""
+        return self._connections[shard].near
 
     @property
     def closed(self) -> bool:

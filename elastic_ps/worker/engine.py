@@ -181,6 +181,7 @@ class Engine:
             self.spec.consistency,
             encoder,
             Values(flat, self._codecs, traffic=traffic, trace=trace),
+            ahead=self.spec.parameter_server.send_ahead,
             trace=trace,
             history=self._history,
         )
@@ -315,7 +316,7 @@ class Engine:
         step = Step(
             stay=self.client.stay, number=self._steps, base=base, version=base, samples=self.batches.samples
         )
-        exchange.begin(step)
+        exchange.begin(step, self.schedule.current().to_json() if exchange.asks_ahead else "")
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete. Does not block."""

@@ -3,10 +3,17 @@
 For each shard there is a send thread and a pull thread. The main thread (in which backward runs) says which
 buckets are ready; a bucket is sent when all before it are, so every worker pushes in the same order. The
 last bucket of a step is held back until the script calls `optimizer.step()`, because with a single shard
-it carries the end of the step with it.
+it carries the end of the step with it. A shard on another host has several send threads, so that the network
+is not idle while one of them waits for an answer.
 
 Buckets stay as they are until the new version is there, so that a round that starts again is pushed again
 without computing anything again.
+
+In mode `sync`, a shard on another host is asked for the new version when the step begins. It then sends
+*drafts*: the next values of those buckets that have the gradients of all workers. So values arrive while
+other gradients leave. Drafts are kept beside the model, and become its values when the shard says that they
+stand. Those of a script that changes hyperparameters between backward and `optimizer.step()` never do, so
+after some steps it is sent none.
 
 If the model's gradients are one bucket on one shard, the training thread itself pushes the step when it is
 complete, and the new version is the answer to its last push: handing it to other threads would take longer.
@@ -24,7 +31,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -41,7 +48,9 @@ from elastic_ps.errors import (
 )
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.training import Consistency
-from elastic_ps.transport.base import EMPTY
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import EMPTY, Incoming
+from elastic_ps.worker.ahead import Ahead
 from elastic_ps.worker.client import PATIENCE, Answers, Client, Ending, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Encoder, Payload
 from elastic_ps.worker.model import Flat
@@ -52,6 +61,9 @@ logger = logging.getLogger(__name__)
 _FINISH = -1
 """Among the missing buckets' indexes: the acknowledgement of the step's end."""
 
+
+SENDERS = 3
+"""Send threads for a shard on another host."""
 
 FETCHES = 10
 """How often buckets are fetched that are older than the rest, because new versions are made meanwhile."""
@@ -67,7 +79,7 @@ class _Push(NamedTuple):
 
 
 class _Pull(NamedTuple):
-    """Buckets to be received."""
+    """Buckets to be received. `ahead`: hyperparameters, with which drafts of them are taken; see `Wanted`."""
 
     stay: Stay
     generation: int
@@ -75,6 +87,7 @@ class _Pull(NamedTuple):
     contributor: bool
     buckets: list[int]
     held: int | None
+    ahead: str = ""
 
 
 class Exchange:
@@ -83,6 +96,7 @@ class Exchange:
     Args:
         encoder: of the gradients.
         values: where those that are pulled are received.
+        ahead: take drafts, where the mode allows it.
         consistency: the job's. Where rounds may be made without this worker, it asks before each step.
 
     Attributes:
@@ -99,6 +113,7 @@ class Exchange:
         encoder: Encoder,
         values: Values,
         *,
+        ahead: bool = True,
         trace: Trace,
         history: History,
     ) -> None:
@@ -121,6 +136,9 @@ class Exchange:
         # With a single bucket of gradients nothing is there to be sent before backward ends.
         gradients = sum(bucket.rule is Rule.GRADIENT for bucket in self._pushed)
         self._at_once = client.shards == 1 and gradients == 1 and not self._accumulates
+        self._may_ask_ahead = ahead and consistency.waits_for_all and not self._at_once
+        self._to_ask: dict[int, _Pull] | None = None  # the rest, if some were asked when the step began
+        self._ahead = Ahead()
         self._stepped = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
         self._changed = threading.Condition()
         self._step: Step | None = None
@@ -142,19 +160,26 @@ class Exchange:
         self._to_send: list[queue.SimpleQueue[_Push | None]] = []
         self._to_pull: list[queue.SimpleQueue[_Pull | None]] = []
         self._threads: list[threading.Thread] = []
+        self._senders = [1] * client.shards
         for shard in range(client.shards):
             self._to_send.append(queue.SimpleQueue())
             self._to_pull.append(queue.SimpleQueue())
-            for name, target in (("send", self._send_loop), ("pull", self._pull_loop)):
-                thread = threading.Thread(target=target, args=(shard,), name=f"{name}-{shard}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            self._start("send", self._send_loop, shard)
+            self._start("pull", self._pull_loop, shard)
+
+    def _start(self, name: str, target: Callable[[int], None], shard: int) -> None:
+        thread = threading.Thread(target=target, args=(shard,), name=f"{name}-{shard}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def close(self) -> None:
         """End the threads. The client must be closed before, so that nothing of theirs blocks."""
-        self._closing.set()
-        for sending, pulling in zip(self._to_send, self._to_pull, strict=True):
-            sending.put(None)
+        with self._changed:
+            self._closing.set()
+            self._changed.notify_all()
+        for shard, (sending, pulling) in enumerate(zip(self._to_send, self._to_pull, strict=True)):
+            for _ in range(self._senders[shard]):
+                sending.put(None)
             pulling.put(None)
         for thread in self._threads:
             thread.join()
@@ -167,19 +192,50 @@ class Exchange:
             self._generation += 1
             self._step, self._error, self._ending, self._owing = None, None, None, False
             self._missing.clear()
+            self._changed.notify_all()
 
     @property
     def under_way(self) -> Step | None:
         """The step whose pushes have begun."""
         return self._step
 
-    def begin(self, step: Step) -> None:
-        """The first gradient of a step is there."""
+    def begin(self, step: Step, settings: str = "") -> None:
+        """The first gradient of a step is there.
+
+        Args:
+            settings: the hyperparameters that the step will probably end with, as JSON; "" for no drafts.
+        """
         with self._changed:
             self._step, self._attempt, self._ending = step, 0, None
             self._ready = self._queued = self._acknowledged = 0
             self._present.clear()
             self._encoder.begin(step.number)
+            self._ahead.forget()
+            self._to_ask = None
+            self._send_to_far_shards()
+            if settings:
+                pulls = self._expect_next(step)
+                for shard in self._far:
+                    buckets = [b.index for b in self._pushed if b.shard == shard]
+                    self._ask_for({shard: pulls.pop(shard)._replace(buckets=buckets, ahead=settings)})
+                self._to_ask = pulls
+
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether drafts are of use: a shard is on another host."""
+        return self._may_ask_ahead and self._ahead.pays and bool(self._far)
+
+    @property
+    def _far(self) -> list[int]:
+        """The shards on other hosts."""
+        return [shard for shard in range(self._client.shards) if not self._client.is_near(shard)]
+
+    def _send_to_far_shards(self) -> None:
+        """Start the other send threads of shards that are found to be on other hosts."""
+        for shard in self._far if not self._at_once else ():
+            while self._senders[shard] < SENDERS:
+                self._senders[shard] += 1
+                self._start("send", self._send_loop, shard)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete; send it when those before it are sent. Does not block."""
@@ -227,7 +283,8 @@ class Exchange:
         with self._changed:
             self._ending = ending
             self._versions.clear()
-            pulls = self._expect(step.version + 1, self._stepped, contributor=True, held=self.version)
+            self._flat.expect()
+            pulls = self._expect_next(step) if self._to_ask is None else self._to_ask
             self._owing = self._at_once
             if not self._at_once:
                 self._ask_for(pulls)
@@ -296,6 +353,7 @@ class Exchange:
         self._versions.clear()
         for _ in range(FETCHES):
             with self._changed:
+                self._flat.expect()
                 self._ask_for(self._expect(version, wanted, contributor=contributor))
             self._wait()
             newest = max(self._versions.values(), default=version)
@@ -333,7 +391,6 @@ class Exchange:
         self, version: int, wanted: Sequence[Bucket], *, contributor: bool, held: int | None = None
     ) -> dict[int, _Pull]:
         """Nothing of `wanted` has arrived; returns what to ask which shard for. The lock is held."""
-        self._flat.expect()
         self._missing = {bucket.index for bucket in wanted}
         pulls = {}
         for shard in range(self._client.shards):
@@ -342,6 +399,10 @@ class Exchange:
                 self._missing.add(_FINISH - 1 - shard)
                 pulls[shard] = _Pull(self._client.stay, self._generation, version, contributor, own, held)
         return pulls
+
+    def _expect_next(self, step: Step) -> dict[int, _Pull]:
+        """See `_expect`: of the version that the step is to be part of."""
+        return self._expect(step.version + 1, self._stepped, contributor=True, held=self.version)
 
     def _ask_for(self, pulls: Mapping[int, _Pull]) -> None:
         for shard, pull in pulls.items():
@@ -381,7 +442,9 @@ class Exchange:
                 self._arrived(_FINISH, push.generation)
 
     def _current(self, push: _Push) -> bool:
-        return (push.generation, push.attempt) == (self._generation, self._attempt) and self._error is None
+        if self._error is not None or self._closing.is_set():
+            return False
+        return (push.generation, push.attempt) == (self._generation, self._attempt)
 
     def _send(self, push: _Push) -> None:
         bucket, step = push.bucket, push.step
@@ -392,16 +455,25 @@ class Exchange:
                 return
             last = bucket is self._pushed[-1]
             along = self._ending if last and self._client.shards == 1 else None
+            if along is not None and not self._others_are_there(push):
+                return
         self._push(bucket, step, push.attempt, along)
         with self._changed:
             if not self._current(push):
                 return
             self._acknowledged += 1
+            self._changed.notify_all()
             ending = self._ending if self._acknowledged == len(self._pushed) else None
         if ending is not None:
             if along is None:
                 self._client.finish(step, push.attempt, ending)
             self._arrived(_FINISH, push.generation)
+
+    def _others_are_there(self, push: _Push) -> bool:
+        """Wait, holding the lock, until only the last bucket is left. False if its push is not due."""
+        others = len(self._pushed) - 1
+        self._changed.wait_for(lambda: self._acknowledged == others or not self._current(push))
+        return self._current(push)
 
     def _push(self, bucket: Bucket, step: Step, attempt: int, ending: Ending | None) -> None:
         payload = self._contribution(bucket, step, attempt)
@@ -462,6 +534,7 @@ class Exchange:
                 self._attempt, self._queued, self._acknowledged = attempt, 0, 0
                 self._owing = self._at_once
                 self._queue_ready()
+                self._changed.notify_all()
 
     # --- pull threads
 
@@ -492,7 +565,15 @@ class Exchange:
         """One try to get what is still missing. Returns whether all of it has arrived."""
         with self._changed:
             missing = [b for b in pull.buckets if b in self._missing]
-            wanted = Wanted(pull.version, missing, self._attempt, pull.contributor, pull.held)
+            wanted = Wanted(
+                pull.version,
+                missing,
+                self._attempt,
+                pull.contributor,
+                pull.held,
+                pull.ahead,
+                self._ahead.numbers(missing),
+            )
         started = time.monotonic_ns()
         ended = complete = False
         for reply, incoming in self._answers(shard, pull, wanted):
@@ -500,18 +581,25 @@ class Exchange:
             kind = reply.WhichOneof("kind")
             if kind == "bucket":
                 bucket = self._flat.layout.buckets[reply.bucket]
-                if not reply.unchanged:
-                    self._values.receive(bucket, reply, incoming)
+                if reply.draft:
+                    self._take_draft(bucket, reply, incoming)
+                else:
+                    self._take_values(bucket, reply, incoming, pull.generation)
                 now = time.monotonic_ns()
                 self._trace.complete(
-                    "pull", started, now, bucket=bucket.index, version=reply.version, bytes=incoming.size
+                    "pull",
+                    started,
+                    now,
+                    bucket=bucket.index,
+                    version=reply.version,
+                    draft=reply.draft,
+                    bytes=incoming.size,
                 )
                 started = now
-                constant = bucket.rule is Rule.CONSTANT
-                self._arrived(bucket.index, pull.generation, version=None if constant else reply.version)
                 continue
             ended = True
             if kind == "attempt":
+                self._ahead.forget(pull.buckets)
                 self._restart(reply.attempt, pull.generation)
             elif kind == "done":
                 if shard == 0:
@@ -522,6 +610,23 @@ class Exchange:
         if complete:
             self._arrived(_FINISH - 1 - shard, pull.generation)
         return complete
+
+    def _take_draft(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming) -> None:
+        self._ahead.forget([bucket.index])
+        if not reply.unchanged:
+            self._values.receive(bucket, reply, incoming, into=self._ahead.memory(bucket))
+        self._ahead.note(bucket.index, reply.draft)
+
+    def _take_values(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, generation: int) -> None:
+        """A bucket has reached the version."""
+        if reply.stands:
+            self._ahead.take(bucket, self._flat.value_of(bucket))
+        elif not reply.unchanged:
+            self._values.receive(bucket, reply, incoming)
+            if not self._attempt:  # else drafts are void because the round has started again
+                self._ahead.superseded(bucket.index, reply.version)
+        constant = bucket.rule is Rule.CONSTANT
+        self._arrived(bucket.index, generation, version=None if constant else reply.version)
 
     def _answers(self, shard: int, pull: _Pull, wanted: Wanted) -> Answers:
         """The answers to one call for what is wanted; it makes the step's pushes before, if they are due."""

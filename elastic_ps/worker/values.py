@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 
-from elastic_ps.codec import NONE
+import torch
+
+from elastic_ps.codec import NONE, as_bytes
 from elastic_ps.codec.base import Codec, unpack
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket
@@ -34,8 +36,13 @@ class Values:
         self._codecs = {b.index: plan.of_values(flat.layout, b) for b in flat.layout.buckets}
         self._memory: dict[int, bytearray] = {}  # of each shard, for what is encoded
 
-    def receive(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming) -> None:
+    def receive(
+        self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, *, into: torch.Tensor | None = None
+    ) -> None:
         """Write a bucket's values into the model's memory. Blocks until they are there.
+
+        Args:
+            into: write them there instead; flat, of the bucket's dtype.
 
         Raises:
             Malformed: they are encoded in another way than this job's, or do not fit the bucket.
@@ -48,27 +55,30 @@ class Values:
                 f"shard {bucket.shard} sends the values of bucket {bucket.index} as {theirs!r}; this worker "
                 f"expects {ours!r}. All processes of a job need the same spec.compression"
             )
+        target = self._flat.value_of(bucket) if into is None else into
         seconds = 0.0
         if codec is None:
-            incoming.read_into(self._flat.value_bytes(bucket))
+            incoming.read_into(as_bytes(target))
         else:
             body = incoming.view()
             if body is None:
                 body = self._place(bucket.shard, incoming.size)
                 incoming.read_into(body)
             started = time.monotonic_ns()
-            self._decode(codec, bucket, reply.encoded, body)
+            self._decode(codec, bucket, reply.encoded, body, target)
             ended = time.monotonic_ns()
             self._trace.complete("decode", started, ended, bucket=bucket.index, bytes=len(body))
             seconds = (ended - started) / 1e9
         self._traffic.pulled(incoming.size, plain=bucket.nbytes, seconds=seconds)
 
-    def _decode(self, codec: Codec, bucket: Bucket, run: pb.Run, body: memoryview) -> None:
+    def _decode(
+        self, codec: Codec, bucket: Bucket, run: pb.Run, body: memoryview, target: torch.Tensor
+    ) -> None:
         try:
             encoded, used = unpack(parts_from_message(run.parts), run.values, body)
             if used != len(body):
                 raise Malformed(f"{len(body) - used} bytes more than the parts have")
-            codec.decode(encoded, self._flat.value_of(bucket))
+            codec.decode(encoded, target)
         except Exception as error:
             what = f"the values of bucket {bucket.index} from shard {bucket.shard} cannot be decoded"
             raise Malformed(f"{what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,95 @@
+"""Drafts: the next versions of buckets, made before their round is decided, to be sent meanwhile.
+
+As soon as a bucket has the gradients of all who take part, its next values can be computed. But the round may
+still start again: nobody knows yet whether all other buckets will be complete. So the step is made on a copy
+of the bucket. If the round is then made of just what the draft was made of, the copy takes the bucket's
+place, and those who have the draft's values need not get them again. Otherwise the draft is void, and the
+bucket is as if there had been none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ps.core.partition import Bucket
+from elastic_ps.server.values import BucketValues
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a version of a bucket is made of.
+
+    Attributes:
+        version: that is made.
+        attempt: of the round.
+        contributors: (worker, incarnation, step) of all contributions.
+        samples: that they weigh together.
+        groups: the optimizer's hyperparameters.
+    """
+
+    version: int
+    attempt: int
+    contributors: frozenset[tuple[int, int, int]]
+    samples: int
+    groups: Sequence[Mapping[str, Any]]
+
+    def has_sums_of(self, other: Basis) -> bool:
+        """Whether the gradients are the same; the hyperparameters may be others."""
+        return (self.version, self.attempt, self.contributors) == (
+            other.version,
+            other.attempt,
+            other.contributors,
+        )
+
+
+@dataclass
+class _Draft:
+    values: BucketValues
+    basis: Basis
+    number: int
+
+
+class Drafts:
+    """The drafts of a shard's buckets. Not thread-safe.
+
+    Args:
+        make: gives new values of a bucket with an optimizer; it is called once for each bucket.
+    """
+
+    def __init__(self, make: Callable[[Bucket], BucketValues]) -> None:
+        self._make = make
+        self._spare: dict[int, BucketValues] = {}
+        self._made: dict[int, _Draft] = {}
+        self._count = 0
+
+    def make(self, live: BucketValues, basis: Basis) -> BucketValues:
+        """The draft of a bucket, whose `draft` is its number. One that was made of these gradients is kept.
+
+        A number is never used twice. So a worker that has a draft of an older number never takes it for this
+        one, even if its memory was written over while it was sent. Blocks for the optimizer's step.
+        """
+        index = live.bucket.index
+        there = self._made.get(index)
+        if there is not None and there.basis.has_sums_of(basis):
+            return there.values
+        self._made.pop(index, None)
+        if index not in self._spare:
+            self._spare[index] = self._make(live.bucket)
+        values = self._spare[index]
+        values.mirror(live)
+        values.apply(basis.samples, basis.groups, basis.version)
+        self._count += 1
+        values.draft = self._count
+        self._made[index] = _Draft(values, basis, self._count)
+        return values
+
+    def take(self, live: BucketValues, basis: Basis) -> BucketValues | None:
+        """What takes the place of `live`, which may be written over then; None if no draft is of `basis`."""
+        index = live.bucket.index
+        draft = self._made.pop(index, None)
+        if draft is None or draft.basis != basis:
+            return None
+        self._spare[index] = live
+        return draft.values
