@@ -159,9 +159,9 @@ def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_
         coordinator.is_applied(0, stay.incarnation, 0)
     assert refused.value.code is RefusalCode.NOT_READY
     job.shards[1].broken = False
-    eventually(lambda: job.lead.status().problem == "", "it has worked")
+    eventually(lambda: job.lead.status().term > 1, "it has worked")
+    assert job.lead.status().problem == ""
     assert [shard.loaded[-1] for shard in job.shards] == [0, 0]
-    assert job.lead.status().term > 1
     joined = join(coordinator, 1)
     assert joined is not None
     assert not joined.initialise
