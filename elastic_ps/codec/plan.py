@@ -135,8 +135,12 @@ class Plan:
                 first, start = before.pieces.start, before.elements.start
             runs.append(Run(name, codec, slice(first, index + 1), slice(start, stop)))
             place = stop
-        if bucket.dtype != "float64":
-            runs = [Run(*self._followed(*run[:2]), *run[2:]) for run in runs]
+        # Codecs get float32, so float64 that no other codec has rounded stays as it is.
+        exact = bucket.dtype == "float64"
+        runs = [
+            run if exact and run.codec is None else Run(*self._followed(run.name, run.codec), *run[2:])
+            for run in runs
+        ]
         return runs if any(run.codec is not None for run in runs) else []
 
     def _of_piece(self, tensor: TensorSpec, piece: Piece, bucket: Bucket) -> tuple[str, Codec | None]:
