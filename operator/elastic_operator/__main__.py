@@ -19,7 +19,9 @@ from elastic_operator.controller import Controller
 from elastic_operator.leader import Leadership
 from elastic_operator.metrics import HealthServer, Metrics
 from elastic_operator.queue import Queue
+from elastic_operator.reflector import Reflectors
 from elastic_operator.settings import Settings
+from elastic_operator.store import Store
 from elastic_ps.errors import UserError
 
 logger = logging.getLogger("elastic_operator")
@@ -46,13 +48,11 @@ def main() -> int:
     except UserError as error:
         print(f"elastic-operator: {error}", file=sys.stderr)
         return 2
-    cluster = Cluster(
-        api,
-        status_timeout=given.status_timeout.total_seconds(),
-        policies=given.options.http_from is not None,
-    )
-    controller = Controller(cluster, given, metrics)
-    queue = Queue(controller.run_pass, concurrency=given.concurrency)
+    store = Store()
+    reflectors = Reflectors(api, store, given)
+    controller = Controller(Cluster(api, store), store, reflectors, given, metrics)
+    passes = handlers.Passes(controller, given)
+    queue = passes.queue
     metrics.queue.set_function(lambda: len(queue))
     leadership = _leadership(api, given)
     health = HealthServer(
@@ -74,7 +74,7 @@ def main() -> int:
         controller.wait_until_served()
         queue.last_turn = time.monotonic()
         kopf.run(
-            registry=handlers.build_registry(controller, queue, given, api),
+            registry=handlers.build_registry(controller, passes, store, reflectors, given, api),
             settings=handlers.build_settings(),
             identity=identity,
             standalone=True,

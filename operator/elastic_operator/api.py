@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlencode
 
 import urllib3
@@ -27,7 +29,14 @@ EXIT_TEST = 86
 NAMESPACE_TERMINATING = "NamespaceTerminating"
 """The reason of a 403 that has nothing to do with what the operator may: its namespace is being deleted."""
 
-_METHODS = {"get": "GET", "list": "GET", "create": "POST", "patch": "PATCH", "delete": "DELETE"}
+_METHODS = {
+    "get": "GET",
+    "list": "GET",
+    "watch": "GET",
+    "create": "POST",
+    "patch": "PATCH",
+    "delete": "DELETE",
+}
 
 # The package has types, but not for these.
 _load_file: Callable[..., None] = config.load_kube_config
@@ -67,7 +76,8 @@ class Api:
         except ConfigException as error:
             raise UsageError(f"no cluster is configured: {error}; give --kubeconfig") from error
         configuration.retries = False
-        configuration.connection_pool_maxsize = settings.concurrency + 2
+        watches = 5 * max(1, len(settings.namespaces))
+        configuration.connection_pool_maxsize = settings.concurrency + watches + 2
         self._client = client.ApiClient(configuration)
         self._timeout = settings.request_timeout.total_seconds()
         self._metrics = metrics
@@ -109,6 +119,45 @@ class Api:
         """
         if self._left == 0 and verb not in ("get", "list"):
             self._end()
+        response = self._send(verb, resource, path, body=body, query=query, timeout=self._timeout)
+        if not 200 <= response.status < 300:
+            raise self._error(verb, resource, response.status, response.data)
+        if verb not in ("get", "list"):
+            self._written()
+        answer = json.loads(response.data)
+        return answer if isinstance(answer, dict) else {}
+
+    @contextmanager
+    def stream(
+        self, resource: str, path: str, *, query: Mapping[str, str], timeout: float
+    ) -> Iterator[Iterator[bytes]]:
+        """The lines of a watch, as they come; `timeout` is for each of them, in seconds.
+
+        Raises:
+            ApiError: the API server refused.
+            ConnectionLost: no answer, or the connection broke, here or while the lines are read.
+        """
+        response = self._send("watch", resource, path, query=query, timeout=timeout, preload=False)
+        try:
+            if response.status != 200:
+                raise self._error("watch", resource, response.status, response.read())
+            yield _lines(response)
+        except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as error:
+            raise ConnectionLost(f"watch {path}: {error}") from error
+        finally:
+            response.close()
+
+    def _send(
+        self,
+        verb: str,
+        resource: str,
+        path: str,
+        *,
+        timeout: float,
+        body: Mapping[str, Any] | None = None,
+        query: Mapping[str, str] | None = None,
+        preload: bool = True,
+    ) -> urllib3.BaseHTTPResponse:
         self._metrics.requests.labels(verb, resource).inc()
         content = "application/merge-patch+json" if verb == "patch" else "application/json"
         headers = {**self._client.default_headers, "Accept": "application/json", "Content-Type": content}
@@ -119,21 +168,17 @@ class Api:
         try:
             # The client's connections without its calls: those differ between versions, and turn empty
             # strings of a body into nulls.
-            response = self._client.rest_client.pool_manager.request(
+            answer: urllib3.BaseHTTPResponse = self._client.rest_client.pool_manager.request(
                 _METHODS[verb],
                 url,
                 body=None if body is None else json.dumps(body).encode(),
                 headers=headers,
-                timeout=self._timeout,
+                timeout=timeout,
+                preload_content=preload,
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ConnectionLost(f"{verb} {path}: {error}") from error
-        if not 200 <= response.status < 300:
-            raise self._error(verb, resource, response.status, response.data)
-        if verb not in ("get", "list"):
-            self._written()
-        answer = json.loads(response.data)
-        return answer if isinstance(answer, dict) else {}
+        return answer
 
     def _error(self, verb: str, resource: str, status: int, body: bytes | str | None) -> ApiError:
         error = read_error(status, body)
@@ -152,6 +197,14 @@ class Api:
     def _end(self) -> None:
         logger.error("ended by --fail-after-writes")
         os._exit(EXIT_TEST)
+
+
+def _lines(response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
+    """Whole lines, each as soon as it is there."""
+    rest = b""
+    while part := cast(urllib3.HTTPResponse, response).read1():
+        *whole, rest = (rest + part).split(b"\n")
+        yield from whole
 
 
 def read_error(status: int, body: bytes | str | None) -> ApiError:

@@ -1,99 +1,40 @@
-"""Reads what belongs to a job and carries out plans. With `api` the only module that talks to Kubernetes."""
+"""Carries out plans and writes the status. What there is, `store` knows."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
-from elastic_operator import builders, names, pods
+from elastic_operator import builders, names
 from elastic_operator.api import NAMESPACE_TERMINATING, Api, ApiError
-from elastic_operator.builders import Manifest
-from elastic_operator.documents import over, read_server_status
-from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, stamp
-from elastic_operator.pods import Pod, Problem
-from elastic_operator.reading import PageReader, Unreadable
+from elastic_operator.documents import over
+from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Kind, Note, Observed, stamp
+from elastic_operator.pods import Problem
 from elastic_operator.status import dump_status
-from elastic_ps.env import DEFAULT_HTTP_PORT
+from elastic_operator.store import Resource, Store, is_owned, path_of
 from elastic_ps.errors import ConnectionLost
-from elastic_ps.job import GROUP, VERSION
-from elastic_ps.status import ServerStatus, TrainingJobStatus
+from elastic_ps.status import TrainingJobStatus
 
 logger = logging.getLogger(__name__)
 
-_RESOURCES = {
+_RESOURCES: dict[Kind, Resource] = {
     "Pod": "pods",
     "Service": "services",
     "PersistentVolumeClaim": "persistentvolumeclaims",
     "NetworkPolicy": "networkpolicies",
 }
-_GROUPS = {"networkpolicies": "/apis/networking.k8s.io/v1"}
 
 
 class Cluster:
-    """The cluster as the operator uses it. Blocking; thread-safe."""
+    """What the operator does in the cluster. Blocking; thread-safe. What it has written is in the store."""
 
-    def __init__(self, api: Api, *, status_timeout: float, policies: bool = False) -> None:
-        """`policies`: whether jobs have network policies."""
-        self._api = api
-        self._policies = policies
-        self._pages = PageReader(status_timeout)
-
-    def jobs(self, namespaces: Sequence[str]) -> list[dict[str, Any]]:
-        """All jobs that are served."""
-        paths = [f"{_group()}/namespaces/{ns}/{names.PLURAL}" for ns in namespaces]
-        return self._list_all(names.PLURAL, paths or [f"{_group()}/{names.PLURAL}"], {})
-
-    def all_pods(self, namespaces: Sequence[str]) -> list[dict[str, Any]]:
-        """All pods of all jobs that are served."""
-        paths = [f"/api/v1/namespaces/{ns}/pods" for ns in namespaces]
-        return self._list_all("pods", paths or ["/api/v1/pods"], {"labelSelector": names.JOB_LABEL})
-
-    def _list_all(self, resource: str, paths: Iterable[str], query: Mapping[str, str]) -> list[Manifest]:
-        return [
-            item
-            for path in paths
-            for item in self._api.request("list", resource, path, query=query).get("items") or []
-        ]
-
-    def job(self, namespace: str, name: str) -> dict[str, Any] | None:
-        """The job, or None if there is no such."""
-        try:
-            return self._api.request("get", names.PLURAL, _job_path(namespace, name))
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
-
-    def observe(self, job: Mapping[str, Any]) -> Observed:
-        """Everything that belongs to the job, and what its parameter server says."""
-        metadata = job["metadata"]
-        selector = {"labelSelector": names.job_selector(metadata["name"])}
-
-        def owned(resource: str) -> list[dict[str, Any]]:
-            path = _path(metadata["namespace"], resource)
-            return [m for m in self._list_all(resource, [path], selector) if _is_owned(m, metadata["uid"])]
-
-        found = tuple(pod for manifest in owned("pods") if (pod := pods.read(manifest)) is not None)
-        services = {
-            item["metadata"]["name"]: (item["metadata"].get("annotations") or {}).get(names.SPEC_ANNOTATION)
-            for item in owned("services")
-        }
-        claims = frozenset(item["metadata"]["name"] for item in owned("persistentvolumeclaims"))
-        policies = owned("networkpolicies") if self._policies else []
-        server = self._server_status(metadata["namespace"], metadata["name"], found)
-        return Observed(
-            pods=found,
-            services=services,
-            claims=claims,
-            policies=frozenset(item["metadata"]["name"] for item in policies),
-            server=server,
-        )
+    def __init__(self, api: Api, store: Store) -> None:
+        self._api, self._store = api, store
 
     def execute(self, job: Mapping[str, Any], actions: Sequence[Action]) -> list[Problem]:
         """Carry out a plan; what the API server refuses for good comes back in words.
@@ -124,11 +65,11 @@ class Cluster:
 
     def _create(self, job: Mapping[str, Any], action: Create) -> Problem | None:
         resource = _RESOURCES[action.kind]
-        path = _path(job["metadata"]["namespace"], resource)
+        path = path_of(resource, job["metadata"]["namespace"])
         try:
             # So that a misspelt field of a template is refused, and not dropped in silence.
             strict = {"fieldValidation": "Strict"}
-            self._api.request("create", resource, path, body=action.manifest, query=strict)
+            made = self._api.request("create", resource, path, body=action.manifest, query=strict)
         except ApiError as error:
             if error.reason == "AlreadyExists":
                 return self._check_owner(job, resource, action.name)
@@ -140,17 +81,19 @@ class Cluster:
             if error.status in (400, 422):
                 return Problem("InvalidSpec", f"{_source(action)}{action.name}: {error.message}")
             raise
+        self._store.put(resource, made, ours=True)
         return None
 
-    def _check_owner(self, job: Mapping[str, Any], resource: str, name: str) -> Problem | None:
-        path = f"{_path(job['metadata']['namespace'], resource)}/{name}"
+    def _check_owner(self, job: Mapping[str, Any], resource: Resource, name: str) -> Problem | None:
+        path = f"{path_of(resource, job['metadata']['namespace'])}/{name}"
         try:
             there = self._api.request("get", resource, path)
         except ApiError as error:
             if error.status == 404:
                 return None
             raise
-        if _is_owned(there, job["metadata"]["uid"]):
+        if is_owned(there, job["metadata"]["uid"]):
+            self._store.put(resource, there)
             return None
         if there["metadata"].get("deletionTimestamp"):
             return Problem(
@@ -170,15 +113,20 @@ class Cluster:
             "preconditions": {"uid": action.uid},
         }
         if isinstance(action, DeletePod):
+            if action.version and not action.force:
+                # It may have changed since: what is deleted is what the decision was about.
+                body["preconditions"]["resourceVersion"] = action.version
             resource, path = "pods", f"/api/v1/namespaces/{metadata['namespace']}/pods/{action.name}"
             if action.force:
                 body["gracePeriodSeconds"] = 0
         else:
             resource, path = names.PLURAL, _job_path(metadata["namespace"], metadata["name"])
+            body["preconditions"]["resourceVersion"] = metadata["resourceVersion"]
         try:
             self._api.request("delete", resource, path, body=body)
         except ApiError as error:
-            if error.status not in (404, 409):  # gone, or another one has the name by now
+            changed = error.status == 409 and "resourceVersion" in body["preconditions"]
+            if changed or error.status not in (404, 409):  # gone, or another one has the name by now
                 raise
         return None
 
@@ -212,22 +160,9 @@ class Cluster:
         metadata = job["metadata"]
         body = {"metadata": {"resourceVersion": metadata["resourceVersion"]}, "status": changes}
         path = f"{_job_path(metadata['namespace'], metadata['name'])}/status"
-        self._api.request("patch", f"{names.PLURAL}/status", path, body=body)
+        written = self._api.request("patch", f"{names.PLURAL}/status", path, body=body)
+        self._store.put("trainingjobs", written, ours=True)
         return True
-
-    def _server_status(self, namespace: str, job: str, found: Sequence[Pod]) -> ServerStatus | None:
-        """What shard 0 says about itself, or None if it does not answer in time."""
-        first = next((pod for pod in found if pod.role == "ps" and pod.index == 0), None)
-        if first is None or first.ending is not None or first.address is None:
-            return None
-        owner = f"{namespace}/{job}"
-        try:
-            answer = self._pages.read(owner, (first.address, DEFAULT_HTTP_PORT), "/status")
-            status = read_server_status(dict(json.loads(answer)))
-        except (Unreadable, ValueError, TypeError, RecursionError) as error:
-            logger.debug("%s/%s does not answer GET /status: %s", namespace, first.name, error)
-            return None
-        return status if status.job == job else None
 
 
 def _source(action: Create) -> str:
@@ -256,30 +191,22 @@ def with_refusals(observed: Observed, refused: Sequence[Problem]) -> Observed:
     return replace(observed, refusals=tuple(refused))
 
 
-def _summaries(done: Sequence[Action]) -> Iterable[Note]:
-    """One Event for all that was done for the same reason."""
+def _summaries(done: Sequence[Action]) -> Iterator[Note]:
+    """One Event for all that was created, and one for all that was deleted, each with the reasons."""
     now = stamp(datetime.now(UTC))
-    pairs = [action for action in done if isinstance(action, Create | DeletePod)]
-    for (kind, reason), group in groupby(pairs, key=lambda action: (type(action), action.reason)):
-        items = [f"{a.kind.lower()} {a.name}" if isinstance(a, Create) else f"pod {a.name}" for a in group]
-        word = "Created" if kind is Create else "Deleted"
-        what = ", ".join(items[:20]) + (f" and {len(items) - 20} more" if len(items) > 20 else "")
-        yield Note(f"{now}/{word}/{what}", "Normal", word, f"{word} {what}: {reason}")
-
-
-def _is_owned(manifest: Mapping[str, Any], uid: str) -> bool:
-    metadata = manifest["metadata"]
-    retained = (metadata.get("annotations") or {}).get(names.RUN_ANNOTATION) == uid
-    return retained or any(ref.get("uid") == uid for ref in metadata.get("ownerReferences") or [])
-
-
-def _path(namespace: str, resource: str) -> str:
-    return f"{_GROUPS.get(resource, '/api/v1')}/namespaces/{namespace}/{resource}"
-
-
-def _group() -> str:
-    return f"/apis/{GROUP}/{VERSION}"
+    for kind, word in ((Create, "Created"), (DeletePod, "Deleted")):
+        parts = []
+        of_kind = [action for action in done if isinstance(action, kind)]
+        for reason, group in groupby(of_kind, key=lambda action: action.reason):
+            items = [
+                f"{a.kind.lower()} {a.name}" if isinstance(a, Create) else f"pod {a.name}" for a in group
+            ]
+            more = f" and {len(items) - 20} more" if len(items) > 20 else ""
+            parts.append(f"{', '.join(items[:20])}{more}: {reason}")
+        if parts:
+            what = "; ".join(parts)
+            yield Note(f"{now}/{word}/{what}", "Normal", word, f"{word} {what}")
 
 
 def _job_path(namespace: str, name: str) -> str:
-    return f"{_group()}/namespaces/{namespace}/{names.PLURAL}/{name}"
+    return f"{path_of('trainingjobs', namespace)}/{name}"

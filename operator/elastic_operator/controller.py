@@ -1,4 +1,4 @@
-"""One pass over a job, put together: read, decide, carry out, report. And the full listings.
+"""One pass over a job, put together: look, ask its server, decide, carry out, report. And the full listings.
 
 The order within a pass is: actions, Events, status. A pass that is cut short anywhere is simply made again.
 """
@@ -8,19 +8,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+from elastic_operator import names
 from elastic_operator.api import ApiError
 from elastic_operator.cluster import Cluster, with_refusals
 from elastic_operator.documents import read_status
 from elastic_operator.metrics import Metrics
+from elastic_operator.poller import Server, server_of
 from elastic_operator.queue import Key
 from elastic_operator.reconcile import reconcile
+from elastic_operator.reflector import Reflectors
 from elastic_operator.settings import Settings
-from elastic_operator.status import ended, holds
-from elastic_operator.watches import WatchMonitor
+from elastic_operator.status import holds
+from elastic_operator.store import Snapshot, Store, is_over
 from elastic_ps.errors import ConnectionLost
-from elastic_ps.status import TrainingJobStatus
+from elastic_ps.status import ServerStatus, TrainingJobStatus
 
 logger = logging.getLogger(__name__)
 
@@ -28,29 +32,36 @@ _FIRST_CONFLICT, _LAST_CONFLICT = timedelta(milliseconds=100), timedelta(seconds
 
 
 class Controller:
-    """What the operator does, without the framework that says when. Blocking; thread-safe."""
+    """What the operator does, without the framework that says when. Thread-safe; blocking but for `look`."""
 
-    def __init__(self, cluster: Cluster, settings: Settings, metrics: Metrics) -> None:
-        self._cluster = cluster
+    def __init__(
+        self, cluster: Cluster, store: Store, reflectors: Reflectors, settings: Settings, metrics: Metrics
+    ) -> None:
+        self._cluster, self._store, self._reflectors = cluster, store, reflectors
         self._settings = settings
         self._metrics = metrics
         self._conflicts: dict[Key, int] = {}
-        self.jobs_watch = WatchMonitor()
-        self.pods_watch = WatchMonitor()
         self.served = False
         """Whether the API server has answered a listing; before that there is nothing to watch."""
         self.definition_gone = False
         """Whether the API server no longer knows TrainingJobs; the watches do not survive that."""
 
-    def run_pass(self, key: Key) -> timedelta | None:
-        """One pass over the job; when to look again.
+    def look(self, key: Key) -> tuple[Snapshot | None, Server | None]:
+        """The job as it is known, and the server to ask about it, if there is one."""
+        snapshot = self._store.snapshot(key)
+        if snapshot is None or is_over(snapshot.job):
+            return snapshot, None
+        return snapshot, server_of(key[1], snapshot.observed)
+
+    def run_pass(self, key: Key, snapshot: Snapshot, word: ServerStatus | None) -> timedelta | None:
+        """One pass over the job; when to look again. `word`: what its server said after the snapshot.
 
         Raises:
             ApiError, ConnectionLost: try again later.
         """
         with self._metrics.duration.time():
             try:
-                again = self._pass(key)
+                again = self._pass(key, snapshot, word)
             except ApiError as error:
                 self._metrics.reconciles.labels("error").inc()
                 if error.status != 409:
@@ -66,12 +77,8 @@ class Controller:
         self._metrics.reconciles.labels("ok").inc()
         return again
 
-    def _pass(self, key: Key) -> timedelta | None:
-        namespace, name = key
-        job = self._cluster.job(namespace, name)
-        if job is None:
-            return None
-        observed = self._cluster.observe(job)
+    def _pass(self, key: Key, snapshot: Snapshot, word: ServerStatus | None) -> timedelta | None:
+        job, observed = snapshot.job, replace(snapshot.observed, server=word)
         now, options = datetime.now(UTC), self._settings.options
         plan = reconcile(job, observed, now, options)
         refused = self._cluster.execute(job, plan.actions)
@@ -97,27 +104,20 @@ class Controller:
             self._metrics.jobs.labels("failed").inc()
         self._metrics.restarts.inc(max(0, new.worker.restarts - old.worker.restarts))
 
-    def list_all(self) -> list[Key]:
-        """List everything, check the watches by it, and say which jobs are not over.
+    def list_all(self) -> None:
+        """List everything, and check the watches by it.
 
         Raises:
             ApiError, ConnectionLost: the API server cannot be asked.
         """
-        try:
-            jobs = self._cluster.jobs(self._settings.namespaces)
-        except ApiError as error:
-            self.definition_gone = self.served and error.status == 404
-            raise
-        pods = self._cluster.all_pods(self._settings.namespaces)
-        now = time.monotonic()
-        self.jobs_watch.listed(jobs, now)
-        self.pods_watch.listed(pods, now)
+        for resource in self._reflectors.monitors:
+            try:
+                self._reflectors.list_all(resource)
+            except ApiError as error:
+                if resource == names.PLURAL:
+                    self.definition_gone = self.served and error.status == 404
+                raise
         self.served, self.definition_gone = True, False
-        return [
-            (job["metadata"]["namespace"], job["metadata"]["name"])
-            for job in jobs
-            if not ended(read_status(job))
-        ]
 
     def wait_until_served(self, sleep: Callable[[float], None] = time.sleep) -> None:
         """Block until the API server serves TrainingJobs; it may be away, or the CRD be on its way."""
@@ -133,8 +133,7 @@ class Controller:
 
     def watch_ages(self) -> dict[str, float]:
         """Seconds by which each watch is behind what was listed."""
-        now = time.monotonic()
-        ages = {"trainingjobs": self.jobs_watch.age(now), "pods": self.pods_watch.age(now)}
+        ages = self._reflectors.ages()
         for resource, age in ages.items():
             self._metrics.watch_age.labels(resource).set(age)
         return ages

@@ -1,64 +1,82 @@
-"""kopf: it watches, we only note which job to look at. Nothing is kept in the objects.
+"""The operator's life: kopf starts, serves and stops it, and everything else is ours.
 
-Only raw event handlers are registered. kopf's others would add finalizers or annotations to the jobs, and
-run again after every patch of their own.
+kopf watches nothing. It keeps the whole of each object and a task for each that changes; with a thousand jobs
+that costs more than all the rest of the operator, see docs/operator.md.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import kopf
 
-from elastic_operator import names
 from elastic_operator.api import Api, ApiError
 from elastic_operator.controller import Controller
-from elastic_operator.queue import Queue
+from elastic_operator.poller import Poller
+from elastic_operator.queue import Key, Queue
+from elastic_operator.reflector import Reflectors
 from elastic_operator.settings import Settings
+from elastic_operator.store import Resource, Store
 from elastic_ps.errors import ConnectionLost
-from elastic_ps.job import GROUP, VERSION
 
 logger = logging.getLogger(__name__)
 
 _BURST = timedelta(milliseconds=300)
 """Pods change in bursts; one pass is made for all of it."""
 
+PASSES = 200
+"""Passes at a time that wait for their job's server; those that act are as many as the settings say."""
 
-class Backoffs:
-    """Delays between attempts to reach the API server. They never run out: a watch must not give up."""
 
-    def __iter__(self) -> Iterator[float]:
-        yield from (1, 1, 2, 3, 5, 8, 13)  # mutant: equal
-        while True:
-            yield 20
+class Passes:
+    """Makes passes: look, ask the job's server without blocking a thread, then decide and act in one."""
+
+    def __init__(self, controller: Controller, settings: Settings) -> None:
+        self._controller = controller
+        self._threads = ThreadPoolExecutor(settings.concurrency, thread_name_prefix="pass")
+        self.queue = Queue(self.make, concurrency=PASSES)
+        self.poller = Poller(self.queue.add, interval=settings.options.poll, timeout=settings.status_timeout)
+
+    async def make(self, key: Key) -> timedelta | None:
+        """One pass; when to look again."""
+        snapshot, server = self._controller.look(key)
+        self.poller.follow(key, server)
+        if snapshot is None:
+            return None
+        word = None
+        if server is not None:
+            word = await self.poller.word(key, server, since=snapshot.changed)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._controller.run_pass, key, snapshot, word)
+
+    def close(self) -> None:
+        """Blocks until the passes that have begun are over."""
+        self._threads.shutdown()
 
 
 def build_settings() -> kopf.OperatorSettings:
     """kopf's settings, as we need them."""
     settings = kopf.OperatorSettings()
-    settings.networking.error_backoffs = Backoffs()
-    settings.networking.request_timeout = 30
-    settings.networking.connect_timeout = 10
-    settings.watching.server_timeout = 300
-    settings.watching.client_timeout = 330
-    settings.watching.label_selectors["v1", "pods"] = names.JOB_LABEL
     settings.scanning.disabled = True
     settings.posting.enabled = False
-    settings.queueing.error_delays = Backoffs()
     settings.process.ultimate_exiting_timeout = 30
     return settings
 
 
 def build_registry(
-    controller: Controller, queue: Queue, settings: Settings, api: Api
+    controller: Controller,
+    passes: Passes,
+    store: Store,
+    reflectors: Reflectors,
+    settings: Settings,
+    api: Api,
 ) -> kopf.OperatorRegistry:
-    """The handlers. They block nothing and write nothing."""
+    """What kopf is to do when it starts and when it ends."""
     registry = kopf.OperatorRegistry()
-    generations: dict[str, tuple[int | None, bool, str | None]] = {}
     background: list[asyncio.Task[None]] = []
 
     @kopf.on.login(registry=registry)
@@ -68,34 +86,26 @@ def build_registry(
 
     @kopf.on.startup(registry=registry)
     async def start(**_: Any) -> None:
+        loop, queue = asyncio.get_running_loop(), passes.queue
+
+        def changed(key: Key, resource: Resource) -> None:
+            loop.call_soon_threadsafe(queue.add, key, _BURST if resource == "pods" else timedelta(0))
+
+        store.changed = changed
+        for key in store.jobs():
+            queue.add(key)
+        reflectors.start()
         background.append(asyncio.create_task(queue.run(), name="queue"))
-        background.append(asyncio.create_task(_resync(controller, queue, settings), name="resync"))
+        background.append(asyncio.create_task(passes.poller.run(), name="poller"))
+        background.append(asyncio.create_task(_resync(controller, settings), name="resync"))
 
     @kopf.on.cleanup(registry=registry)
     async def stop(**_: Any) -> None:
+        reflectors.stop()
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-
-    @kopf.on.event(GROUP, VERSION, names.PLURAL, registry=registry)
-    async def job_changed(event: Any, **_: Any) -> None:
-        metadata, gone = event["object"]["metadata"], event["type"] == "DELETED"
-        controller.jobs_watch.delivered(event["object"], gone=gone)
-        if gone:
-            generations.pop(metadata["uid"], None)
-            return
-        # Our own writes of the status do not change these.
-        restart = (metadata.get("annotations") or {}).get(names.RESTART_ANNOTATION)
-        seen = (metadata.get("generation"), "deletionTimestamp" in metadata, restart)
-        if event["type"] is None or generations.get(metadata["uid"]) != seen:
-            generations[metadata["uid"]] = seen
-            queue.add((metadata["namespace"], metadata["name"]))
-
-    @kopf.on.event("", "v1", "pods", labels={names.JOB_LABEL: kopf.PRESENT}, registry=registry)
-    async def pod_changed(event: Any, **_: Any) -> None:
-        metadata = event["object"]["metadata"]
-        controller.pods_watch.delivered(event["object"], gone=event["type"] == "DELETED")
-        queue.add((metadata["namespace"], metadata["labels"][names.JOB_LABEL]), _BURST)
+        passes.close()
 
     return registry
 
@@ -113,14 +123,11 @@ def _connection(api: Api) -> kopf.ConnectionInfo:
     )
 
 
-async def _resync(controller: Controller, queue: Queue, settings: Settings) -> None:
+async def _resync(controller: Controller, settings: Settings) -> None:
     """List everything now and then: what a watch has missed is found, and so is a watch that is dead."""
     while True:
         await asyncio.sleep(settings.resync.total_seconds())
         try:
-            keys = await asyncio.to_thread(controller.list_all)
+            await asyncio.to_thread(controller.list_all)
         except (ApiError, ConnectionLost) as error:
             logger.warning("cannot list all objects: %s", error)
-            continue
-        for key in keys:
-            queue.add(key)

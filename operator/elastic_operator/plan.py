@@ -22,7 +22,8 @@ class Options:
     Attributes:
         policy: what jobs' templates may hold, by namespace.
         http_from: who may read a job's status, as peers of its NetworkPolicy; None: jobs get no policy.
-        poll: how often a job with pods is looked at again, for its progress.
+        poll: how often the parameter server of a job is asked for its progress, at most.
+        look: a job is looked at again after that time at the latest, though nothing has changed.
         retry: how long to wait after the API server refused to create something.
         answer_limit: how long the PS may stay silent after the last worker has ended, before that is told.
         restart_base, restart_limit: delay before a failed worker is replaced; doubles with each failure.
@@ -34,6 +35,7 @@ class Options:
     policy: Policy = field(default_factory=Policy)
     http_from: Sequence[Mapping[str, Any]] | None = None
     poll: timedelta = timedelta(seconds=10)
+    look: timedelta = timedelta(minutes=10)
     retry: timedelta = timedelta(seconds=15)
     answer_limit: timedelta = timedelta(seconds=30)
     restart_base: timedelta = timedelta(seconds=1)
@@ -89,12 +91,21 @@ class Create:
 
 @dataclass(frozen=True)
 class DeletePod:
-    """Delete exactly this pod (by uid). `force`: without waiting for its node."""
+    """Delete exactly this pod (by uid).
+
+    `force`: without waiting for its node. `version`: only as it was seen; if it has changed, another pass
+    looks at it first.
+    """
 
     name: str
     uid: str
     reason: str
     force: bool = False
+    version: str = ""
+
+    @classmethod
+    def of(cls, pod: Pod, reason: str, *, force: bool = False) -> DeletePod:
+        return cls(pod.name, pod.uid, reason, force=force, version=pod.version)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal, TypeAlias, cast
 
@@ -60,7 +60,7 @@ class Problem:
     message: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Pod:
     """One pod of a job, as far as decisions need it.
 
@@ -84,6 +84,7 @@ class Pod:
         started, ended: when its container did.
         address: its IP.
         last_words: what the parameter server in it left when it ended; None while one runs.
+        version: of the object, as it was read.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Pod:
     ended: datetime | None = None
     address: str | None = None
     last_words: ServerStatus | None = None
+    version: str = field(default="", compare=False)
 
     @property
     def active(self) -> bool:
@@ -178,6 +180,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         pending=status.get("phase") == "Pending",
         address=status.get("podIP"),
         last_words=_last_words(metadata, container),
+        version=str(metadata.get("resourceVersion") or ""),
     )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -15,19 +16,21 @@ logger = logging.getLogger(__name__)
 Key: TypeAlias = tuple[str, str]
 """(namespace, name) of a job."""
 
-Pass: TypeAlias = Callable[[Key], timedelta | None]
-"""One pass over a job; blocking. Returns when to look again. What it raises leads to another try."""
+Pass: TypeAlias = Callable[[Key], Awaitable[timedelta | None]]
+"""One pass over a job. Returns when to look again. What it raises leads to another try."""
 
 _FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
 
 
 class Queue:
-    """Runs passes in threads. To be used from one event loop only."""
+    """Runs passes, namespaces in turn. To be used from one event loop only."""
 
     def __init__(self, run: Pass, *, concurrency: int) -> None:
         self._run = run
         self._concurrency = concurrency
         self._due: dict[Key, float] = {}
+        self._later: list[tuple[float, Key]] = []
+        self._ready: dict[str, dict[Key, None]] = {}
         self._busy: set[Key] = set()
         self._failures: dict[Key, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -40,8 +43,10 @@ class Queue:
     def add(self, key: Key, after: timedelta = timedelta(0)) -> None:
         """Ask for a pass over `key` no later than `after` from now."""
         due = time.monotonic() + after.total_seconds()
-        self._due[key] = min(due, self._due.get(key, due))
-        self._wake.set()
+        if key not in self._due or due < self._due[key]:
+            self._due[key] = due
+            heapq.heappush(self._later, (due, key))
+            self._wake.set()
 
     async def run(self) -> None:
         """Serve until cancelled; passes that have begun are waited for."""
@@ -49,8 +54,7 @@ class Queue:
             while True:
                 self.last_turn = now = time.monotonic()
                 self._start_due(now)
-                ready = [due for key, due in self._due.items() if key not in self._busy]
-                wait = 5.0 if not ready or len(self._busy) >= self._concurrency else min(ready) - now
+                wait = self._later[0][0] - now if self._later else 5.0
                 self._wake.clear()
                 # Not `wait_for`: before Python 3.12 it may swallow a cancellation.
                 with contextlib.suppress(TimeoutError):
@@ -61,12 +65,19 @@ class Queue:
                 await asyncio.wait(self._tasks)
 
     def _start_due(self, now: float) -> None:
-        for key, due in sorted(self._due.items(), key=lambda item: item[1]):
-            if due > now or len(self._busy) >= self._concurrency:
-                return
-            if key in self._busy:
-                continue
-            del self._due[key]
+        while self._later and self._later[0][0] <= now:
+            due, key = heapq.heappop(self._later)
+            # One that is busy is ready when its pass is over.
+            if self._due.get(key) == due and key not in self._busy:
+                self._ready.setdefault(key[0], {})[key] = None
+        while self._ready and len(self._busy) < self._concurrency:
+            # The namespace whose turn it is goes to the end, so that one with many jobs delays no other.
+            namespace = next(iter(self._ready))
+            waiting = self._ready.pop(namespace)
+            key = next(iter(waiting))
+            del waiting[key], self._due[key]
+            if waiting:
+                self._ready[namespace] = waiting
             self._busy.add(key)
             task = asyncio.create_task(self._serve(key))
             self._tasks.add(task)
@@ -74,7 +85,7 @@ class Queue:
 
     async def _serve(self, key: Key) -> None:
         try:
-            again = await asyncio.to_thread(self._run, key)
+            again = await self._run(key)
             self._failures.pop(key, None)
         except Exception as error:  # whatever it is, it must not end the queue
             count = self._failures[key] = self._failures.get(key, 0) + 1
@@ -87,6 +98,8 @@ class Queue:
                 exc_info=logger.isEnabledFor(logging.DEBUG),
             )
         self._busy.discard(key)
+        if key in self._due:
+            heapq.heappush(self._later, (self._due[key], key))
         if again is not None:
             self.add(key, again)
         self._wake.set()

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from elastic_operator import builders, names, network
-from elastic_operator.desired import Desired, read_desired, revision, started
+from elastic_operator.desired import Desired, read_desired, restart_of, revision, started
 from elastic_operator.documents import read_status
 from elastic_operator.failures import consequence, counted
 from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, Options, Plan, stamp
@@ -87,7 +87,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
         actions=tuple(actions),
         status=status,
         notes=(*notes, *turned(old, status)),
-        requeue=_next_look(status, desired, observed, now, options),
+        requeue=_next_look(job, status, desired, observed, now, options),
     )
 
 
@@ -136,12 +136,16 @@ def _finished(job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus
     actions: list[Action] = []
     for pod in observed.pods:
         if pod.deleting is None and (clean == "All" or (clean == "Running" and pod.live)):
-            actions.append(DeletePod(pod.name, pod.uid, reason))
+            actions.append(DeletePod.of(pod, reason))
     requeue = None
+    restart = _asked_restart(job)
+    if restart is not None and restart > now:
+        requeue = restart - now
     ttl, completed = policy.get("ttlSecondsAfterFinished"), parse_time(old.completion_time)
     if ttl is not None and completed is not None:
-        requeue = max(_ZERO, completed + timedelta(seconds=ttl) - now)
-        if requeue == _ZERO:
+        left = max(_ZERO, completed + timedelta(seconds=ttl) - now)
+        requeue = left if requeue is None else min(left, requeue)
+        if left == _ZERO:
             why = f"ttlSecondsAfterFinished ({ttl} s) has passed"
             return Plan(actions=(DeleteJob(job["metadata"]["uid"], why),))
     workers, servers = observed.of("worker"), observed.of("ps")
@@ -180,7 +184,7 @@ def _suspended(
     # The evaluator has nothing to save.
     evaluators = [pod for pod in observed.of("evaluator") if pod.ending != "done" or pod.live]
     leaving = [*deletable, *evaluators] if workers or evaluators else observed.of("ps", "standby")
-    actions: list[Action] = [DeletePod(p.name, p.uid, reason) for p in leaving if p.deleting is None]
+    actions: list[Action] = [DeletePod.of(p, reason) for p in leaving if p.deleting is None]
     actions += _lingering(observed, now, options)
     rest = [*workers, *evaluators, *observed.of("ps", "standby")]
     if rest:
@@ -249,9 +253,9 @@ def _servers(
         if pod is None:
             yield _create(job, desired, status, role, shard, _NEED[role])
         elif pod.ending is not None and pod.deleting is None and _is_counted(pod, old):
-            yield DeletePod(pod.name, pod.uid, "it has ended and is created again")
+            yield DeletePod.of(pod, "it has ended and is created again")
         elif pod.active and (why := server_to_renew(pod, desired, observed)):
-            yield DeletePod(pod.name, pod.uid, why)
+            yield DeletePod.of(pod, why)
 
 
 def _evaluator(
@@ -271,9 +275,9 @@ def _evaluator(
         if ready and (done or not status.progress.finished):
             yield _create(job, desired, status, "evaluator", 0, "the job has an evaluator")
     elif pod.deleting is None and pod.over and not pod.live:
-        yield DeletePod(pod.name, pod.uid, "it has ended and is created again")
+        yield DeletePod.of(pod, "it has ended and is created again")
     elif pod.active and desired.outdated(pod):
-        yield DeletePod(pod.name, pod.uid, "image or template have changed, or a restart was asked for")
+        yield DeletePod.of(pod, "image or template have changed, or a restart was asked for")
 
 
 def _is_counted(server: Pod, old: TrainingJobStatus) -> bool:
@@ -303,13 +307,13 @@ def _workers(
         if pod.over:
             restart = _restart_in(pod, status, desired, now, options)
             if pod.uid in old.worker.counted_pods and restart == _ZERO:
-                yield DeletePod(pod.name, pod.uid, "it has ended and is replaced")
+                yield DeletePod.of(pod, "it has ended and is replaced")
         elif pod.active and (why := _given_up(pod, desired, observed, now)):
-            yield DeletePod(pod.name, pod.uid, why)
+            yield DeletePod.of(pod, why)
         elif index >= desired.replicas:
-            yield DeletePod(pod.name, pod.uid, f"scaled down to {desired.replicas} workers")
+            yield DeletePod.of(pod, f"scaled down to {desired.replicas} workers")
         elif pod.stuck and desired.outdated(pod):
-            yield DeletePod(pod.name, pod.uid, MENDED)
+            yield DeletePod.of(pod, MENDED)
     yield from workers_to_renew(desired, status, observed, now)
     yield from _lingering(observed, now, options)
 
@@ -343,9 +347,9 @@ def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[
     """
     for pod in observed.pods:
         if pod.deleting is not None and pod.stopped:
-            yield DeletePod(pod.name, pod.uid, "its processes have ended", force=True)
+            yield DeletePod.of(pod, "its processes have ended", force=True)
         elif pod.unheard or (pod.deleting is not None and now - pod.deleting > options.force_after):
-            yield DeletePod(pod.name, pod.uid, "its node does not confirm that it ended", force=True)
+            yield DeletePod.of(pod, "its node does not confirm that it ended", force=True)
 
 
 def _restart_in(
@@ -363,15 +367,45 @@ def _restart_in(
 
 
 def _next_look(
-    status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime, options: Options
+    job: Mapping[str, Any],
+    status: TrainingJobStatus,
+    desired: Desired,
+    observed: Observed,
+    now: datetime,
+    options: Options,
 ) -> timedelta:
-    times = [options.poll]
+    """When time alone may ask for something. What changes, asks for a pass by itself."""
+    times = [options.look]
     if observed.refusals:
         times = [options.retry]
-    times += [_restart_in(pod, status, desired, now, options) for pod in observed.of("worker") if pod.over]
-    if any(pod.ending == "done" for pod in observed.of("worker")):
-        times.append(timedelta(seconds=2))
+    workers = observed.of("worker")
+    times += [_restart_in(pod, status, desired, now, options) for pod in workers if pod.over]
+    ends = [pod.deleting for pod in observed.pods if pod.deleting is not None]
+    times += [max(options.retry, end + options.force_after - now) for end in ends]
+    done = [pod for pod in workers if pod.ending == "done"]
+    if done:
+        last = max((pod.ended for pod in done if pod.ended), default=now)
+        times.append(timedelta(seconds=2) if now - last < options.answer_limit * 2 else options.poll)
+    if any(
+        member.state in ("hung", "lost")
+        for pod in workers
+        if pod.active
+        for member in stays(pod, observed, now)
+    ):
+        times.append(options.poll)
+    if builders.has_standbys(desired.spec):
+        times.append(options.poll)
+    restart = _asked_restart(job)
+    if restart is not None and restart > now:
+        times.append(restart - now)
     deadline, start = desired.spec.run_policy.active_deadline_seconds, parse_time(status.start_time)
     if deadline is not None and start is not None:
         times.append(max(_ZERO, start + timedelta(seconds=deadline) - now))
     return min(times)
+
+
+def _asked_restart(job: Mapping[str, Any]) -> datetime | None:
+    try:
+        return restart_of(job)
+    except ValueError:
+        return None

@@ -56,7 +56,7 @@ def left_over(desired: Desired, observed: Observed) -> tuple[Action, ...]:
     """Delete the pods that had ended before a restart was asked for; they say nothing of what comes."""
     asked = "a restart was asked for"
     ended = [pod for pod in observed.pods if pod.ending is not None and pod.deleting is None]
-    return tuple(DeletePod(pod.name, pod.uid, asked) for pod in ended if pod.older_than(desired.restart))
+    return tuple(DeletePod.of(pod, asked) for pod in ended if pod.older_than(desired.restart))
 
 
 def server_to_renew(server: Pod, desired: Desired, observed: Observed) -> str:
@@ -84,5 +84,5 @@ def workers_to_renew(
             return
     for pod in reversed(wanted):
         if pod is not None and desired.outdated(pod):
-            yield DeletePod(pod.name, pod.uid, "image or template have changed, or a restart was asked for")
+            yield DeletePod.of(pod, "image or template have changed, or a restart was asked for")
             return

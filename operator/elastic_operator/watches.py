@@ -7,7 +7,7 @@ too long means that the watch is dead. The clock is an argument; thread-safe.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -29,9 +29,15 @@ class WatchMonitor:
             else:
                 self._seen[metadata["uid"]] = metadata["resourceVersion"]
 
-    def listed(self, manifests: Iterable[Mapping[str, Any]], now: float) -> None:
-        """A listing says that these objects are all there are."""
-        versions = {m["metadata"]["uid"]: m["metadata"]["resourceVersion"] for m in manifests}
+    def caught_up(self, versions: Mapping[str, str]) -> None:
+        """The watch has begun where a listing had these versions, by uid."""
+        with self._lock:
+            self._seen |= versions
+            for uid in versions:
+                self._late.pop(uid, None)
+
+    def listed(self, versions: Mapping[str, str], now: float) -> None:
+        """A listing says that these versions, by uid, are all there are."""
         with self._lock:
             self._late = {uid: since for uid, since in self._late.items() if uid in versions}
             for uid, version in versions.items():

@@ -70,12 +70,14 @@ class ApiServer:
         objects: what there is.
         requests: what has been asked, in order.
         refuse: looks at each request first, and raises `Refusal` for those that are to fail.
+        page: objects in a page of a listing at most; None: as many as the request says.
     """
 
     def __init__(self) -> None:
         self.objects: dict[Where, Object] = {}
         self.requests: list[Request] = []
         self.refuse: Callable[[Request], None] = lambda _: None
+        self.page: int | None = None
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
         self._watches: list[_Watch] = []
@@ -245,7 +247,7 @@ class ApiServer:
         if request.method == "POST":
             return self._create(resource, namespace, request.body)
         if not name:
-            return self._list(resource, namespace, request.query.get("labelSelector", ""))
+            return self._list(resource, namespace, request.query)
         found = self.objects.get((resource, namespace, name))
         if found is None:
             raise Refusal(404, "NotFound", f'{resource} "{name}" not found')
@@ -272,20 +274,27 @@ class ApiServer:
             raise Refusal(409, "AlreadyExists", "it exists already")
         return self.put(resource, manifest)
 
-    def _list(self, resource: str, namespace: str, selector: str) -> Object:
+    def _list(self, resource: str, namespace: str, query: dict[str, str]) -> Object:
+        selector, begin = query.get("labelSelector", ""), int(query.get("continue", 0))
         items = [
             manifest
             for (kind, place, _), manifest in self.objects.items()
             if kind == resource and namespace in ("", place) and _selected(manifest, selector)
         ]
-        version = max((int(item["metadata"]["resourceVersion"]) for item in items), default=0)
-        metadata = {"resourceVersion": str(version)}
-        return {"kind": f"{_KINDS[resource]}List", "apiVersion": "v1", "metadata": metadata, "items": items}
+        metadata = {"resourceVersion": str(next(self._numbers))}
+        end = begin + min(int(query.get("limit", len(items))), self.page or len(items))
+        if end < len(items):
+            metadata["continue"] = str(end)
+        page = items[begin:end]
+        return {"kind": f"{_KINDS[resource]}List", "apiVersion": "v1", "metadata": metadata, "items": page}
 
     def _delete(self, resource: str, namespace: str, name: str, found: Object, options: Object) -> Object:
         uid = (options.get("preconditions") or {}).get("uid")
         if uid not in (None, found["metadata"]["uid"]):
             raise Refusal(409, "Conflict", "the uid is another one")
+        version = (options.get("preconditions") or {}).get("resourceVersion")
+        if version not in (None, found["metadata"]["resourceVersion"]):
+            raise Refusal(409, "Conflict", "the object has been modified")
         self.remove(resource, name, namespace)
         return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -18,13 +19,17 @@ from elastic_operator.controller import Controller
 from elastic_operator.documents import read_status
 from elastic_operator.metrics import Metrics
 from elastic_operator.plan import Create, DeleteJob, DeletePod, Note, Observed
+from elastic_operator.poller import ask
 from elastic_operator.queue import Key
+from elastic_operator.reflector import Reflectors
 from elastic_operator.settings import Settings
+from elastic_operator.store import Store
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.errors import ConnectionLost, UsageError
 from elastic_ps.server.status import StatusServer
 from elastic_ps.status import Progress, ServerStatus, TrainingJobStatus
 from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
+from tests.unit.simulation import job_document
 from tests.unit.talking import Server, Talk, dripping, saying
 
 KEY: Key = ("default", "digits")
@@ -40,23 +45,34 @@ class Operator:
         self.metrics = Metrics()
         self.settings = Settings(kubeconfig=server.kubeconfig(directory), **settings)
         self.api = Api(self.settings, self.metrics)
-        self.cluster = Cluster(
-            self.api,
-            status_timeout=self.settings.status_timeout.total_seconds(),
-            policies=self.settings.options.http_from is not None,
-        )
-        self.controller = Controller(self.cluster, self.settings, self.metrics)
+        self.store = Store()
+        self.cluster = Cluster(self.api, self.store)
+        reflectors = Reflectors(self.api, self.store, self.settings)
+        self.monitors = reflectors.monitors
+        self.controller = Controller(self.cluster, self.store, reflectors, self.settings, self.metrics)
 
     def count(self, name: str, **labels: str) -> float:
         """The value of one of the operator's counters."""
         return self.metrics.registry.get_sample_value(f"elastic_ps_operator_{name}", labels) or 0.0
 
     def turns(self, number: int = 1) -> timedelta | None:
-        """So many passes over the job; what the last one says."""
+        """So many passes over the job, each as it is by then; what the last one says."""
         again = None
         for _ in range(number):
-            again = self.controller.run_pass(KEY)
+            self.controller.list_all()
+            again = self.turn()
         return again
+
+    def turn(self) -> timedelta | None:
+        """A pass over the job as it is known."""
+        snapshot, address = self.controller.look(KEY)
+        if snapshot is None:
+            return None
+        word = None
+        if address is not None:
+            limit = self.settings.status_timeout.total_seconds()
+            word = asyncio.run(ask(address.host, DEFAULT_HTTP_PORT, address.job, timeout=limit))
+        return self.controller.run_pass(KEY, snapshot, word)
 
     @property
     def status(self) -> TrainingJobStatus:
@@ -112,12 +128,49 @@ def test_a_job_gets_what_it_needs_and_a_status_and_events(server: ApiServer, ope
     assert server.names("services") == server.names("persistentvolumeclaims") == ["digits-ps-0"]
     assert operator.status.phase == "Pending"
     assert all(made.query == {"fieldValidation": "Strict"} for made in server.asked("POST", "pods"))
-    workers = "Created pod digits-worker-0, pod digits-worker-1: the job asks for 2 workers"
-    assert workers in operator.messages()
+    (made,) = operator.messages()
+    assert made.startswith("Created service digits-ps-0: the address of the shard; persistentvolumeclaim ")
+    assert made.endswith("; pod digits-worker-0, pod digits-worker-1: the job asks for 2 workers")
     operator.turns()
     before = len(server.objects), server.get(JOBS, "digits")["metadata"]["resourceVersion"]
     operator.turns(2)
     assert (len(server.objects), server.get(JOBS, "digits")["metadata"]["resourceVersion"]) == before
+
+
+def test_a_pass_reads_nothing_and_knows_what_the_one_before_has_written(
+    server: ApiServer, operator: Operator
+) -> None:
+    """No watch has told anything yet."""
+    server.add_job(worker={"replicas": 2})
+    operator.controller.list_all()
+    before = len(server.requests)
+    operator.turn()
+    first = server.requests[before:]
+    assert {request.method for request in first} == {"POST", "PATCH"}
+    operator.turn()
+    second = server.requests[before + len(first) :]
+    assert [request.method for request in second] == ["PATCH"], "the pods are counted, and nothing is made"
+    operator.turn()
+    assert len(server.requests) == before + len(first) + len(second), "nothing has changed"
+
+
+def test_a_pod_that_has_changed_since_is_not_deleted(server: ApiServer, operator: Operator) -> None:
+    """The operator knows of one that cannot run, and of an edit that would mend it; but it runs by now."""
+    job = server.add_job()
+    operator.turns(2)
+    mended = {**job, "spec": {**job["spec"], "image": "localhost/elastic-ps:mended"}}
+    mended["metadata"] = {**server.get(JOBS, "digits")["metadata"], "generation": 2}
+    server.put(JOBS, {**mended, "status": server.get(JOBS, "digits")["status"]})
+    stuck = {"phase": "Pending", "conditions": [{"type": "PodScheduled", "status": "True"}]}
+    server.put("pods", {**server.get("pods", "digits-worker-0"), "status": stuck})
+    server.put("pods", {**server.get("pods", "digits-ps-0"), "status": stuck})
+    operator.controller.list_all()
+    uids = {name: server.get("pods", name)["metadata"]["uid"] for name in server.names("pods")}
+    for name in uids:
+        server.start(name)
+    assert operator.turn() == timedelta(milliseconds=100), "it looks again"
+    assert {name: server.get("pods", name)["metadata"]["uid"] for name in server.names("pods")} == uids
+    assert server.asked("DELETE", "pods")
 
 
 def test_objects_of_a_job_of_the_same_name_are_neither_counted_nor_taken(
@@ -130,8 +183,10 @@ def test_objects_of_a_job_of_the_same_name_are_neither_counted_nor_taken(
     old["metadata"]["uid"] = "uid-of-the-next"
     server.put(JOBS, {**old, "status": {}})
     server.get("pods", "digits-ps-0")["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    observed = operator.cluster.observe(old)
-    assert observed == Observed()
+    operator.controller.list_all()
+    snapshot, _ = operator.controller.look(KEY)
+    assert snapshot is not None
+    assert snapshot.observed == Observed()
     operator.turns()
     degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
     assert (degraded.status, degraded.reason) == ("True", "NameTaken")
@@ -181,7 +236,9 @@ def _labels(verb: str, resource: str, refusal: Refusal) -> dict[str, str]:
     return {"verb": verb, "resource": resource, "status": str(refusal.code), "reason": refusal.reason}
 
 
-@pytest.mark.parametrize(("method", "resource"), [("POST", "pods"), ("GET", "digits"), ("GET", "pods")])
+@pytest.mark.parametrize(
+    ("method", "resource"), [("POST", "pods"), ("POST", "services"), ("PATCH", "status")]
+)
 def test_a_pass_that_the_api_server_is_not_well_for_is_made_again(
     server: ApiServer, operator: Operator, method: str, resource: str
 ) -> None:
@@ -261,8 +318,10 @@ def test_a_pod_of_a_lost_node_is_struck_off_and_a_job_takes_what_it_owns_along(
     uid = server.get("pods", "digits-worker-0")["metadata"]["uid"]
     operator.cluster.execute(job, [DeletePod("digits-worker-0", uid, "lost", force=True)])
     assert server.asked("DELETE", "pods")[-1].body["gracePeriodSeconds"] == 0
-    operator.cluster.execute(job, [DeleteJob("another", "its time is over")])
+    with pytest.raises(ApiError, match="the uid is another one"):
+        operator.cluster.execute(job, [DeleteJob("another", "its time is over")])
     assert server.names(JOBS) == ["digits"]
+    job = server.get(JOBS, "digits")
     operator.cluster.execute(job, [DeleteJob(job["metadata"]["uid"], "its time is over")])
     assert server.names(JOBS) == []
     assert server.asked("DELETE", JOBS)[-1].body["propagationPolicy"] == "Background"
@@ -373,7 +432,9 @@ def test_the_counters_tell_how_jobs_start_and_end(
     server.remove(JOBS, "digits")
     for name in server.names("pods"):
         server.remove("pods", name)
-    server.add_job()
+    again = job_document()
+    again["metadata"]["uid"] = "uid-of-the-next"
+    server.put(JOBS, again)
     operator.turns()
     for name in server.names("pods"):
         server.start(name, address=SERVER_ADDRESS)
@@ -410,15 +471,17 @@ def test_a_turn_of_the_phase_is_logged_once(
 def test_only_the_namespaces_that_are_served_are_listed(server: ApiServer, tmp_path: Path) -> None:
     for namespace in ("a", "b", "c"):
         server.add_job(namespace=namespace)
-    assert Operator(server, tmp_path).controller.list_all() == [(n, "digits") for n in "abc"]
-    some = Operator(server, tmp_path, namespaces=("a", "c"))
-    assert some.controller.list_all() == [("a", "digits"), ("c", "digits")]
+    every, some = Operator(server, tmp_path), Operator(server, tmp_path, namespaces=("a", "c"))
+    for operator in (every, some):
+        operator.controller.list_all()
+    assert [*every.store.jobs()] == [(n, "digits") for n in "abc"]
+    assert [*some.store.jobs()] == [("a", "digits"), ("c", "digits")]
     paths = {request.path for request in server.asked("GET", "pods")}
     assert paths == {"/api/v1/pods", "/api/v1/namespaces/a/pods", "/api/v1/namespaces/c/pods"}
-    assert server.asked("GET", "pods")[0].query == {"labelSelector": names.JOB_LABEL}
+    assert server.asked("GET", "pods")[0].query == {"labelSelector": names.JOB_LABEL, "limit": "250"}
 
 
-def test_jobs_that_are_over_need_no_pass(server: ApiServer, operator: Operator) -> None:
+def test_what_a_status_says_of_a_jobs_end_is_known(server: ApiServer, operator: Operator) -> None:
     for name, kind in (("good", "Succeeded"), ("bad", "Failed"), ("on", "Running")):
         condition = {
             "type": kind,
@@ -427,7 +490,12 @@ def test_jobs_that_are_over_need_no_pass(server: ApiServer, operator: Operator) 
             "lastTransitionTime": "2026-01-01T00:00:00Z",
         }
         server.put(JOBS, {**server.add_job(name), "status": {"conditions": [condition]}})
-    assert operator.controller.list_all() == [("default", "on")]
+    operator.controller.list_all()
+    assert operator.store.jobs() == {
+        ("default", "bad"): True,
+        ("default", "good"): True,
+        ("default", "on"): False,
+    }
 
 
 def test_a_definition_that_was_there_and_is_gone_is_told_from_one_that_is_yet_to_come(
@@ -465,7 +533,7 @@ def test_the_age_of_what_a_watch_has_not_delivered_is_shown(server: ApiServer, o
     job = server.add_job()
     operator.turns()
     operator.controller.list_all()
-    operator.controller.jobs_watch.delivered(server.get(JOBS, "digits"), gone=False)
+    operator.monitors["trainingjobs"].delivered(server.get(JOBS, "digits"), gone=False)
     ages = operator.controller.watch_ages()
     assert ages["trainingjobs"] == 0.0
     assert ages["pods"] > 0.0
@@ -475,11 +543,13 @@ def test_the_age_of_what_a_watch_has_not_delivered_is_shown(server: ApiServer, o
 
 
 def test_an_api_server_that_is_away_is_no_answer(server: ApiServer, operator: Operator) -> None:
+    server.add_job()
+    operator.controller.list_all()
     server.close()
-    with pytest.raises(ConnectionLost, match=r"get .*/digits"):
-        operator.turns()
+    with pytest.raises(ConnectionLost, match=r"create .*/services"):
+        operator.turn()
     assert operator.count("reconciles_total", result="error") == 1
-    assert operator.count("api_requests_total", verb="get", resource=JOBS) == 1
+    assert operator.count("api_requests_total", verb="create", resource="services") == 1
 
 
 def test_without_a_way_to_a_cluster_the_operator_says_what_to_give(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_many_wishes_are_one_pass() -> None:
     passes: list[Key] = []
     done = threading.Event()
 
-    def run(key: Key) -> timedelta | None:
+    async def run(key: Key) -> timedelta | None:
         passes.append(key)
         done.set()
         return None
@@ -48,13 +48,13 @@ def test_one_job_is_never_looked_at_twice_at_a_time() -> None:
     inside, most, count = 0, 0, 0
     lock, done = threading.Lock(), threading.Event()
 
-    def run(key: Key) -> timedelta | None:
+    async def run(key: Key) -> timedelta | None:
         nonlocal inside, most, count
         with lock:
             inside += 1
             most = max(most, inside)
             count += 1
-        threading.Event().wait(0.01)
+        await asyncio.sleep(0.01)
         with lock:
             inside -= 1
         if count >= 5:
@@ -76,7 +76,7 @@ def test_a_pass_that_fails_is_made_again() -> None:
     attempts = 0
     done = threading.Event()
 
-    def run(key: Key) -> timedelta | None:
+    async def run(key: Key) -> timedelta | None:
         nonlocal attempts
         attempts += 1
         if attempts == 1:
@@ -103,7 +103,7 @@ def test_the_more_often_a_pass_has_failed_the_longer_it_is_waited_for_the_next_t
             waits.append(after.total_seconds())
             super().add(key)
 
-    def run(key: Key) -> timedelta | None:
+    async def run(key: Key) -> timedelta | None:
         if not next(works):
             raise RuntimeError("the API server is away")
         if len(waits) > 11:
@@ -127,15 +127,15 @@ def item(uid: str, version: str) -> dict[str, Any]:
 def test_a_watch_that_died_is_noticed() -> None:
     monitor = WatchMonitor()
     monitor.delivered(item("a", "1"), gone=False)
-    monitor.listed([item("a", "1")], now=0.0)
+    monitor.listed({"a": "1"}, now=0.0)
     assert monitor.age(100.0) == 0.0
-    monitor.listed([item("a", "2"), item("b", "3")], now=100.0)
-    monitor.listed([item("a", "5"), item("b", "3")], now=160.0)
+    monitor.listed({"a": "2", "b": "3"}, now=100.0)
+    monitor.listed({"a": "5", "b": "3"}, now=160.0)
     assert monitor.age(160.0) == 60.0
     monitor.delivered(item("a", "5"), gone=False)
     monitor.delivered(item("b", "3"), gone=True)
     assert monitor.age(200.0) == 0.0
-    monitor.listed([], now=300.0)
+    monitor.listed({}, now=300.0)
     assert monitor.age(400.0) == 0.0
 
 
@@ -144,7 +144,7 @@ def test_what_is_due_at_this_very_moment_is_served(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(queue_module, "time", SimpleNamespace(monotonic=lambda: 5.0))
     done = threading.Event()
 
-    def run(key: Key) -> timedelta | None:
+    async def run(key: Key) -> timedelta | None:
         done.set()
         return None
 
@@ -156,3 +156,25 @@ def test_what_is_due_at_this_very_moment_is_served(monkeypatch: pytest.MonkeyPat
         assert len(queue) == 0
 
     asyncio.run(main())
+
+
+def test_a_namespace_with_many_jobs_delays_no_other() -> None:
+    served: list[str] = []
+    done = threading.Event()
+
+    async def run(key: Key) -> timedelta | None:
+        served.append(key[0])
+        if len(served) == 12:
+            done.set()
+        return None
+
+    async def main() -> None:
+        queue = Queue(run, concurrency=1)
+        for index in range(10):
+            queue.add(("many", str(index)))
+        queue.add(("one", "digits"))
+        queue.add(("another", "digits"))
+        await _serve(queue, done)
+
+    asyncio.run(main())
+    assert served[:5] == ["many", "one", "another", "many", "many"]

@@ -43,11 +43,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
   verbs: ["get", "list", "watch", "create", "delete"]
 - apiGroups: [""]
   resources: ["services", "persistentvolumeclaims"]
-  verbs: ["get", "list", "create"]
+  verbs: ["get", "list", "watch", "create"]
 {{- if .Values.jobNetworkPolicy.enabled }}
 - apiGroups: ["networking.k8s.io"]
   resources: ["networkpolicies"]
-  verbs: ["get", "list", "create"]
+  verbs: ["get", "list", "watch", "create"]
 {{- end }}
 - apiGroups: [""]
   resources: ["events"]

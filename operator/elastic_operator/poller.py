@@ -1,0 +1,218 @@
+"""Asks parameter servers for their status, each in its turn, and says which answers deserve a pass.
+
+All of it is asynchronous: a server that is slow or cannot be reached delays nobody else, and is asked less
+and less. The more jobs there are, the less often each is asked and its progress written, so that neither the
+operator nor the API server has more to do. An answer of which more than the numbers of the progress has
+changed leads to a pass at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import json
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+from elastic_operator.documents import read_server_status
+from elastic_operator.plan import Observed
+from elastic_operator.queue import Key
+from elastic_ps.env import DEFAULT_HTTP_PORT
+from elastic_ps.status import ServerStatus
+
+logger = logging.getLogger(__name__)
+
+POLLS_PER_SECOND = 20.0
+"""More are not made, except for passes that need an answer."""
+
+WRITES_PER_SECOND = 3.0
+"""How often, over all jobs, a pass is made only because the progress has moved."""
+
+_FRESH = 1.0
+_LIMIT = 1024 * 1024
+_LONGEST = 60.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where a job's shard 0 is asked."""
+
+    job: str
+    host: str
+
+
+def server_of(job: str, observed: Observed) -> Server | None:
+    """The server to ask; None if there is none that could answer."""
+    first = next((pod for pod in observed.of("ps") if pod.index == 0), None)
+    if first is None or first.ending is not None or first.address is None:
+        return None
+    return Server(job, first.address)
+
+
+def essence(status: ServerStatus) -> object:
+    """What of an answer may change a decision. The numbers of the progress need no hurry."""
+    progress = status.progress
+    members = tuple((m.worker, m.incarnation, m.host, m.state) for m in status.members)
+    ends = (progress.finished, progress.stopped, progress.records_expected is None)
+    return (status.term, status.ready, status.problem, tuple(status.standbys), ends, members)
+
+
+@dataclass
+class _Followed:
+    server: Server
+    due: float
+    written: float
+    answer: ServerStatus | None = None
+    asked: float = float("-inf")
+    failures: int = 0
+    asking: bool = False
+
+
+class Poller:
+    """To be used from one event loop only.
+
+    `wanted` asks for a pass over a job. `interval`: between two questions to one server, at least. `polls`,
+    `writes`: in a second, over all jobs, at most.
+    """
+
+    def __init__(
+        self,
+        wanted: Callable[[Key], None],
+        *,
+        interval: timedelta,
+        timeout: timedelta,
+        port: int = DEFAULT_HTTP_PORT,
+        polls: float = POLLS_PER_SECOND,
+        writes: float = WRITES_PER_SECOND,
+    ) -> None:
+        self._wanted = wanted
+        self._interval, self._timeout = interval.total_seconds(), timeout.total_seconds()
+        self._polls, self._writes = polls, writes
+        self._port = port
+        self._jobs: dict[Key, _Followed] = {}
+        self._heap: list[tuple[float, Key]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def follow(self, key: Key, server: Server | None) -> None:
+        """From now on this server is asked for that job; None: nobody is."""
+        if server is None:
+            self._jobs.pop(key, None)
+            return
+        known = self._jobs.get(key)
+        if known is None or known.server != server:
+            now = time.monotonic()
+            self._jobs[key] = _Followed(server, due=now, written=now)
+            self._plan(key, self._period())
+
+    async def word(self, key: Key, server: Server, *, since: float) -> ServerStatus | None:
+        """What the server says, asked after `since` (monotonic seconds); None if it does not answer in time.
+
+        The pass that asks will write the progress.
+        """
+        job = self._jobs.get(key)
+        now = time.monotonic()
+        if job is None or job.server != server:
+            return await ask(server.host, self._port, server.job, timeout=self._timeout)
+        job.written = now
+        if job.answer is None or job.asked < max(since, now - _FRESH):
+            await self._ask(job)
+        return job.answer
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        try:
+            while True:
+                now = time.monotonic()
+                while self._heap and self._heap[0][0] <= now:
+                    due, key = heapq.heappop(self._heap)
+                    job = self._jobs.get(key)
+                    if job is not None and job.due == due:
+                        self._start(key, job)
+                wait = self._heap[0][0] - now if self._heap else 1.0
+                await asyncio.sleep(min(1.0, max(0.01, wait)))
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _period(self) -> float:
+        return max(self._interval, len(self._jobs) / self._polls)
+
+    def _plan(self, key: Key, delay: float) -> None:
+        job = self._jobs[key]
+        job.due = time.monotonic() + delay * random.uniform(0.8, 1.2)
+        heapq.heappush(self._heap, (job.due, key))
+
+    def _start(self, key: Key, job: _Followed) -> None:
+        task = asyncio.create_task(self._poll(key, job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _poll(self, key: Key, job: _Followed) -> None:
+        before = job.answer
+        await self._ask(job)
+        if self._jobs.get(key) is not job:
+            return
+        period = self._period()
+        self._plan(key, min(max(period, _LONGEST), period * 2 ** min(job.failures, 6)))
+        after, now = job.answer, time.monotonic()
+        if (before is None) != (after is None):
+            self._wanted(key)
+        elif before is not None and after is not None:
+            rest = max(self._interval, len(self._jobs) / self._writes)
+            moved = before.progress != after.progress and now - job.written >= 0.9 * rest
+            if moved or essence(before) != essence(after):
+                self._wanted(key)
+
+    async def _ask(self, job: _Followed) -> None:
+        asked = time.monotonic()
+        answer = await ask(job.server.host, self._port, job.server.job, timeout=self._timeout)
+        if asked >= job.asked:
+            job.asked, job.answer = asked, answer
+            job.failures = 0 if answer is not None else job.failures + 1
+
+
+async def ask(host: str, port: int, job: str, *, timeout: float) -> ServerStatus | None:
+    """`GET /status`, if the whole answer comes within `timeout` seconds and is that job's; else None."""
+    try:
+        async with asyncio.timeout(timeout):
+            status = read_server_status(dict(json.loads(await _get(host, port))))
+    except (OSError, ValueError, TypeError, RecursionError, asyncio.IncompleteReadError) as error:
+        logger.debug("%s of %s does not answer GET /status: %s", host, job, error)
+        return None
+    return status if status.job == job else None
+
+
+async def _get(host: str, port: int) -> bytes:
+    """The body of an answer with status 200; redirects are not followed.
+
+    Raises:
+        OSError, ValueError, IncompleteReadError: there is none.
+    """
+    reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
+    try:
+        name = f"[{host}]" if ":" in host else host
+        writer.write(f"GET /status HTTP/1.0\r\nHost: {name}:{port}\r\n\r\n".encode())
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.split(b" ", 2)[1:2] != [b"200"]:
+            raise ValueError(f"it answers {head.splitlines()[0]!r}")
+        body = bytearray()
+        while part := await reader.read(65536):
+            body += part
+            if len(body) > _LIMIT:
+                raise ValueError(f"its answer is longer than {_LIMIT} bytes")
+        return bytes(body)
+    except asyncio.LimitOverrunError as error:
+        raise ValueError(str(error)) from error
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            writer.transport.abort()

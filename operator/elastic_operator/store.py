@@ -1,0 +1,224 @@
+"""What there is in the cluster, as far as the operator needs it: kept from listings, watches and own writes.
+
+Of each object only what decisions need is kept. A version never goes back, whatever order the words of
+watches, listings and the answers to own writes come in: versions of one API server count up, and an object
+that is gone, named by its uid, does not come back. So what the operator has written, it reads.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from elastic_operator import names, pods
+from elastic_operator.plan import Observed
+from elastic_operator.pods import Pod
+from elastic_operator.queue import Key
+from elastic_ps.job import GROUP, VERSION
+
+Resource: TypeAlias = Literal["trainingjobs", "pods", "services", "persistentvolumeclaims", "networkpolicies"]
+
+_GROUPS: dict[Resource, str] = {
+    "trainingjobs": f"/apis/{GROUP}/{VERSION}",
+    "networkpolicies": "/apis/networking.k8s.io/v1",
+}
+_REMEMBER_GONE = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """Attributes: `value`: what is kept; `mark`: changes if a pass should look at it."""
+
+    uid: str
+    version: int | None
+    key: Key
+    owners: frozenset[str]
+    value: Any
+    mark: object
+    over: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """One job and what belongs to it. `changed`: when the last of it came in, in monotonic seconds."""
+
+    job: dict[str, Any]
+    observed: Observed
+    changed: float
+
+
+class Store:
+    """Thread-safe; blocks for no I/O.
+
+    `changed`, if there is one, is called without a lock from the thread that brought a change that a pass
+    should look at: with the job's key, and the resource.
+    """
+
+    def __init__(self) -> None:
+        self.changed: Callable[[Key, Resource], None] | None = None
+        self._lock = threading.Lock()
+        self._items: dict[tuple[Resource, str, str], _Item] = {}
+        self._belongings: dict[Key, set[tuple[Resource, str, str]]] = {}
+        self._changed: dict[Key, float] = {}
+        self._gone: dict[str, float] = {}
+
+    def put(self, resource: Resource, manifest: Mapping[str, Any], *, ours: bool = False) -> None:
+        """An object is there; `ours`: the answer to an own write, which needs no pass."""
+        item = _read(resource, manifest)
+        if item is None:
+            return
+        metadata = manifest["metadata"]
+        place = (resource, metadata["namespace"], metadata["name"])
+        with self._lock:
+            before = self._items.get(place)
+            if item.uid in self._gone or (before is not None and not _newer(item, before)):
+                return
+            self._items[place] = item
+            self._changed[item.key] = time.monotonic()
+            if resource != "trainingjobs":
+                self._belongings.setdefault(item.key, set()).add(place)
+        new = before is None or before.uid != item.uid or before.mark != item.mark
+        if new and not ours and self.changed is not None:
+            self.changed(item.key, resource)
+
+    def remove(self, resource: Resource, manifest: Mapping[str, Any]) -> None:
+        """An object is gone."""
+        metadata = manifest["metadata"]
+        self._remove((resource, metadata["namespace"], metadata["name"]), metadata["uid"])
+
+    def _remove(self, place: tuple[Resource, str, str], uid: str) -> None:
+        with self._lock:
+            self._forget()
+            self._gone[uid] = time.monotonic()
+            item = self._items.get(place)
+            if item is None or item.uid != uid:
+                return
+            del self._items[place]
+            belongings = self._belongings.get(item.key, set())
+            belongings.discard(place)
+            self._changed[item.key] = time.monotonic()
+            if not belongings:
+                self._belongings.pop(item.key, None)
+                if ("trainingjobs", *item.key) not in self._items:
+                    del self._changed[item.key]
+        if self.changed is not None:
+            self.changed(item.key, place[0])
+
+    def _forget(self) -> None:
+        """A watch is never so far behind that it still tells of these."""
+        limit = time.monotonic() - _REMEMBER_GONE
+        while self._gone and next(iter(self._gone.values())) < limit:
+            del self._gone[next(iter(self._gone))]
+
+    def listed(self, resource: Resource, namespace: str, found: Mapping[str, str], version: str) -> None:
+        """A listing of this version, of which all objects were `put`, had these uids and no others.
+
+        `namespace`: that was listed; "" for all.
+        """
+        limit = _number(version)
+        with self._lock:
+            missing = [
+                (place, item.uid)
+                for place, item in self._items.items()
+                if place[0] == resource
+                and namespace in ("", place[1])
+                and item.uid not in found
+                and (limit is None or item.version is None or item.version <= limit)
+            ]
+        for place, uid in missing:
+            self._remove(place, uid)
+
+    def snapshot(self, key: Key) -> Snapshot | None:
+        """The job with all that belongs to it; None if there is no such job."""
+        with self._lock:
+            item = self._items.get(("trainingjobs", *key))
+            if item is None:
+                return None
+            changed = self._changed[key]
+            places = self._belongings.get(key, ())
+            owned = [(place, self._items[place]) for place in places if item.uid in self._items[place].owners]
+        found: list[Pod] = [other.value for place, other in owned if place[0] == "pods" and other.value]
+        services = {place[2]: other.value for place, other in owned if place[0] == "services"}
+        observed = Observed(
+            pods=tuple(sorted(found, key=lambda pod: pod.name)),
+            services=services,
+            claims=frozenset(place[2] for place, _ in owned if place[0] == "persistentvolumeclaims"),
+            policies=frozenset(place[2] for place, _ in owned if place[0] == "networkpolicies"),
+        )
+        return Snapshot(job=json.loads(item.value), observed=observed, changed=changed)
+
+    def jobs(self) -> dict[Key, bool]:
+        """All jobs, and whether each of them is over."""
+        with self._lock:
+            found = [item for (resource, _, _), item in self._items.items() if resource == "trainingjobs"]
+        return {item.key: item.over for item in sorted(found, key=lambda item: item.key)}
+
+
+def path_of(resource: Resource, namespace: str) -> str:
+    """Where the objects of a namespace are; "" for all namespaces."""
+    group = _GROUPS.get(resource, "/api/v1")
+    return f"{group}/namespaces/{namespace}/{resource}" if namespace else f"{group}/{resource}"
+
+
+def _newer(item: _Item, before: _Item) -> bool:
+    if item.version is None or before.version is None:
+        return True
+    return item.version > before.version
+
+
+def _number(version: str) -> int | None:
+    """Versions are to be compared as numbers; what is none, is of an API server that we know nothing of."""
+    return int(version) if version.isdecimal() else None
+
+
+def _read(resource: Resource, manifest: Mapping[str, Any]) -> _Item | None:
+    metadata = manifest["metadata"]
+    uid, version = metadata["uid"], _number(metadata["resourceVersion"])
+    if resource == "trainingjobs":
+        key = (metadata["namespace"], metadata["name"])
+        # Own writes of the status do not change these.
+        restart = (metadata.get("annotations") or {}).get(names.RESTART_ANNOTATION)
+        mark = (metadata.get("generation"), "deletionTimestamp" in metadata, restart)
+        text = json.dumps(_trimmed(manifest)).encode()
+        return _Item(uid, version, key, frozenset(), text, mark, over=is_over(manifest))
+    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    if names.JOB_LABEL not in labels:
+        return None
+    owners = {str(ref.get("uid")) for ref in metadata.get("ownerReferences") or []}
+    if (run := annotations.get(names.RUN_ANNOTATION)) is not None:
+        owners.add(str(run))
+    value: Any = None
+    if resource == "pods":
+        value = pods.read(manifest)
+    elif resource == "services":
+        value = annotations.get(names.SPEC_ANNOTATION)
+    key = (metadata["namespace"], labels[names.JOB_LABEL])
+    return _Item(uid, version, key, frozenset(owners), value, value)
+
+
+def _trimmed(job: Mapping[str, Any]) -> dict[str, Any]:
+    metadata = {name: value for name, value in job["metadata"].items() if name != "managedFields"}
+    return {"metadata": metadata, "spec": job.get("spec"), "status": job.get("status")}
+
+
+def is_over(job: Mapping[str, Any]) -> bool:
+    """Whether the job's status says that it has ended."""
+    status = job.get("status") or {}
+    ends = [c for c in status.get("conditions") or [] if c.get("type") in ("Succeeded", "Failed")]
+    return status.get("completionTime") is not None or any(c.get("status") == "True" for c in ends)
+
+
+def is_owned(manifest: Mapping[str, Any], uid: str) -> bool:
+    """Whether an object belongs to the job with this uid."""
+    metadata = manifest["metadata"]
+    retained = (metadata.get("annotations") or {}).get(names.RUN_ANNOTATION) == uid
+    return retained or any(ref.get("uid") == uid for ref in metadata.get("ownerReferences") or [])
+
+
+def keys(found: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The versions of objects by uid."""
+    return {item["metadata"]["uid"]: item["metadata"]["resourceVersion"] for item in found}

@@ -1,0 +1,198 @@
+"""What the operator knows of the cluster: in whatever order the news come, and read when it has written."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_operator import names
+from elastic_operator.api import Api, ApiError
+from elastic_operator.metrics import Metrics
+from elastic_operator.queue import Key
+from elastic_operator.reflector import Reflectors
+from elastic_operator.settings import Settings
+from elastic_operator.store import Resource, Store
+from tests.polling import eventually
+from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
+from tests.unit.simulation import job_document
+
+KEY: Key = ("default", "digits")
+
+
+def job(version: int, uid: str = "uid-digits", **status: Any) -> dict[str, Any]:
+    document = job_document()
+    document["metadata"] |= {"uid": uid, "resourceVersion": str(version), "managedFields": ["long"]}
+    return {**document, "status": status}
+
+
+def pod(
+    name: str, version: int, *, uid: str = "", owner: str = "uid-digits", phase: str = ""
+) -> dict[str, Any]:
+    index = name.rpartition("-")[2]
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "default",
+            "uid": uid or f"uid-{name}",
+            "resourceVersion": str(version),
+            "labels": {names.JOB_LABEL: "digits", names.ROLE_LABEL: "worker", names.INDEX_LABEL: index},
+            "ownerReferences": [{"uid": owner}],
+        },
+        "status": {"phase": phase},
+    }
+
+
+@pytest.fixture
+def store() -> Store:
+    store = Store()
+    store.put("trainingjobs", job(1))
+    return store
+
+
+def pods(store: Store) -> dict[str, str]:
+    """The versions of the job's pods as they are known."""
+    snapshot = store.snapshot(KEY)
+    assert snapshot is not None
+    return {found.name: found.version for found in snapshot.observed.pods}
+
+
+def test_an_older_version_does_not_replace_a_newer_one(store: Store) -> None:
+    """The watch tells later what an own write has told before."""
+    store.put("pods", pod("digits-worker-0", 9), ours=True)
+    store.put("pods", pod("digits-worker-0", 5))
+    assert pods(store) == {"digits-worker-0": "9"}
+    store.put("pods", pod("digits-worker-0", 10))
+    assert pods(store) == {"digits-worker-0": "10"}, "versions are numbers"
+
+
+def test_what_is_gone_does_not_come_back(store: Store) -> None:
+    """The answer to a write may come after the watch's word that the object is gone."""
+    store.put("pods", pod("digits-worker-0", 5))
+    store.remove("pods", pod("digits-worker-0", 7))
+    store.put("pods", pod("digits-worker-0", 6), ours=True)
+    assert pods(store) == {}
+    store.put("pods", pod("digits-worker-0", 8, uid="the-next"))
+    assert pods(store) == {"digits-worker-0": "8"}
+    store.remove("pods", pod("digits-worker-0", 7))
+    assert pods(store) == {"digits-worker-0": "8"}, "it was another one of that name"
+
+
+def test_a_listing_removes_what_it_lacks_unless_that_is_newer(store: Store) -> None:
+    for index, version in enumerate((3, 4, 12)):
+        store.put("pods", pod(f"digits-worker-{index}", version))
+    store.listed("pods", "default", {"uid-digits-worker-1": "4"}, "10")
+    assert pods(store) == {"digits-worker-1": "4", "digits-worker-2": "12"}
+    store.listed("pods", "another", {}, "20")
+    assert pods(store).keys() == {"digits-worker-1", "digits-worker-2"}, "they are of another namespace"
+
+
+def test_only_what_the_job_owns_belongs_to_it(store: Store) -> None:
+    store.put("pods", pod("digits-worker-0", 5, owner="uid-of-the-one-before"))
+    retained = {"metadata": pod("digits-ps-0", 6, owner="")["metadata"]}
+    retained["metadata"]["annotations"] = {names.RUN_ANNOTATION: "uid-digits"}
+    store.put("persistentvolumeclaims", retained)
+    snapshot = store.snapshot(KEY)
+    assert snapshot is not None
+    assert snapshot.observed.pods == ()
+    assert snapshot.observed.claims == {"digits-ps-0"}
+    assert store.snapshot(("default", "another")) is None
+
+
+def test_a_pass_is_wanted_for_what_it_would_look_at(store: Store) -> None:
+    seen: list[tuple[str, Resource]] = []
+    store.changed = lambda key, resource: seen.append((key[1], resource))
+    store.put("trainingjobs", job(2, phase="Running"))
+    store.put("pods", pod("digits-worker-0", 5), ours=True)
+    store.put("pods", pod("digits-worker-0", 6))
+    assert seen == [], "a status, an own write, and a change of nothing that is looked at"
+    store.put("pods", pod("digits-worker-0", 7, phase="Failed"))
+    store.put("trainingjobs", {**job(8), "metadata": {**job(8)["metadata"], "generation": 2}})
+    store.remove("pods", pod("digits-worker-0", 9))
+    assert [resource for _, resource in seen] == ["pods", "trainingjobs", "pods"]
+
+
+def test_a_job_is_kept_without_what_nobody_reads(store: Store) -> None:
+    store.put("trainingjobs", job(2, phase="Running", completionTime="2026-01-01T00:00:00Z"))
+    snapshot = store.snapshot(KEY)
+    assert snapshot is not None
+    assert "managedFields" not in json.dumps(snapshot.job)
+    assert snapshot.job["status"]["phase"] == "Running"
+    assert store.jobs() == {KEY: True}
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    server = ApiServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def filled(server: ApiServer, tmp_path: Path) -> Iterator[tuple[Store, Reflectors]]:
+    """A store, and what keeps it like the server; not started."""
+    store, settings = Store(), Settings(kubeconfig=server.kubeconfig(tmp_path))
+    reflectors = Reflectors(Api(settings, Metrics()), store, settings)
+    yield store, reflectors
+    reflectors.stop()
+
+
+def test_a_listing_comes_in_pages(server: ApiServer, filled: tuple[Store, Reflectors]) -> None:
+    store, reflectors = filled
+    server.page = 2
+    for index in range(5):
+        server.add_job(f"digits-{index}")["metadata"]["uid"] = f"uid-{index}"
+    reflectors.list_all("trainingjobs")
+    assert [name for _, name in store.jobs()] == [f"digits-{index}" for index in range(5)]
+    assert len(server.asked("GET", JOBS)) == 3
+    server.remove(JOBS, "digits-3")
+    reflectors.list_all("trainingjobs")
+    assert len(store.jobs()) == 4
+
+
+def test_a_watch_goes_on_from_where_it_was_and_lists_again_if_that_is_forgotten(
+    server: ApiServer, filled: tuple[Store, Reflectors]
+) -> None:
+    store, reflectors = filled
+    forgotten = threading.Event()
+
+    def forget(request: Request) -> None:
+        if request.query.get("watch") == "true" and JOBS in request.path and not forgotten.is_set():
+            forgotten.set()
+            raise Refusal(410, "Expired", "too old resource version")
+
+    server.refuse = forget
+    reflectors.start()
+    eventually(lambda: server.watched(JOBS) and server.watched("services"), "it watches")
+    assert forgotten.is_set()
+    listed = [r for r in server.asked("GET", JOBS) if "watch" not in r.query]
+    assert len(listed) == 2
+    server.add_job()
+    eventually(lambda: KEY in store.jobs(), "the job is known")
+    server.remove(JOBS, "digits")
+    eventually(lambda: not store.jobs(), "it is gone")
+    assert len([r for r in server.asked("GET", JOBS) if "watch" not in r.query]) == 2
+    watch = server.asked("GET", "services")[-1].query
+    assert (watch["allowWatchBookmarks"], watch["labelSelector"]) == ("true", names.JOB_LABEL)
+    assert int(watch["resourceVersion"]) > 0
+
+
+def test_a_listing_that_fails_changes_nothing(server: ApiServer, filled: tuple[Store, Reflectors]) -> None:
+    store, reflectors = filled
+    server.page = 1
+    for name in ("a", "b"):
+        server.add_job(name)
+    reflectors.list_all("trainingjobs")
+
+    def fail(request: Request) -> None:
+        if "continue" in request.query:
+            raise Refusal(500, "InternalError")
+
+    server.refuse = fail
+    with pytest.raises(ApiError):
+        reflectors.list_all("trainingjobs")
+    assert len(store.jobs()) == 2
