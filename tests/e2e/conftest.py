@@ -6,6 +6,7 @@ so that a CI that should have run them cannot pass without.
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from collections.abc import Iterator
@@ -95,14 +96,35 @@ def training_images(cluster: GivenCluster) -> None:
         cluster.load_image(tag)
 
 
+def minor_version(cluster: GivenCluster) -> int:
+    """37, of a 1.37.1."""
+    version = json.loads(cluster.kubectl("version", "-o", "json").stdout)["serverVersion"]
+    return int(version["minor"].rstrip("+"))
+
+
+def install_definition(cluster: GivenCluster) -> None:
+    """Make the TrainingJob's definition, without Helm."""
+    cluster.apply(crd(rules=minor_version(cluster) >= 29))
+    cluster.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.elastic-ps.dev", "--timeout=30s")
+
+
 @pytest.fixture(scope="module")
 def definition(cluster: GivenCluster) -> None:
     """The TrainingJob's definition, as made without Helm."""
-    minor = int(
-        cluster.kubectl("version", "-o", "json").stdout.split('"minor": "')[-1].split('"')[0].rstrip("+")
-    )
-    cluster.apply(crd(rules=minor >= 29))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.elastic-ps.dev", "--timeout=30s")
+    install_definition(cluster)
+
+
+@pytest.fixture
+def restricted(cluster: GivenCluster, namespace: str) -> str:
+    """The test's namespace, restricted."""
+    restrict(cluster, namespace)
+    return namespace
+
+
+def restrict(cluster: GivenCluster, namespace: str) -> None:
+    """Let the namespace take only pods of Pod Security "restricted", where the server knows that."""
+    label = "pod-security.kubernetes.io/enforce=restricted"
+    cluster.kubectl("label", "namespace", namespace, label, "--overwrite")
 
 
 @pytest.fixture

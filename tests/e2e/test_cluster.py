@@ -24,7 +24,8 @@ from tests.e2e.cluster import (
     wait_for,
 )
 from tests.e2e.cluster.processes import marked
-from tests.e2e.conftest import unavailable
+from tests.e2e.conftest import install_definition, unavailable
+from tests.e2e.operator_process import Jobs, OperatorProcess
 
 MINUTE = timedelta(minutes=1)
 
@@ -100,8 +101,14 @@ for kind in ("pods", "secrets"):
 
 
 @pytest.mark.own_cluster
-def test_down_leaves_nothing(tmp_path: Path) -> None:
-    """Also after a component was killed, and a pod with a volume, a limit and a network is still running."""
+def test_down_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a component was killed, and a pod with a volume, a limit and a network is still running.
+
+    This cluster is always the one built from Debian's source, whatever the other tests run on, and a job's
+    life is tried on it: it starts, is scaled and deleted.
+    """
+    for variable in ("ELASTIC_PS_KUBERNETES_BIN", "KUBEBUILDER_ASSETS"):
+        monkeypatch.delenv(variable, raising=False)
     if os.environ.get("E2E_KUBECONFIG"):
         pytest.skip("E2E_KUBECONFIG is set, so no cluster is brought up here")
     if marked():
@@ -128,6 +135,7 @@ def test_down_leaves_nothing(tmp_path: Path) -> None:
         sleeping = cluster.pod_pid("stays")
         assert Path(f"/proc/{sleeping}").exists()
         assert Cluster.up().reused, "a second `up` uses the cluster that is up"
+        _live_and_die(cluster, tmp_path / "operator.log")
         cluster.stop("kubelet", kill=True)
     finally:
         cluster.down()
@@ -135,6 +143,23 @@ def test_down_leaves_nothing(tmp_path: Path) -> None:
     assert not Path(f"/proc/{sleeping}").exists()
     assert host.left_behind(before) == []
     cluster.down()  # nothing to do, and no error
+
+
+def _live_and_die(cluster: Cluster, log: Path) -> None:
+    """A job of containers that sleep is started, scaled and deleted, by an operator beside the cluster."""
+    install_definition(cluster)
+    operator = OperatorProcess(cluster.kubeconfig, "default", log)
+    operator.start()
+    try:
+        jobs = Jobs(cluster, "default", base_image().tag)
+        jobs.apply("digits", worker={"replicas": 1})
+        jobs.wait_status("digits", phase="Running", workers="1/1")
+        jobs.kubectl("scale", "tj/digits", "--replicas=2")
+        jobs.wait_status("digits", workers="2/2")
+        jobs.kubectl("delete", "tj", "digits")
+        jobs.wait_gone("digits")
+    finally:
+        operator.close()
 
 
 def test_pods_reach_each_other_by_a_service_name(

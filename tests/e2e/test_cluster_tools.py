@@ -172,6 +172,10 @@ def test_flags_follow_the_version(tmp_path: Path) -> None:
     assert not any("container-runtime" in flag for flag in components.command("kubelet", plan, new))
     for name in components.COMPONENTS:
         assert components.command(name, plan, old)[0]
+    for binaries, fails in ((old, True), (new, False)):
+        components.write_configuration(plan, binaries, restrict_oom_score=False, snapshotter="overlayfs")
+        config = json.loads((plan.config / "kubelet.json").read_text())
+        assert config.get("failCgroupV1", True) is fails, "an old one does not know the setting"
 
 
 def test_a_saved_layout_is_found_again_and_secrets_are_private(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from helm_python import Config, HelmError
 
 from tests.e2e.cluster import GivenCluster, wait_for
+from tests.e2e.conftest import restrict
 from tests.e2e.operator_process import ROOT, TRAINING_IMAGE, Jobs, digits, requests
 
 CHART = ROOT / "charts" / "elastic-ps"
@@ -30,8 +31,10 @@ def installed(cluster: GivenCluster, helm: Config, training_images: None) -> Ite
     # Another test may have made the definition without Helm; Helm takes over nothing that is not its own.
     helm.uninstall("elastic-ps", ignore_not_found=True)
     cluster.kubectl("delete", "crd", "trainingjobs.elastic-ps.dev", "--ignore-not-found")
+    cluster.kubectl("create", "namespace", SYSTEM, check=False)
+    restrict(cluster, SYSTEM)
     try:
-        helm.install(str(CHART), "elastic-ps", {"operator": {"poll": "2s"}}, create_namespace=True)
+        helm.install(str(CHART), "elastic-ps", {"operator": {"poll": "2s"}})
         cluster.kubectl("-n", SYSTEM, "rollout", "status", "deployment/elastic-ps", "--timeout=120s")
         yield
     finally:
@@ -46,8 +49,8 @@ def _remove(cluster: GivenCluster, helm: Config) -> None:
 
 
 @pytest.fixture
-def jobs(cluster: GivenCluster, namespace: str) -> Jobs:
-    return Jobs(cluster, namespace, TRAINING_IMAGE)
+def jobs(cluster: GivenCluster, restricted: str) -> Jobs:
+    return Jobs(cluster, restricted, TRAINING_IMAGE)
 
 
 def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
@@ -148,7 +151,6 @@ def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: J
         "get", "--raw", f"/api/v1/namespaces/{SYSTEM}/services/elastic-ps:http/proxy/metrics"
     ).stdout
     used = set(requests(metrics))
-    used |= {("watch", "trainingjobs"), ("watch", "pods")}  # kopf's
     # Only looked at when a name is taken: by what of an earlier job is still being deleted.
     named = ("pods", "services", "persistentvolumeclaims", "networkpolicies")
     used |= {("get", resource) for resource in named}

@@ -34,7 +34,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- define "elastic-ps.rules" -}}
 - apiGroups: ["elastic-ps.dev"]
   resources: ["trainingjobs"]
-  verbs: ["get", "list", "watch", "delete"]
+  verbs: ["list", "watch", "delete"]
 - apiGroups: ["elastic-ps.dev"]
   resources: ["trainingjobs/status"]
   verbs: ["patch"]

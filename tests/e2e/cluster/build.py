@@ -4,8 +4,8 @@ Debian 12 has no package of a Kubernetes server, but it has the whole source pac
 (about eight minutes on two cores) and kept in the user's cache directory under a name made of its version and
 our patch revision, so that a later run finds it there and a change of the patch builds anew.
 
-Other binaries can be tried without a build: `ELASTIC_PS_KUBERNETES_BIN` names a directory with any of them,
-and `KUBEBUILDER_ASSETS` (the convention of envtest) is looked at next.
+Other binaries can be used without a build: `ELASTIC_PS_KUBERNETES_BIN` names a directory with any of them,
+also etcd and containerd. `KUBEBUILDER_ASSETS` (the convention of envtest) is looked at next.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .shell import cache_dir, locked, run, run_logged, say
 KUBERNETES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
 # Two rounds, so that a failure of the second does not lose sight of which part failed.
 ROUNDS = (KUBERNETES[:3], KUBERNETES[3:])
+CONTAINERD = ("containerd", "containerd-shim-runc-v2", "ctr")
 # Raise this when `_patch` changes: it is part of the cache's key.
 PATCH_REVISION = 1
 BUILD_TIMEOUT = timedelta(minutes=60)
@@ -75,9 +76,12 @@ def obtain() -> Binaries:
         paths.update({name: built / name for name in absent})
         if given:
             say(f"not in the given directories, so taken from {built}: {', '.join(absent)}")
-    for name in ("etcd", "containerd", "containerd-shim-runc-v2", "ctr", "runc", "dnsmasq"):
-        found = (_find(name, given) if name == "etcd" else None) or _which(name)
-        paths[name] = found
+    etcd = _find("etcd", given)
+    paths["etcd"] = etcd or _which("etcd")
+    paths |= {name: _which(name) for name in ("runc", "dnsmasq")}
+    # These three are made for each other.
+    ours = {name: _find(name, given) for name in CONTAINERD}
+    paths |= {name: path if all(ours.values()) and path else _which(name) for name, path in ours.items()}
     return Binaries(paths, version_of(paths["kube-apiserver"]))
 
 

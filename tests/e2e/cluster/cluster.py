@@ -200,7 +200,9 @@ class Cluster(GivenCluster):
     def _spawn(self, name: str) -> None:
         # This package's own parent directory, because `python -m` must find it from anywhere.
         root = Path(__file__).parents[len((__package__ or "").split("."))]
-        path = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
+        # containerd looks for its shim there.
+        own = self._binaries["containerd"].parent
+        path = f"{own}:{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
         # kubelet 1.20 looks for a cloud around it, and waits where nothing answers.
         environment = {"PYTHONPATH": str(root), "PATH": path, "AWS_EC2_METADATA_DISABLED": "true"}
         processes.spawn(

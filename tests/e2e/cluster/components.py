@@ -259,6 +259,8 @@ def _kubelet_config(layout: Layout, binaries: Binaries) -> dict[str, object]:
     }
     if binaries.version >= (1, 27):
         config["containerRuntimeEndpoint"] = f"unix://{layout.containerd_socket}"
+    if binaries.version >= (1, 31):
+        config["failCgroupV1"] = False
     if binaries.version < (1, 26):
         # Its directory cannot be moved out of /var/lib/kubelet.
         config["featureGates"] = {"DevicePlugins": False}

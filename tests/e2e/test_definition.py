@@ -1,0 +1,131 @@
+"""What the API server itself refuses and explains, without any operator: the definition and its rules."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from elastic_operator.crd import crd
+from elastic_operator.merging import merge
+from tests.e2e.cluster import GivenCluster
+from tests.e2e.conftest import minor_version
+from tests.e2e.operator_process import sleeper
+
+pytestmark = pytest.mark.usefixtures("definition")
+
+CLAIM = {"storage": "1Gi"}
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("worker.replicas is below worker.minReplicas", {"worker": {"replicas": 1, "minReplicas": 2}}),
+    ("worker.replicas is above worker.maxReplicas", {"worker": {"replicas": 3, "maxReplicas": 2}}),
+    (
+        "consistency.backupWorkers and deterministic cannot be combined",
+        {"consistency": {"deterministic": True, "backupWorkers": 1}},
+    ),
+    (
+        "consistency.maxStaleness must be set with mode bounded, and only then",
+        {"consistency": {"mode": "bounded"}},
+    ),
+    (
+        "consistency.maxStaleness must be set with mode bounded, and only then",
+        {"consistency": {"maxStaleness": 3}},
+    ),
+    (
+        "consistency.backupWorkers and deterministic work only with mode sync",
+        {"consistency": {"mode": "async", "deterministic": True}},
+    ),
+    ("consistency.reads works only with mode async", {"consistency": {"reads": "inconsistent"}}),
+    ("consistency.stalenessScale works only with mode async", {"consistency": {"stalenessScale": "inverse"}}),
+    ("consistency.gradients must be set with mode accumulate", {"consistency": {"gradients": 2}}),
+    ("consistency.gradients must be set with mode accumulate", {"consistency": {"mode": "accumulate"}}),
+    ("a job with several shards or with standbys needs checkpoint", {"parameterServer": {"replicas": 2}}),
+    (
+        "a job with several shards or with standbys needs checkpoint",
+        {"parameterServer": {"durability": "standby"}},
+    ),
+]
+"""Words of the refusal, and the spec that is refused."""
+
+FIXED: list[tuple[str, dict[str, Any]]] = [
+    ("entrypoint", {"entrypoint": "another:main"}),
+    ("arguments", {"arguments": {"epochs": 3}}),
+    ("consistency", {"consistency": {"backupWorkers": 1}}),
+    ("compression", {"compression": {"codec": "fp16"}}),
+    ("data", {"data": {"seed": 7}}),
+    ("parameterServer.bucketBytes", {"parameterServer": {"bucketBytes": 65536}}),
+    ("parameterServer.replicas", {"parameterServer": {"replicas": 2}}),
+    ("parameterServer.durability", {"parameterServer": {"durability": "standby"}}),
+    ("checkpoint.volumeClaim", {"parameterServer": {"checkpoint": {"volumeClaim": {"storage": "2Gi"}}}}),
+    ("checkpoint.volumeClaim", {"parameterServer": {"checkpoint": {"volumeClaim": None}}}),
+    ("checkpoint.existingClaim", {"parameterServer": {"checkpoint": {"existingClaim": "mine"}}}),
+    ("checkpoint.resumeFrom", {"parameterServer": {"checkpoint": {"resumeFrom": {"job": "earlier"}}}}),
+]
+"""A field that cannot change, and a change of it."""
+
+
+@pytest.fixture
+def rules(cluster: GivenCluster) -> None:
+    if minor_version(cluster) < 29:
+        pytest.skip("the API server knows no CEL rules")
+
+
+def job(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return sleeper(name, "localhost/none:1", **spec)
+
+
+@pytest.mark.usefixtures("rules")
+def test_the_api_server_refuses_what_cannot_be_run(cluster: GivenCluster, namespace: str) -> None:
+    items = [job(f"refused-{index}", spec) for index, (_, spec) in enumerate(REFUSED)]
+    text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+    answer = cluster.kubectl("create", "-n", namespace, "-f", "-", stdin=text, check=False)
+    for index, (words, spec) in enumerate(REFUSED):
+        of_this = [line for line in answer.stderr.splitlines() if f"refused-{index}" in line]
+        assert any(words in line for line in of_this), f"{spec}: {answer.stderr}"
+    for name in ("9-begins-with-a-digit", "has.a.dot", "x" * 53):
+        text = json.dumps(job(name, {}))
+        answer = cluster.kubectl("create", "-n", namespace, "-f", "-", stdin=text, check=False)
+        assert "metadata.name must have at most 52 characters" in answer.stderr, name
+    assert cluster.get("-n", namespace, "tj")["items"] == []
+
+
+def test_each_rule_of_the_definition_is_tried() -> None:
+    def messages(schema: dict[str, Any]) -> Iterator[str]:
+        yield from (rule["message"] for rule in schema.get("x-kubernetes-validations", []))
+        for inner in schema.get("properties", {}).values():
+            yield from messages(inner)
+
+    tried = [words for words, _ in REFUSED] + [f"{field} cannot change" for field, _ in FIXED]
+    tried += ["metadata.name must have", "worker.replicas cannot change"]
+    schema = crd(rules=True)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    untried = [message for message in messages(schema) if not any(words in message for words in tried)]
+    assert untried == []
+
+
+@pytest.mark.usefixtures("rules")
+def test_the_api_server_refuses_to_change_what_is_fixed(cluster: GivenCluster, namespace: str) -> None:
+    given = job("fixed", {"parameterServer": {"checkpoint": {"volumeClaim": CLAIM}}})
+    cluster.apply(given, namespace=namespace)
+    for field, change in FIXED:
+        patch = json.dumps({"spec": change})
+        answer = cluster.kubectl(
+            *("-n", namespace, "patch", "tj", "fixed", "--type=merge", "-p", patch), check=False
+        )
+        assert f"{field} cannot change" in answer.stderr, f"{change}: {answer.stdout}{answer.stderr}"
+    fixed = merge(given["spec"], {"consistency": {"deterministic": True}})
+    cluster.apply({**given, "metadata": {"name": "lanes"}, "spec": fixed}, namespace=namespace)
+    answer = cluster.kubectl("-n", namespace, "scale", "tj/lanes", "--replicas=4", check=False)
+    assert "worker.replicas cannot change with consistency.deterministic" in answer.stderr
+
+
+def test_explain_describes_each_field_of_a_spec(cluster: GivenCluster) -> None:
+    text = cluster.kubectl("explain", "tj.spec", "--recursive").stdout
+    schema = crd(rules=True)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    for field in schema["properties"]["spec"]["properties"]:
+        assert f"\n  {field}\t" in text.replace("   ", "  "), field
+    told = cluster.kubectl("explain", "tj.spec.worker.replicas").stdout
+    assert schema["properties"]["spec"]["properties"]["worker"]["properties"]["replicas"]["description"][
+        :20
+    ] in " ".join(told.split())
