@@ -33,6 +33,19 @@ EVERYTHING = {
     "nodeSelector": {"e": "f"},
     "tolerations": [{"operator": "Exists"}],
     "operator": {"extraArgs": ["--watch-limit=60s"]},
+    "image": {"repository": "r/operator", "digest": f"sha256:{'0' * 64}"},
+    "commonLabels": {"team": "platform"},
+    "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy"}],
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"},
+        {
+            "maxSkew": 2,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "DoNotSchedule",
+            "labelSelector": {"matchLabels": {"a": "b"}},
+        },
+    ],
+    "podMonitor": {"enabled": True},
 }
 
 
@@ -47,7 +60,7 @@ def test_rendering_is_valid_for_a_current_kubernetes(values: dict[str, Any]) -> 
     kinds = set()
     for document in documents(values):
         kinds.add(document["kind"])
-        if document["kind"] == "ServiceMonitor":
+        if document["kind"] in ("ServiceMonitor", "PodMonitor"):
             continue
         if document["kind"] == "CustomResourceDefinition":
             continue  # its schema is recursive, and no longer published; the API server is the judge
@@ -151,6 +164,42 @@ def test_what_the_values_may_permit_is_what_the_operator_knows() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     known = schema["properties"]["templatePermissions"]["additionalProperties"]["properties"]
     assert known.keys() == {field.alias for field in Permissions.model_fields.values()}
+
+
+def test_what_is_set_is_rendered() -> None:
+    found = list(documents({**EVERYTHING, "fullnameOverride": "training"}))
+    (deployment,) = (d for d in found if d["kind"] == "Deployment")
+    assert deployment["metadata"]["name"] == "training"
+    ours = [d for d in found if d["kind"] != "CustomResourceDefinition"]
+    assert all(d["metadata"]["labels"]["team"] == "platform" for d in ours)
+    assert "team" not in deployment["spec"]["selector"]["matchLabels"], "a selector cannot be changed"
+    spec = deployment["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert container["image"] == f"r/operator@sha256:{'0' * 64}"
+    assert container["env"] == [{"name": "HTTPS_PROXY", "value": "http://proxy"}]
+    zone, host = spec["topologySpreadConstraints"]
+    assert zone["labelSelector"] == deployment["spec"]["selector"]
+    assert host["labelSelector"] == {"matchLabels": {"a": "b"}}
+    (monitor,) = (d for d in found if d["kind"] == "PodMonitor")
+    assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["one", "two"]}
+
+
+def test_a_platform_that_chooses_the_user_is_let_do_so() -> None:
+    """OpenShift gives each namespace its own users."""
+    (deployment,) = (
+        d
+        for d in documents({"podSecurityContext": {"runAsUser": None, "runAsGroup": None}})
+        if d["kind"] == "Deployment"
+    )
+    security = deployment["spec"]["template"]["spec"]["securityContext"]
+    assert security == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+
+
+def test_deleting_what_was_installed_from_the_file_deletes_no_job() -> None:
+    installed = [d for d in yaml.safe_load_all(install_manifest()) if d]
+    assert "CustomResourceDefinition" not in {d["kind"] for d in installed}
+    assert "Helm" not in install_manifest()
+    assert "helm.sh" not in install_manifest()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

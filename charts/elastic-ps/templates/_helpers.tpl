@@ -1,5 +1,7 @@
 {{- define "elastic-ps.fullname" -}}
-{{- if contains .Chart.Name .Release.Name -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else if contains .Chart.Name .Release.Name -}}
 {{- .Release.Name | trunc 50 | trimSuffix "-" -}}
 {{- else -}}
 {{- printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" -}}
@@ -16,6 +18,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{ include "elastic-ps.selector" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "elastic-ps.serviceAccount" -}}
@@ -27,7 +32,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
 {{- define "elastic-ps.image" -}}
+{{- if .Values.image.digest -}}
+{{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
+{{- else -}}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
 {{- end -}}
 
 {{- /* Every verb that the operator uses, and no other; a test compares. */ -}}
@@ -66,10 +75,4 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $namespace := dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace) -}}
 {{- $pods := dict "matchLabels" (include "elastic-ps.selector" . | fromYaml) -}}
 {{- concat (list (dict "namespaceSelector" $namespace "podSelector" $pods)) .Values.jobNetworkPolicy.httpFrom | toJson -}}
-{{- end -}}
-
-{{- define "elastic-ps.restricted" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: ["ALL"]}
 {{- end -}}
