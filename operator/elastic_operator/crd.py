@@ -135,6 +135,12 @@ def _schema(*, rules: bool) -> Schema:
     spec["properties"]["arguments"]["default"] = {}
     if rules:
         _add_rules(spec)
+    status = structural(TrainingJobStatus.model_json_schema(by_alias=True), written_by_us=True)
+    # So that server-side apply, as others may use it, changes one condition and leaves the rest.
+    status["properties"]["conditions"] |= {
+        "x-kubernetes-list-type": "map",
+        "x-kubernetes-list-map-keys": ["type"],
+    }
     root: Schema = {
         "description": "A training run: what to train, its parameter servers and its workers.",
         "type": "object",
@@ -144,7 +150,7 @@ def _schema(*, rules: bool) -> Schema:
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
             "spec": spec,
-            "status": structural(TrainingJobStatus.model_json_schema(by_alias=True), written_by_us=True),
+            "status": status,
         },
     }
     if rules:
