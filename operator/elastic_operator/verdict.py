@@ -127,6 +127,8 @@ def health(
     servers, shards = status.parameter_server.ready, desired.spec.parameter_server.replicas
     needed = min(desired.spec.worker.min_replicas, desired.replicas)
     running = servers >= shards and present >= needed
+    # Workers that are done are not ready any more, some time before their node says how they ended.
+    running = running or (status.progress.finished and holds(status, "Running"))
     problems = [*_problems(observed), *_silence(status, desired, observed, now, options)]
     created = not observed.refusals
     made = Problem("Created", "the operator has created the job's pods, Services and volume claims")

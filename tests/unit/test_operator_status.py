@@ -18,7 +18,7 @@ from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status, holds, turned, with_counts
 from elastic_ps.status import Progress, TrainingJobStatus, WorkerStatus
-from tests.unit.simulation import START, Simulation, job_document
+from tests.unit.simulation import START, Simulation, finish, job_document, running
 
 ENDED = "2026-01-01T00:00:00Z"
 
@@ -212,3 +212,18 @@ def test_a_status_that_another_version_wrote_is_read_as_far_as_it_is_understood(
     status = read_status({"status": stored})
     assert (status.phase, len(status.conditions)) == (phase, conditions)
     assert stored == before, "what the API server holds is not changed"
+
+
+def test_a_job_whose_training_is_over_does_not_wait_for_its_workers() -> None:
+    """They are no longer ready, and their node has not said yet how they ended."""
+    simulation = running(worker={"replicas": 2})
+    finish(simulation)
+    for name in simulation.workers():
+        simulation.pods[name]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    simulation.step()
+    assert simulation.status["phase"] == "Running"
+    assert simulation.condition("Running")["status"] == "True"
+    for name in simulation.workers():
+        simulation.end(name, 0)
+    simulation.step()
+    assert simulation.status["phase"] == "Succeeded"
