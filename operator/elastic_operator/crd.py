@@ -39,6 +39,7 @@ _KEPT = (
     "maxLength",
     "format",
 )
+_BOUNDS = {"minimum", "maximum"}
 _PRESERVE = {"x-kubernetes-preserve-unknown-fields": True}
 _TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 _TEMPLATE: Schema = {
@@ -183,6 +184,8 @@ def structural(document: Mapping[str, Any], *, written_by_us: bool = False) -> S
         if "const" in node:
             node = {**node, "enum": [node["const"]]}
         kept = {key: node[key] for key in _KEPT if key in node and not (written_by_us and key == "enum")}
+        for bound in _BOUNDS & kept.keys():  # versions of pydantic differ in whether 100 is 100.0
+            kept[bound] = int(kept[bound]) if kept[bound] == int(kept[bound]) else kept[bound]
         if kept.get("default", ...) is None or not defaults:
             kept.pop("default", None)
         if not kept.get("type"):
