@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from elastic_ps.core.partition import Bucket
 from elastic_ps.server.values import BucketValues
 
 
@@ -55,10 +54,10 @@ class Drafts:
     """The drafts of a shard's buckets. Not thread-safe.
 
     Args:
-        make: gives new values of a bucket with an optimizer; it is called once for each bucket.
+        make: gives new values with an optimizer for each bucket, by its index; it is called once.
     """
 
-    def __init__(self, make: Callable[[Bucket], BucketValues]) -> None:
+    def __init__(self, make: Callable[[], dict[int, BucketValues]]) -> None:
         self._make = make
         self._spare: dict[int, BucketValues] = {}
         self._made: dict[int, _Draft] = {}
@@ -75,8 +74,8 @@ class Drafts:
         if there is not None and there.basis.has_sums_of(basis):
             return there.values
         self._made.pop(index, None)
-        if index not in self._spare:
-            self._spare[index] = self._make(live.bucket)
+        if not self._spare:
+            self._spare = self._make()
         values = self._spare[index]
         values.mirror(live)
         values.apply(basis.samples, basis.groups, basis.version)

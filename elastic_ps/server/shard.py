@@ -34,7 +34,7 @@ from elastic_ps.server.values import BucketValues, StateEntry, require_finite
 from elastic_ps.telemetry import Trace
 from elastic_ps.training import Consistency
 from elastic_ps.transport.base import EMPTY, Incoming
-from elastic_ps.transport.memory import Allocate, shared_if_possible
+from elastic_ps.transport.memory import shared_if_possible
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +120,8 @@ class Shard:
         self._trace = trace
         self._receiving: set[tuple[int, int]] = set()
         self._optimizer = optimizer
-        allocate = shared_if_possible([bucket.nbytes for bucket in layout.of_shard(index)])
-        self._buckets = {b.index: self._make_bucket(b, allocate) for b in layout.of_shard(index)}
-        self._drafts = Drafts(self._make_bucket)
+        self._buckets = self._make_buckets()
+        self._drafts = Drafts(self._make_buckets)
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
         ]
@@ -134,12 +133,16 @@ class Shard:
         for _ in range(RECEIVE_BUFFERS):
             self._buffers.put(torch.empty(largest, dtype=torch.uint8))
 
-    def _make_bucket(self, bucket: Bucket, allocate: Allocate | None = None) -> BucketValues:
+    def _make_buckets(self) -> dict[int, BucketValues]:
         name, settings = self._optimizer
-        allocate = allocate or shared_if_possible([bucket.nbytes])
-        values = BucketValues(bucket, stale=self._consistency.may_be_stale, allocate=allocate)
-        values.build_optimizer(name, settings.groups, self.layout.tensors)
-        return values
+        buckets = self.layout.of_shard(self.index)
+        allocate = shared_if_possible([bucket.nbytes for bucket in buckets])
+        made = {}
+        for bucket in buckets:
+            values = BucketValues(bucket, stale=self._consistency.may_be_stale, allocate=allocate)
+            values.build_optimizer(name, settings.groups, self.layout.tensors)
+            made[bucket.index] = values
+        return made
 
     @property
     def term(self) -> int:

@@ -75,6 +75,7 @@ class Encoder:
         self._states: dict[_Place, dict[str, Any]] = {}
         self._left_over: dict[_Place, torch.Tensor] = {}
         self._lock = threading.Lock()
+        self._encoding = {bucket.index: threading.Lock() for bucket in layout.pushed}
         self._step = -1
         self._version: int | None = None  # that the step is computed on, once something of it is encoded
         self._counted = (-1, 0)  # a version, and how many steps that count this worker has made on it
@@ -128,9 +129,10 @@ class Encoder:
             version: that the step is computed on.
         """
         started = time.monotonic_ns()
-        payload = self._made_before(bucket, step)
-        if payload is None:
-            payload = self._encoded(bucket, gradient, raw, present, step=step, version=version)
+        with self._encoding[bucket.index]:  # two threads push it, if the round starts again meanwhile
+            payload = self._made_before(bucket, step)
+            if payload is None:
+                payload = self._encoded(bucket, gradient, raw, present, step=step, version=version)
         ended = time.monotonic_ns()
         size, plain, seconds = len(payload.body), len(raw), 0.0
         if payload.runs:

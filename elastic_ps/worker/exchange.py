@@ -136,7 +136,8 @@ class Exchange:
         # With a single bucket of gradients nothing is there to be sent before backward ends.
         gradients = sum(bucket.rule is Rule.GRADIENT for bucket in self._pushed)
         self._at_once = client.shards == 1 and gradients == 1 and not self._accumulates
-        self._may_ask_ahead = ahead and consistency.waits_for_all and not self._at_once
+        self._waits_for_all = consistency.waits_for_all
+        self._may_ask_ahead = ahead and self._waits_for_all and not self._at_once
         self._to_ask: dict[int, _Pull] | None = None  # the rest, if some were asked when the step began
         self._ahead = Ahead()
         self._stepped = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
@@ -161,6 +162,7 @@ class Exchange:
         self._to_pull: list[queue.SimpleQueue[_Pull | None]] = []
         self._threads: list[threading.Thread] = []
         self._senders = [1] * client.shards
+        self._heard = [0.0] * client.shards  # when the last answer to a pull came, by the monotonic clock
         for shard in range(client.shards):
             self._to_send.append(queue.SimpleQueue())
             self._to_pull.append(queue.SimpleQueue())
@@ -206,6 +208,7 @@ class Exchange:
             settings: the hyperparameters that the step will probably end with, as JSON; "" for no drafts.
         """
         with self._changed:
+            self._generation += 1  # a call for the step before may still be under way, if that was given up
             self._step, self._attempt, self._ending = step, 0, None
             self._ready = self._queued = self._acknowledged = 0
             self._present.clear()
@@ -216,8 +219,8 @@ class Exchange:
             if settings:
                 pulls = self._expect_next(step)
                 for shard in self._far:
-                    buckets = [b.index for b in self._pushed if b.shard == shard]
-                    self._ask_for({shard: pulls.pop(shard)._replace(buckets=buckets, ahead=settings)})
+                    if buckets := [b.index for b in self._pushed if b.shard == shard]:
+                        self._ask_for({shard: pulls.pop(shard)._replace(buckets=buckets, ahead=settings)})
                 self._to_ask = pulls
 
     @property
@@ -232,7 +235,7 @@ class Exchange:
 
     def _send_to_far_shards(self) -> None:
         """Start the other send threads of shards that are found to be on other hosts."""
-        for shard in self._far if not self._at_once else ():
+        for shard in self._far if self._waits_for_all and not self._at_once else ():
             while self._senders[shard] < SENDERS:
                 self._senders[shard] += 1
                 self._start("send", self._send_loop, shard)
@@ -282,6 +285,7 @@ class Exchange:
             return False
         with self._changed:
             self._ending = ending
+            self._changed.notify_all()
             self._versions.clear()
             self._flat.expect()
             pulls = self._expect_next(step) if self._to_ask is None else self._to_ask
@@ -472,7 +476,7 @@ class Exchange:
     def _others_are_there(self, push: _Push) -> bool:
         """Wait, holding the lock, until only the last bucket is left. False if its push is not due."""
         others = len(self._pushed) - 1
-        self._changed.wait_for(lambda: self._acknowledged == others or not self._current(push))
+        self._changed.wait_for(lambda: self._acknowledged >= others or not self._current(push))
         return self._current(push)
 
     def _push(self, bucket: Bucket, step: Step, attempt: int, ending: Ending | None) -> None:
@@ -544,15 +548,15 @@ class Exchange:
 
     def _receive(self, shard: int, pull: _Pull) -> None:
         """Ask until all has arrived, or something has gone wrong. Blocks."""
-        answered = time.monotonic()
+        self._heard[shard] = time.monotonic()
         while pull.generation == self._generation and self._error is None:
             try:
                 if self._pull_once(shard, pull):
                     break
-                answered = time.monotonic()
+                self._heard[shard] = time.monotonic()
             except (ConnectionLost, DeadlineExceeded) as error:
-                self._client.notice(answered, error)
-                over = time.monotonic() > answered + PATIENCE.total_seconds()
+                self._client.notice(self._heard[shard], error)
+                over = time.monotonic() > self._heard[shard] + PATIENCE.total_seconds()
                 if over or self._closing.wait(0.1):
                     self._fail(error, pull.generation)
             except Refused as refusal:
@@ -578,11 +582,15 @@ class Exchange:
         ended = complete = False
         for reply, incoming in self._answers(shard, pull, wanted):
             # To the end of the call, so that its connection can be used again.
+            self._heard[shard] = time.monotonic()
             kind = reply.WhichOneof("kind")
+            early = reply.draft or kind not in ("bucket", "done")
+            if not (self._wanted(pull) if early else self._may_take(pull)):
+                return False
             if kind == "bucket":
                 bucket = self._flat.layout.buckets[reply.bucket]
                 if reply.draft:
-                    self._take_draft(bucket, reply, incoming)
+                    self._take_draft(bucket, reply, incoming, pull.generation)
                 else:
                     self._take_values(bucket, reply, incoming, pull.generation)
                 now = time.monotonic_ns()
@@ -611,11 +619,27 @@ class Exchange:
             self._arrived(_FINISH - 1 - shard, pull.generation)
         return complete
 
-    def _take_draft(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming) -> None:
+    def _may_take(self, pull: _Pull) -> bool:
+        """Whether the answer is for the step under way, or for what is fetched between two steps.
+
+        Of a step it is taken when the script has ended that. Blocks until then: the version may be made
+        before, if it is made without this worker.
+        """
+        with self._changed:
+            if pull.ahead:
+                self._changed.wait_for(lambda: self._ending is not None or not self._wanted(pull))
+            return self._wanted(pull)
+
+    def _wanted(self, pull: _Pull) -> bool:
+        return pull.generation == self._generation and not self._closing.is_set()
+
+    def _take_draft(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, generation: int) -> None:
         self._ahead.forget([bucket.index])
         if not reply.unchanged:
             self._values.receive(bucket, reply, incoming, into=self._ahead.memory(bucket))
-        self._ahead.note(bucket.index, reply.draft)
+        with self._changed:
+            if generation == self._generation:
+                self._ahead.note(bucket.index, reply.draft)
 
     def _take_values(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, generation: int) -> None:
         """A bucket has reached the version."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,12 @@ import pytest
 import torch
 
 from elastic_ps.worker.ahead import VOID_STEPS
+from elastic_ps.worker.client import Client, Step
+from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_equal_up_to_round_off, mse, replay
-from tests.integration.trained import Models, sgd
+from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.integration.trained import Models, alone, sgd
 
 FIELDS: dict[str, Any] = {"parameterServer": {"replicas": 2, "bucketBytes": 1024}}
 
@@ -78,3 +83,95 @@ def test_send_ahead_false_makes_no_drafts(tmp_path: Path) -> None:
         job.join()
         assert job.version == 4
     assert drafted(traces) == set()
+
+
+def test_a_step_that_is_skipped_leaves_no_call_that_changes_the_model(tmp_path: Path) -> None:
+    """Each shard was asked for the next version when it began, and a shard other than 0 is not told."""
+
+    def script(session: Session) -> None:
+        model = make_mlp((6, 40, 40, 1))
+        optimizer = session.optimizer(sgd(model), model)
+        for number, (x, y) in enumerate(session.loader(Numbers(200), 4)):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if session.worker == 1 and number % 3 == 2:
+                time.sleep(0.05)
+                optimizer.skip()
+            else:
+                optimizer.step()
+
+    with running_job(tmp_path, **FIELDS) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        assert job.version >= 20
+
+
+def test_an_answer_that_comes_when_its_step_is_over_is_not_one_of_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 1 leaves in the middle of a step, so the other one pushes again. A push is answered late."""
+    data = Numbers(80)
+    held, late = threading.Event(), threading.Event()
+    holding: list[Step] = []
+    edges: list[int] = []
+    push = Client.push
+
+    def slow(self: Client, bucket: int, shard: int, step: Step, attempt: int, *rest: Any) -> None:
+        push(self, bucket, shard, step, attempt, *rest)
+        if self.worker:
+            return
+        if step.number >= 3 and not holding and attempt == 0 and bucket == edges[0]:
+            held.set()
+            if any_within(3, lambda: exchanges[0]._attempt > 0):
+                holding.append(step)
+                assert late.wait(30)
+        elif holding and step.number == holding[0].number + 1 and bucket == edges[1]:
+            assert any_within(10, lambda: exchanges[0]._acknowledged == edges[2] - 1)
+            late.set()
+            time.sleep(0.2)  # the late answer is dealt with
+
+    monkeypatch.setattr(Client, "push", slow)
+
+    def any_within(seconds: float, condition: Callable[[], bool]) -> bool:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not condition():
+            time.sleep(0.01)
+        return condition()
+
+    exchanges: dict[int, Exchange] = {}
+
+    def script(session: Session) -> None:
+        model = make_mlp((6, 40, 40, 1))
+        optimizer = session.optimizer(sgd(model), model)
+        assert session._engine.exchange is not None
+        exchanges[session.worker] = session._engine.exchange
+        pushed = optimizer._flat.layout.pushed
+        edges[:] = [pushed[0].index, pushed[-1].index, len(pushed)]
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if session.worker == 1 and session.version >= 3 and held.wait(1):
+                return
+            optimizer.step()
+
+    with running_job(tmp_path, **FIELDS) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        assert_each_record_once(job.commits(), records=len(data), epochs=1)
+    assert holding
+
+
+def test_a_shard_may_have_nothing_to_send(tmp_path: Path) -> None:
+    """Of a model that has fewer tensors than there are shards."""
+
+    def script(session: Session) -> None:
+        model = make_mlp((6, 1))
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(16), 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    assert len(alone(tmp_path, script, parameterServer={"replicas": 4})) == 4

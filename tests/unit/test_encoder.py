@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -374,3 +376,39 @@ def test_values_that_a_script_assigns_are_sent_as_they_are() -> None:
     worker = Worker()
     values = torch.arange(8.0)
     assert worker.decoded(Payload(as_bytes(values))) == values.tolist()
+
+
+class Slow(Codec):
+    """A user's own, which takes its time with the first gradient, and counts in its state."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        state["steps"] = state.get("steps", 0) + 1
+        if not self.began.is_set():
+            self.began.set()
+            assert self.may_end.wait(10)
+        return Encoded({"all": tensor * state["steps"]})
+
+    def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
+        out.copy_(encoded.tensors["all"])
+
+
+def test_two_threads_that_push_a_bucket_of_a_step_encode_it_once(threads: ThreadPoolExecutor) -> None:
+    """The round starts again while the first is at it."""
+    used = plan(codec="tests.unit.test_encoder:Slow")
+    (run,) = used.runs(LAYOUT, BUCKET)
+    assert isinstance(run.codec, Slow)
+    worker = Worker(used)
+    worker.encoder.begin(0)
+    first = threads.submit(worker.push, [1.0] * 8, 0)
+    assert run.codec.began.wait(10)
+    second = threads.submit(worker.push, [1.0] * 8, 0)
+    assert not any_done_within(0.2, second)
+    run.codec.may_end.set()
+    assert first.result(10)[1] is second.result(10)[1]
+
+
+def any_done_within(seconds: float, *futures: Future[Any]) -> bool:
+    return bool(wait(futures, timeout=seconds).done)
