@@ -1,4 +1,4 @@
-"""The calls that a worker makes, in Python types; and what it does when the other side does not answer.
+"""The calls that a worker makes, and what it does when the other side does not answer.
 
 A call that failed on the way is made again for `PATIENCE`, with growing pauses: all of them may be
 repeated. `Refused` is an answer and is passed on.
@@ -15,7 +15,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -23,7 +22,7 @@ from google.protobuf.message import Message
 
 from elastic_ps.codec.optimizers import Entry
 from elastic_ps.core.ledger import Range
-from elastic_ps.core.partition import Layout, TensorSpec
+from elastic_ps.core.partition import TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import (
     ConnectionLost,
@@ -41,6 +40,7 @@ from elastic_ps.transport.convert import (
     ranges_to_message,
     tensors_to_message,
 )
+from elastic_ps.worker.dialogue import Answers, Ending, Granted, Membership, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Payload
 from elastic_ps.worker.traffic import Traffic
 
@@ -69,116 +69,6 @@ TIMEOUT = timedelta(seconds=60)
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Stay:
-    """One stay in the job, from a join on. What a worker sends names the stay that it belongs to."""
-
-    job: str
-    worker: int
-    term: int = 0
-    incarnation: int = 0
-
-    def caller(self, call: int = 0) -> pb.Caller:
-        """Who is speaking. `call`: the number of the call, for those that are counted."""
-        return pb.Caller(
-            job=self.job, worker=self.worker, term=self.term, incarnation=self.incarnation, call=call
-        )
-
-
-@dataclass(frozen=True)
-class Membership:
-    """What the parameter server says to a worker that it has admitted."""
-
-    stay: Stay
-    layout: Layout
-    version: int
-    initialise: bool
-    lease: timedelta
-    settings: Settings
-
-
-@dataclass(frozen=True)
-class Granted:
-    """The answer to a request for records."""
-
-    ranges: tuple[Range, ...]
-    version: int
-    finished: bool
-    chief: bool
-    pending: bool
-    stopped: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """What a step's pushes have in common.
-
-    Attributes:
-        stay: in which it is made.
-        number: the worker's own count.
-        base: the version that the step is computed on.
-        version: the open round's that it is pushed for; the same, unless staleness is allowed.
-        samples: weight in the mean.
-    """
-
-    stay: Stay
-    number: int
-    base: int
-    version: int
-    samples: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """What is said of a step when all of it has been pushed. `assigns`: that was values, not gradients."""
-
-    ranges: tuple[Range, ...]
-    settings: str
-    metrics: Mapping[str, float]
-    skipped: tuple[Range, ...] = ()
-    assigns: bool = False
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What a worker asks a shard for.
-
-    Attributes:
-        version: at least that.
-        buckets: their indexes, in the order in which they are wanted.
-        attempt: of the round that the worker pushes for; it is told when the round starts again.
-        contributor: the worker takes part in that round.
-        held: the worker has the values of this version: what has not changed since need not be sent.
-        ahead: hyperparameters, as JSON, with which the worker takes drafts before the version is there; "" if
-            it takes none.
-        drafts: for buckets of which the worker has drafts, their numbers.
-    """
-
-    version: int
-    buckets: Sequence[int]
-    attempt: int
-    contributor: bool
-    held: int | None = None
-    ahead: str = ""
-    drafts: Mapping[int, int] = field(default_factory=dict)
-
-    def request(self) -> pb.PullRequest:
-        """The message, which does not say who asks."""
-        return pb.PullRequest(
-            version=self.version,
-            buckets=self.buckets,
-            attempt=self.attempt,
-            contributor=self.contributor,
-            held=self.held,
-            ahead=self.ahead,
-            drafts=self.drafts,
-        )
-
-
-Answers = Iterator[tuple[pb.PullReply, Incoming]]
-"""To a pull: (answer, body)."""
 
 
 def expelled(error: BaseException) -> bool:

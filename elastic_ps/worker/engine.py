@@ -24,7 +24,8 @@ from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.batches import Batches
 from elastic_ps.worker.brought import Brought
-from elastic_ps.worker.client import Client, Ending, Granted, Membership, Step, expelled
+from elastic_ps.worker.client import Client, expelled
+from elastic_ps.worker.dialogue import Ending, Granted, Membership, Step
 from elastic_ps.worker.encoder import Encoder
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.member import Drained, Member

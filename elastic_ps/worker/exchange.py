@@ -51,7 +51,8 @@ from elastic_ps.training import Consistency
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.worker.ahead import Ahead
-from elastic_ps.worker.client import PATIENCE, Answers, Client, Ending, Stay, Step, Wanted
+from elastic_ps.worker.client import PATIENCE, Client
+from elastic_ps.worker.dialogue import Answers, Ending, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Encoder, Payload
 from elastic_ps.worker.model import Flat
 from elastic_ps.worker.values import Values

@@ -9,7 +9,8 @@ from elastic_ps import env
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ElasticPSError
 from elastic_ps.telemetry import History
-from elastic_ps.worker.client import Client, Membership
+from elastic_ps.worker.client import Client
+from elastic_ps.worker.dialogue import Membership
 from elastic_ps.worker.heart import Heart
 from elastic_ps.worker.model import Described
 

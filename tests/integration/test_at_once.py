@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic_ps.transport.base import Connection, Frame, Incoming
-from elastic_ps.worker.client import Answers, Step
+from elastic_ps.worker.dialogue import Answers, Step
 from elastic_ps.worker.encoder import Payload
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, events, make_mlp, running_job

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from elastic_ps.worker.ahead import VOID_STEPS
-from elastic_ps.worker.client import Client, Step
+from elastic_ps.worker.client import Client
+from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job

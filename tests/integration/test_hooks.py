@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ps.worker.client import Step
+from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job

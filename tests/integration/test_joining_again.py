@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.worker.client import Wanted
+from elastic_ps.worker.dialogue import Wanted
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, mse
