@@ -70,7 +70,6 @@ class _Followed:
     answer: ServerStatus | None = None
     asked: float = float("-inf")
     failures: int = 0
-    asking: bool = False
 
 
 class Poller:

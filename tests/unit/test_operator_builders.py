@@ -103,6 +103,7 @@ def test_the_template_is_merged_and_cannot_break_what_is_relied_on() -> None:
         ({"limits": {"cpu": "4"}, "requests": {"cpu": "1"}}, "4"),
         ({"limits": {"memory": "1Gi"}, "requests": {"cpu": 3}}, "3"),
         ({"limits": {"cpu": "2500m"}}, "2"),
+        ({"limits": {"cpu": "4000m"}}, "4"),
         ({"requests": {"cpu": "100m"}}, "1"),
         ({"limits": {"cpu": 1.5}}, "1"),
         ({"limits": {"memory": "1Gi"}}, None),
@@ -217,6 +218,7 @@ def test_a_claim_asks_for_what_the_job_asks_for() -> None:
         job = job_document(parameterServer={"checkpoint": {"volumeClaim": wanted}})
         made = builders.claim(job, TrainingJobSpec.model_validate(job["spec"]))
         assert made["metadata"]["name"] == names.claim("digits")
+        assert made["metadata"]["labels"] == names.pod_labels("digits", "ps", 0), "shard 0's, which all share"
         body: dict[str, Any] = made["spec"]
         return body
 

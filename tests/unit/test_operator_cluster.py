@@ -503,6 +503,7 @@ def test_a_definition_that_was_there_and_is_gone_is_told_from_one_that_is_yet_to
 ) -> None:
     controller = operator.controller
     waited: list[float] = []
+    assert (controller.served, controller.definition_gone) == (False, False), "nobody has asked yet"
 
     def come_after(seconds: float) -> None:
         waited.append(seconds)

@@ -145,6 +145,22 @@ def test_one_that_was_slower_waits(server: ApiServer, tmp_path: Path) -> None:
     assert not second.attempt()
 
 
+def test_a_lease_that_cannot_be_read_is_nobodys_to_take(server: ApiServer, tmp_path: Path) -> None:
+    """Only of one that is not there it is known that nobody holds it."""
+    me = candidate(server, tmp_path, "me", Clock())
+
+    def refuse(request: Request) -> None:
+        if request.method == "GET":
+            raise Refusal(500, "InternalError")
+
+    server.refuse = refuse
+    assert not me.attempt()
+    assert not server.asked("POST", "leases")
+    server.refuse = lambda _: None
+    assert me.attempt()
+    assert len(server.asked("POST", "leases")) == 1
+
+
 def test_the_second_operator_goes_on_when_the_first_ends(server: ApiServer, tmp_path: Path) -> None:
     def begin(name: str) -> Process:
         (tmp_path / name).mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from elastic_operator import queue as queue_module
 from elastic_operator.queue import Key, Queue
 from elastic_operator.watches import WatchMonitor
+from tests.unit.virtual import Clock
 
 JOB: Key = ("default", "digits")
 SOON = timedelta(milliseconds=1)
@@ -178,3 +180,78 @@ def test_a_namespace_with_many_jobs_delays_no_other() -> None:
 
     asyncio.run(main())
     assert served[:5] == ["many", "one", "another", "many", "many"]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(queue_module, "time", clock)
+    return clock
+
+
+def served(clock: Clock, lasts: float, *asked: tuple[float, Key, float], concurrency: int = 9) -> list[Any]:
+    """When which jobs are served by passes that last so long.
+
+    `asked`: when each is asked for, and how long after that the pass is due.
+    """
+    passes = []
+
+    async def run(key: Key) -> timedelta | None:
+        passes.append((round(clock.now, 3), key[1]))
+        await asyncio.sleep(lasts)
+        return None
+
+    async def main() -> None:
+        queue = Queue(run, concurrency=concurrency)
+        loop = asyncio.get_running_loop()
+        for at, key, after in asked:
+            loop.call_at(at, queue.add, key, timedelta(seconds=after))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(100):
+                await queue.run()
+        assert len(queue) == 0
+        assert queue.last_turn >= 95, "whoever looks can see that it turns, though nothing is to be done"
+
+    clock.run(main())
+    return passes
+
+
+A, B, C = (("default", name) for name in "abc")
+
+
+def test_a_pass_begins_when_it_is_due_and_the_sooner_wish_counts(clock: Clock) -> None:
+    assert served(clock, 0, (1, A, 30), (2, A, 5), (3, B, 5), (4, B, 30), (50.5, C, 0)) == [
+        (7, "a"),
+        (8, "b"),
+        (50.5, "c"),
+    ]
+
+
+def test_a_wish_during_a_pass_leads_to_another_one_after_it(clock: Clock) -> None:
+    assert served(clock, 10, (1, A, 0), (2, A, 1), (3, A, 0)) == [(1, "a"), (11, "a")]
+    clock.now = 0
+    assert served(clock, 10, (1, A, 0), (2, A, 20)) == [(1, "a"), (22, "a")], "when that is due"
+
+
+def test_no_more_passes_than_permitted_are_made_beside_each_other(clock: Clock) -> None:
+    asked = [(1, key, 0) for key in (A, B, C)]
+    assert served(clock, 10, *asked, concurrency=2) == [(1, "a"), (1, "b"), (11, "c")]
+
+
+def test_the_queue_ends_when_the_passes_that_have_begun_are_over(clock: Clock) -> None:
+    ended = []
+
+    async def run(key: Key) -> timedelta | None:
+        await asyncio.sleep(10)
+        ended.append(clock.now)
+        return None
+
+    async def main() -> None:
+        queue = Queue(run, concurrency=1)
+        queue.add(A)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(4):
+                await queue.run()
+        assert ended == [10]
+
+    clock.run(main())

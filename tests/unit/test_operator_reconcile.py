@@ -255,6 +255,20 @@ def test_suspend_stops_workers_before_servers_and_goes_on() -> None:
     assert simulation.condition("Suspended")["status"] == "False"
 
 
+def test_a_suspended_job_is_degraded_no_more_and_one_that_never_ran_is_not_said_to_be() -> None:
+    simulation = running()
+    simulation.edit(data={"shardRecords": 0})
+    simulation.step()
+    assert simulation.condition("Degraded")["status"] == "True"
+    simulation.edit(data={}, runPolicy={"suspend": True})
+    simulation.settle()
+    assert simulation.condition("Degraded")["status"] == "False"
+    never = Simulation(job_document(runPolicy={"suspend": True}))
+    never.settle()
+    assert never.status["phase"] == "Suspended"
+    assert never.condition("Degraded") == {}
+
+
 @pytest.mark.parametrize(
     ("spec", "word"),
     [
@@ -344,6 +358,17 @@ def test_deterministic_job_keeps_its_workers(replicas: int) -> None:
     simulation.scale(3)
     simulation.settle()
     assert simulation.condition("Degraded")["status"] == "False"
+
+
+def test_a_deterministic_job_that_names_no_number_of_workers_asks_for_one() -> None:
+    simulation = running(consistency={"deterministic": True})
+    template = {"spec": {"nodeSelector": {"gpu": "yes"}}}
+    simulation.edit(worker={"template": template})
+    simulation.settle()
+    assert simulation.condition("Degraded")["status"] == "False", "one it has"
+    del simulation.pods["digits-worker-0"]
+    simulation.settle()
+    assert simulation.pods["digits-worker-0"]["spec"]["nodeSelector"] == {"gpu": "yes"}
 
 
 def test_parameter_server_that_was_evicted_comes_back() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_operator import names
+from elastic_operator import reflector as reflector_module
+from elastic_operator import store as store_module
 from elastic_operator.api import Api, ApiError
 from elastic_operator.metrics import Metrics
 from elastic_operator.queue import Key
@@ -20,6 +25,7 @@ from elastic_operator.store import Resource, Store
 from tests.polling import eventually
 from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
 from tests.unit.simulation import job_document
+from tests.unit.virtual import Clock
 
 KEY: Key = ("default", "digits")
 
@@ -125,6 +131,155 @@ def test_a_job_is_kept_without_what_nobody_reads(store: Store) -> None:
     assert store.jobs() == {KEY: True}
 
 
+def owned(name: str, version: int, **annotations: str) -> dict[str, Any]:
+    """Something that belongs to the job, and is no pod."""
+    metadata = pod(name, version)["metadata"]
+    return {"metadata": {**metadata, "uid": f"uid-{name}-{version}", "annotations": annotations}}
+
+
+def test_a_job_is_seen_with_all_that_is_its_own(store: Store) -> None:
+    store.put("pods", pod("digits-worker-1", 3))
+    store.put("pods", pod("digits-worker-0", 4))
+    store.put("services", owned("digits-ps-0", 5, **{names.SPEC_ANNOTATION: "{}"}))
+    store.put("services", owned("digits-ps-1", 6))
+    store.put("persistentvolumeclaims", owned("digits-ps-0", 7))
+    store.put("networkpolicies", owned("digits-servers", 8))
+    foreign = pod("digits-worker-2", 9)
+    foreign["metadata"]["labels"] = {"app": "another"}
+    store.put("pods", foreign)
+    mislabelled = pod("digits-worker-3", 9)
+    mislabelled["metadata"]["labels"][names.INDEX_LABEL] = "first"
+    store.put("pods", mislabelled)
+    snapshot = store.snapshot(KEY)
+    assert snapshot is not None
+    assert [found.name for found in snapshot.observed.pods] == ["digits-worker-0", "digits-worker-1"]
+    assert snapshot.observed.services == {"digits-ps-0": "{}", "digits-ps-1": None}
+    assert snapshot.observed.claims == {"digits-ps-0"}
+    assert snapshot.observed.policies == {"digits-servers"}
+
+
+def test_a_snapshot_says_when_the_last_of_it_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(store_module, "time", clock)
+    store = Store()
+
+    def changed(at: float) -> float:
+        snapshot = store.snapshot(KEY)
+        assert snapshot is not None
+        clock.now = at
+        return snapshot.changed
+
+    clock.now = 1.0
+    store.put("trainingjobs", job(1))
+    assert changed(2.0) == 1.0
+    store.put("pods", pod("digits-worker-0", 5), ours=True)
+    assert changed(3.0) == 2.0
+    store.put("pods", pod("digits-worker-0", 4))
+    assert changed(4.0) == 2.0, "that was no news"
+    store.remove("pods", pod("digits-worker-0", 6))
+    assert changed(5.0) == 4.0
+    store.put("trainingjobs", job(9))
+    assert changed(6.0) == 5.0
+
+
+def test_what_is_gone_is_remembered_for_minutes_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(store_module, "time", clock)
+    store = Store()
+    store.put("trainingjobs", job(1))
+    for index, now in enumerate((0.0, 300.0, 599.0)):
+        clock.now = now
+        store.remove("pods", pod(f"digits-worker-{index}", 5))
+        store.put("pods", pod("digits-worker-0", 6))
+        assert pods(store) == {}
+    clock.now = 700.0
+    store.remove("pods", pod("digits-worker-3", 5))
+    for index in range(4):
+        store.put("pods", pod(f"digits-worker-{index}", 6))
+    assert pods(store) == {"digits-worker-0": "6"}
+
+
+def test_whose_job_is_gone_is_the_next_ones_only_if_that_owns_it(store: Store) -> None:
+    seen: list[Resource] = []
+    store.changed = lambda key, resource: seen.append(resource)
+    store.put("pods", pod("digits-worker-0", 5))
+    store.remove("trainingjobs", job(6))
+    assert (store.snapshot(KEY), store.jobs()) == (None, {})
+    store.put("trainingjobs", job(7, uid="the-next"))
+    assert pods(store) == {}
+    store.put("pods", pod("digits-worker-1", 8, owner="the-next"))
+    store.remove("pods", pod("digits-worker-0", 9))
+    store.remove("pods", pod("digits-worker-0", 9))
+    assert pods(store) == {"digits-worker-1": "8"}
+    store.remove("pods", pod("digits-worker-1", 10))
+    assert pods(store) == {}
+    store.remove("trainingjobs", job(11, uid="the-next"))
+    assert seen == ["pods", "trainingjobs", "trainingjobs", "pods", "pods", "pods", "trainingjobs"]
+    store.put("pods", pod("digits-worker-2", 12))
+    store.remove("pods", pod("digits-worker-2", 13))
+    assert store.snapshot(KEY) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"generation": 2},
+        {"deletionTimestamp": "2026-01-01T00:00:00Z"},
+        {"annotations": {names.RESTART_ANNOTATION: "2026-01-01T00:00:00Z"}},
+        {"uid": "the-next"},
+    ],
+)
+def test_a_pass_is_wanted_over_a_job_that_a_person_has_changed(store: Store, change: dict[str, Any]) -> None:
+    seen: list[Key] = []
+    store.changed = lambda key, _: seen.append(key)
+    changed = job(2)
+    changed["metadata"] |= change
+    store.put("trainingjobs", changed)
+    store.put("trainingjobs", {**changed, "metadata": {**changed["metadata"], "resourceVersion": "3"}})
+    assert seen == [KEY]
+
+
+@pytest.mark.parametrize(
+    ("status", "over"),
+    [
+        ({"completionTime": "2026-01-01T00:00:00Z"}, True),
+        ({"conditions": [{"type": "Failed", "status": "True"}]}, True),
+        (
+            {"conditions": [{"type": "Running", "status": "True"}, {"type": "Failed", "status": "False"}]},
+            False,
+        ),
+        ({"conditions": None}, False),
+        ({}, False),
+    ],
+)
+def test_a_job_is_over_when_its_status_says_so(store: Store, status: dict[str, Any], over: bool) -> None:
+    store.put("trainingjobs", job(2, **status))
+    assert store.jobs() == {KEY: over}
+
+
+def test_a_listing_is_of_one_resource_and_of_all_namespaces_if_it_names_none(store: Store) -> None:
+    store.put("pods", pod("digits-worker-0", 5))
+    store.listed("services", "", {}, "10")
+    store.listed("pods", "", {"uid-digits-worker-0": "5"}, "10")
+    store.listed("pods", "", {}, "4")
+    assert pods(store) == {"digits-worker-0": "5"}
+    store.listed("pods", "", {}, "5")
+    assert pods(store) == {}
+
+
+def test_of_versions_that_are_no_numbers_the_last_that_is_told_counts(store: Store) -> None:
+    def versioned(version: str) -> dict[str, Any]:
+        found = pod("digits-worker-0", 0)
+        found["metadata"]["resourceVersion"] = version
+        return found
+
+    for version in ("7", "b", "a", "6"):
+        store.put("pods", versioned(version))
+        assert pods(store) == {"digits-worker-0": version}
+    store.listed("pods", "", {}, "unknown")
+    assert pods(store) == {}
+
+
 @pytest.fixture
 def server() -> Iterator[ApiServer]:
     server = ApiServer()
@@ -196,3 +351,52 @@ def test_a_listing_that_fails_changes_nothing(server: ApiServer, filled: tuple[S
     with pytest.raises(ApiError):
         reflectors.list_all("trainingjobs")
     assert len(store.jobs()) == 2
+
+
+@pytest.mark.parametrize(
+    ("refusals", "waits"),
+    [([500] * 10, [1, 1, 2, 3, 5, 8, 13, 20, 20, 20]), ([410] * 3, [1, 2]), ([403, 410], [1, 1])],
+)
+def test_a_watch_that_is_refused_is_tried_less_and_less_often(
+    server: ApiServer,
+    filled: tuple[Store, Reflectors],
+    refusals: list[int],
+    waits: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Only a version that is too old is no reason to wait; and after each refusal everything is listed."""
+    monkeypatch.setattr(reflector_module, "random", SimpleNamespace(uniform=lambda low, high: 0.0))
+    number = itertools.count()
+
+    def refuse(request: Request) -> None:
+        if (
+            request.query.get("watch") == "true"
+            and JOBS in request.path
+            and (at := next(number)) < len(refusals)
+        ):
+            raise Refusal(refusals[at], "Refused")
+
+    server.refuse = refuse
+    filled[1].start()
+    eventually(lambda: server.watched(JOBS), "it watches")
+    told = re.findall(r"cannot watch trainingjobs, next try in (\d+) s", caplog.text)
+    assert [int(wait) for wait in told] == waits
+    listed = [r for r in server.asked("GET", JOBS) if "watch" not in r.query]
+    assert len(listed) == len(refusals) + 1
+
+
+def test_what_was_listed_before_a_watch_and_what_it_delivers_is_not_late(
+    server: ApiServer, filled: tuple[Store, Reflectors]
+) -> None:
+    store, reflectors = filled
+    server.add_job("before")
+    reflectors.list_all("trainingjobs")
+    assert reflectors.ages()["trainingjobs"] > 0, "nobody watches yet"
+    assert "networkpolicies" not in reflectors.ages(), "jobs get none"
+    reflectors.start()
+    eventually(lambda: reflectors.ages()["trainingjobs"] == 0, "it is known from the watch's own listing")
+    server.add_job("later")
+    eventually(lambda: ("default", "later") in store.jobs(), "the job is known")
+    reflectors.list_all("trainingjobs")
+    assert reflectors.ages()["trainingjobs"] == 0
