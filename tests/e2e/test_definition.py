@@ -17,6 +17,7 @@ from tests.e2e.operator_process import sleeper
 pytestmark = pytest.mark.usefixtures("definition")
 
 CLAIM = {"storage": "1Gi"}
+LOCAL: dict[str, Any] = {"mode": "local", "steps": 3}
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("worker.replicas is below worker.minReplicas", {"worker": {"replicas": 1, "minReplicas": 2}}),
@@ -41,6 +42,23 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("consistency.stalenessScale works only with mode async", {"consistency": {"stalenessScale": "inverse"}}),
     ("consistency.gradients must be set with mode accumulate", {"consistency": {"gradients": 2}}),
     ("consistency.gradients must be set with mode accumulate", {"consistency": {"mode": "accumulate"}}),
+    ("consistency.steps must be set with mode local, and only then", {"consistency": {"mode": "local"}}),
+    ("consistency.steps must be set with mode local, and only then", {"consistency": {"steps": 3}}),
+    ("consistency.outer works only with mode local", {"consistency": {"outer": "diloco"}}),
+    ("consistency.outerLearningRate works only with mode local", {"consistency": {"outerLearningRate": 0.5}}),
+    ("consistency.outerMomentum works only with mode local", {"consistency": {"outerMomentum": 0.5}}),
+    (
+        "consistency.outerLearningRate works only with outer diloco or easgd or downpour",
+        {"consistency": LOCAL | {"outer": "average", "outerLearningRate": 0.5}},
+    ),
+    (
+        "consistency.outerMomentum works only with outer diloco",
+        {"consistency": LOCAL | {"outer": "downpour", "outerMomentum": 0.5}},
+    ),
+    (
+        "consistency.outerLearningRate is at most 1 with outer easgd",
+        {"consistency": LOCAL | {"outer": "easgd", "outerLearningRate": 1.5}},
+    ),
     ("a job with several shards or with standbys needs checkpoint", {"parameterServer": {"replicas": 2}}),
     (
         "a job with several shards or with standbys needs checkpoint",

@@ -61,10 +61,10 @@ def serve(variables: Mapping[str, str], fate: Fate | None) -> None:
         given = until_dead(tensors) if within else tensors
         return write(store, term, at, shard, shards, given, number=number)
 
-    def committed(store: Store, manifest: Any, *, keep: int) -> None:
+    def committed(store: Store, manifest: Any, **options: Any) -> None:
         if moment == "before the manifest" and manifest.version >= version:
             die()
-        commit(store, manifest, keep=keep)
+        commit(store, manifest, **options)
         if moment == "after the manifest" and manifest.version >= version:
             die()
 

@@ -135,10 +135,10 @@ def test_the_last_checkpoint_waits_for_the_one_under_way(
     """A disk that is slow to commit: at the end there are both, and both are whole."""
     commit, began = Store.commit, threading.Event()
 
-    def slow(store: Store, manifest: Manifest, *, keep: int) -> Path:
+    def slow(store: Store, manifest: Manifest, **options: Any) -> Path:
         began.set()
         threading.Event().wait(0.5)
-        return commit(store, manifest, keep=keep)
+        return commit(store, manifest, **options)
 
     checkpoints = tmp_path / "checkpoints"
     with running_job(tmp_path / "1", checkpoints=checkpoints, parameterServer=server(2, "1ms")) as job:
