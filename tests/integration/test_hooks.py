@@ -31,9 +31,9 @@ def test_hooks_on_several_threads_make_one_step(tmp_path: Path, monkeypatch: pyt
     data, ours, copied, begun = Numbers(20), make_parts(), threading.local(), list[int]()
     begin = Exchange.begin
 
-    def counted(exchange: Exchange, step: Step) -> None:
+    def counted(exchange: Exchange, step: Step, settings: str) -> None:
         begun.append(step.number)
-        begin(exchange, step)
+        begin(exchange, step, settings)
 
     monkeypatch.setattr(Exchange, "begin", counted)
 
