@@ -1,7 +1,7 @@
 """The operator's life: kopf starts, serves and stops it, and everything else is ours.
 
-kopf watches nothing. It keeps the whole of each object and a task for each that changes; with a thousand jobs
-that costs more than all the rest of the operator, see docs/operator.md.
+kopf watches nothing: it would keep the whole of each object, and a task for each that changes. The watches
+are ours, and keep what a pass reads. docs/operator.md says what that brought with a thousand jobs.
 """
 
 from __future__ import annotations

@@ -73,10 +73,6 @@ def pod_labels(job: str, role: Role, index: int) -> dict[str, str]:
     }
 
 
-def job_selector(job: str) -> str:
-    return f"{JOB_LABEL}={job}"
-
-
 def worker_selector(job: str) -> str:
     """The selector that the autoscaler reads from status."""
     return f"{JOB_LABEL}={job},{ROLE_LABEL}=worker"
