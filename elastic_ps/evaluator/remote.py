@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -66,30 +66,23 @@ class JobSource:
 
     def begin(self) -> Checkpoint | None:
         """See `Source`. Raises ConnectionLost."""
-        request = pb.EvaluateRequest(job=self._job, process=self._process)
+        reply = self._ask()
         while True:
-            reply = self._ask(request)
             if reply.over:
                 return None
             if not reply.HasField("version"):
                 time.sleep(LOOK.total_seconds())
+                reply = self._ask()
                 continue
             problem = self._fetch(reply.version)
             if not problem:
                 return Checkpoint(reply.version, self._store.directory)
             logger.warning("the checkpoint of version %d is left out: %s", reply.version, problem)
-            request = pb.EvaluateRequest(
-                job=self._job, process=self._process, version=reply.version, problem=problem
-            )
+            reply = self._ask(reply.version, problem=problem)
 
     def finish(self, checkpoint: Checkpoint) -> None:
         """See `Source`. Raises ConnectionLost."""
-        version = checkpoint.version
-        self._ask(
-            pb.EvaluateRequest(
-                job=self._job, process=self._process, version=version, metrics=checkpoint.metrics
-            )
-        )
+        self._ask(checkpoint.version, metrics=checkpoint.metrics)
         self._forget()
 
     def close(self) -> None:
@@ -97,8 +90,13 @@ class JobSource:
         self._connection.close()
         shutil.rmtree(self._store.directory, ignore_errors=True)
 
-    def _ask(self, request: pb.EvaluateRequest) -> pb.EvaluateReply:
-        header = request.SerializeToString()
+    def _ask(
+        self, version: int | None = None, *, metrics: Mapping[str, float] | None = None, problem: str = ""
+    ) -> pb.EvaluateReply:
+        """Ask for a version, and say what became of the one before it."""
+        header = pb.EvaluateRequest(
+            job=self._job, process=self._process, version=version, metrics=metrics, problem=problem
+        ).SerializeToString()
         return self._patiently(
             lambda: pb.EvaluateReply.FromString(
                 unary(self._connection, "Evaluate", header, timeout=CALL_TIMEOUT)

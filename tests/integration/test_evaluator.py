@@ -20,7 +20,6 @@ from elastic_ps.datasets import digits
 from elastic_ps.evaluator import checkpoints as scripts
 from elastic_ps.evaluator.remote import JobSource
 from elastic_ps.models import LeNet
-from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.session import Session
 from examples.digits import evaluate
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
@@ -73,10 +72,10 @@ def loop(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[scripts.Checkpoi
     """What the job's evaluator loops over, in this thread, as long as no worker fails."""
 
     class Watchful(JobSource):
-        def _ask(self, request: pb.EvaluateRequest) -> pb.EvaluateReply:
+        def _ask(self, *arguments: Any, **named: Any) -> Any:
             if job.errors:
                 raise job.errors[0]
-            return super()._ask(request)
+            return super()._ask(*arguments, **named)
 
     monkeypatch.setattr(scripts, "_source", Watchful("test", job.open_connections()[0]))
     return elastic_ps.checkpoints()
