@@ -93,3 +93,35 @@ class Arriving:
             for (*place, key), value in self._tensors.items()
             if place == [tensor, start] and key != VALUE
         }
+
+
+class Catching:
+    """How far a standby has come with taking its buckets over. Not thread-safe.
+
+    Attributes:
+        missing: the numbers of the buckets that have not come.
+        anywhere: it has nothing yet, so it may begin with any version.
+    """
+
+    def __init__(self, missing: set[int], *, anywhere: bool) -> None:
+        self.missing = missing
+        self.anywhere = anywhere
+        self._arriving: Arriving | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all buckets are there."""
+        return not (self.missing or self.anywhere)
+
+    def begin(self, bucket: Bucket) -> Arriving:
+        """The tensors of a bucket that have come. Raises Refused (NOT_READY) if it is not waited for."""
+        if self.anywhere or bucket.index not in self.missing:
+            raise Refused(RefusalCode.NOT_READY, f"the state of bucket {bucket.index} is not waited for")
+        if self._arriving is None or self._arriving.bucket is not bucket:
+            self._arriving = Arriving(bucket)
+        return self._arriving
+
+    def end(self, bucket: Bucket) -> None:
+        """The bucket has been taken over."""
+        self.missing.discard(bucket.index)
+        self._arriving = None  # mutant: equal

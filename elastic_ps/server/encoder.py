@@ -10,7 +10,8 @@ import torch
 from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.base import Codec, pack
 from elastic_ps.codec.plan import Plan
-from elastic_ps.server.shard import Pulled, Shard
+from elastic_ps.server.pulls import Pulled
+from elastic_ps.server.shard import Shard
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import run_to_message
 

@@ -31,7 +31,7 @@ from elastic_ps.server.orders import (
     report_to_message,
     settings_from_message,
 )
-from elastic_ps.server.shard import Pulled, RestartedAs
+from elastic_ps.server.pulls import Pulled, RestartedAs
 from elastic_ps.training import Compression
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming

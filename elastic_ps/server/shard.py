@@ -7,29 +7,27 @@ tells it with `advance`. All methods may be called from any thread.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from elastic_ps.checkpoint.tensors import Source, Stored
-from elastic_ps.codec import as_bytes, as_tensor, dtype_of
+from elastic_ps.codec import as_bytes
 from elastic_ps.codec.optimizers import Entry
-from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
+from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server import copying
-from elastic_ps.server.copying import Arriving, Part
+from elastic_ps.server.copying import Catching, Part
 from elastic_ps.server.drafts import Basis, Drafts
 from elastic_ps.server.orders import Application
+from elastic_ps.server.pulls import NO_DRAFTS, Pulled, RestartedAs
+from elastic_ps.server.receiving import Buffers, read_state
 from elastic_ps.server.values import BucketValues, StateEntry, require_finite
 from elastic_ps.telemetry import Trace
 from elastic_ps.training import Consistency
@@ -38,41 +36,8 @@ from elastic_ps.transport.memory import shared_if_possible
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_BUFFERS = 4
-"""Pushes that are received at the same time; the others wait, so memory does not grow with the workers."""
-
 WAIT = timedelta(seconds=10)
 """After this time a blocked call answers that nothing has happened, and the caller asks again."""
-
-
-@dataclass(frozen=True)
-class RestartedAs:
-    """The answer to a pull when the round was started again: push everything for this attempt."""
-
-    attempt: int
-
-
-@dataclass(frozen=True)
-class Pulled:
-    """A bucket that has reached the version asked for.
-
-    Attributes:
-        unchanged: the caller has its values already.
-        copied: `data` is a copy, which never changes.
-        stands: the values are those of the draft that the caller has.
-        draft: number of the draft that the bucket is; 0 for the version itself.
-    """
-
-    bucket: int
-    version: int
-    data: memoryview
-    unchanged: bool = False
-    copied: bool = False
-    stands: bool = False
-    draft: int = 0
-
-
-NO_DRAFTS: Mapping[int, int] = MappingProxyType({})
 
 
 class BucketSum(NamedTuple):
@@ -125,13 +90,9 @@ class Shard:
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
         ]
-        self._missing = set(self._buckets) if follows else set()
-        self._anywhere = follows  # a standby that has nothing yet begins with any version
-        self._arriving: Arriving | None = None
+        self._copied = Catching(set(self._buckets) if follows else set(), anywhere=follows)
         largest = max((bucket.nbytes for bucket in layout.of_shard(index)), default=0)
-        self._buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for _ in range(RECEIVE_BUFFERS):
-            self._buffers.put(torch.empty(largest, dtype=torch.uint8))
+        self._buffers = Buffers(largest)
 
     def _make_buckets(self) -> dict[int, BucketValues]:
         name, settings = self._optimizer
@@ -158,7 +119,7 @@ class Shard:
     def whole(self) -> bool:
         """Whether all of its buckets are there; always, but for a standby that is catching up."""
         with self._changed:
-            return not (self._missing or self._anywhere)
+            return self._copied.whole
 
     @property
     def buckets(self) -> set[int]:
@@ -181,7 +142,7 @@ class Shard:
         bucket = self.bucket(index)
         with self._changed:
             self._log.check_initialiser(worker, incarnation)
-        with self._receive(bucket, incoming) as values:
+        with self._buffers.receive(bucket, incoming, timeout=WAIT) as values:
             if bucket.rule is Rule.GRADIENT:
                 require_finite(values, f"first values of bucket {index}")
             with self._changed:
@@ -209,22 +170,7 @@ class Shard:
         with self._changed:
             self._log.check_initialiser(worker, incarnation)
             usual = self._buckets[index].usual_state(piece)
-        length = bucket.pieces[piece].length if usual else 0
-        sizes = [(1 if entry.scalar else length) * ITEM_SIZE.get(entry.dtype, 0) for entry in entries]
-        given = {key: (dtype, scalar) for key, dtype, scalar in entries}
-        if not given or given != usual or len(given) != len(entries) or incoming.size != sum(sizes):
-            raise Refused(
-                RefusalCode.MALFORMED,
-                f"{incoming.size} bytes as the state {given} of piece {piece} of bucket {index}, whose "
-                f"optimizer keeps {usual} for {length} elements",
-            )
-        body = memoryview(bytearray(incoming.size))
-        incoming.read_into(body)
-        state, at = {}, 0
-        for entry, size in zip(entries, sizes, strict=True):
-            value = as_tensor(body[at : at + size], dtype_of(entry.dtype)).clone()
-            require_finite(value, f"{entry.key} of bucket {index}")
-            state[entry.key], at = value.reshape(()) if entry.scalar else value, at + size
+        state = read_state(bucket, piece, entries, incoming, usual=usual)
         with self._changed:
             self._log.check_initialiser(worker, incarnation)
             self._buckets[index].take_state(piece, state)
@@ -270,7 +216,7 @@ class Shard:
         try:
             if empty:
                 return self._add_nothing(key, samples)
-            with self._receive(bucket, incoming) as contribution:
+            with self._buffers.receive(bucket, incoming, timeout=WAIT) as contribution:
                 return self._add(key, samples, present, contribution)
         finally:
             with self._changed:
@@ -303,33 +249,6 @@ class Shard:
     def _may_add(self, key: PushKey) -> bool:
         self._log.decide(key)
         return not self._consistency.deterministic or self._log.turn(key.worker, key.bucket)
-
-    @contextmanager
-    def _receive(self, bucket: Bucket, incoming: Incoming) -> Iterator[torch.Tensor]:
-        """A bucket's worth of values that comes in, where it lies if that memory is shared. Blocks.
-
-        Its sender may change shared memory only when it has lost its stay, or the round has started again.
-        Then the sum that it is added to, of an attempt that is over, is never used.
-        """
-        if incoming.size != bucket.nbytes:
-            raise Refused(
-                RefusalCode.MALFORMED,
-                f"{incoming.size} bytes for bucket {bucket.index}, which has {bucket.nbytes}",
-            )
-        dtype, shared = dtype_of(bucket.dtype), incoming.view()
-        if shared is not None:
-            yield as_tensor(shared, dtype)
-            return
-        try:
-            buffer = self._buffers.get(timeout=WAIT.total_seconds())
-        except queue.Empty:
-            raise Refused(RefusalCode.NOT_READY, "too many pushes are being received; push again") from None
-        try:
-            data = as_bytes(buffer[: bucket.nbytes])
-            incoming.read_into(data)
-            yield as_tensor(data, dtype)
-        finally:
-            self._buffers.put(buffer)
 
     def _await(self, ready: Callable[[], bool], *, on: threading.Condition | None = None) -> bool:
         """Wait, holding the lock, until `ready` or until `WAIT` is over; `ready` may raise."""
@@ -517,8 +436,8 @@ class Shard:
             if self._torn:
                 raise Refused(RefusalCode.NOT_READY, f"shard {self.index} has failed in the middle of a step")
             base = version if apply is None else version - 1
-            if self._anywhere and apply is None:
-                self._anywhere = False
+            if self._copied.anywhere and apply is None:
+                self._copied.anywhere = False
             elif self.version < base:
                 raise Refused(
                     RefusalCode.NOT_READY,
@@ -560,7 +479,7 @@ class Shard:
 
     @property
     def _to_step(self) -> list[Bucket]:
-        return [bucket for bucket in self._stepped if bucket.index not in self._missing]
+        return [bucket for bucket in self._stepped if bucket.index not in self._copied.missing]
 
     def require_complete(self, version: int, apply: Application) -> None:
         """Raise Refused unless the sums are those that `version` is to be made of.
@@ -639,19 +558,13 @@ class Shard:
         """
         bucket = self.bucket(part.bucket)
         with self._changed:
-            if self._anywhere or part.bucket not in self._missing:
-                text = f"shard {self.index} does not wait for the state of bucket {part.bucket}"
-                raise Refused(RefusalCode.NOT_READY, text)
-            if self._arriving is None or self._arriving.bucket is not bucket:
-                self._arriving = Arriving(bucket)
-            arriving = self._arriving
+            arriving = self._copied.begin(bucket)
         arriving.receive(part, incoming)
         if part.last:
             arriving.require_whole()
             with self._changed:
                 self._buckets[part.bucket].load(arriving, self._log.version)
-                self._missing.discard(part.bucket)
-                self._arriving = None  # mutant: equal
+                self._copied.end(bucket)
 
     def load(self, stored: Source, version: int) -> None:
         """Take values and optimizer state over from a checkpoint of `version`, and read no more."""
@@ -674,5 +587,5 @@ class Shard:
     def values(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """The values, live: copy them before the next round is applied."""
         for values in self._buckets.values():
-            if values.bucket.index not in self._missing:
+            if values.bucket.index not in self._copied.missing:
                 yield values.bucket, values.values

@@ -13,7 +13,7 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import ConnectionLost, Malformed
 from elastic_ps.server.encoder import Sent, ValueEncoder
-from elastic_ps.server.shard import Pulled
+from elastic_ps.server.pulls import Pulled
 from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.model import Flat

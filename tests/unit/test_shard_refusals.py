@@ -11,7 +11,7 @@ import torch
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
-from elastic_ps.server import shard as shard_module
+from elastic_ps.server import receiving
 from elastic_ps.server.orders import Application
 from tests.unit.shard_rig import LR, Body, Rig, one_bucket, ones, refusal, tensor
 
@@ -64,7 +64,7 @@ def test_a_repeated_push_takes_over_when_the_first_is_cut_off(threads: ThreadPoo
 
 def test_bodies_that_are_cut_off_leave_nothing_and_take_no_receive_buffer(short_wait: None) -> None:
     rig = Rig(one_bucket(tensor("w", 4)))
-    for _ in range(3 * shard_module.RECEIVE_BUFFERS):
+    for _ in range(3 * receiving.RECEIVE_BUFFERS):
         with pytest.raises(ConnectionLost):
             rig.push(0, Body(ones(4, 100.0), cut_off=True))
         with pytest.raises(ConnectionLost):
@@ -80,7 +80,7 @@ def test_bodies_that_are_cut_off_leave_nothing_and_take_no_receive_buffer(short_
 def test_when_all_buffers_are_taken_a_push_is_asked_to_come_again(
     threads: ThreadPoolExecutor, short_wait: None
 ) -> None:
-    workers = range(shard_module.RECEIVE_BUFFERS + 1)
+    workers = range(receiving.RECEIVE_BUFFERS + 1)
     rig = Rig(one_bucket(tensor("w", 4)), workers=workers)
     gate = threading.Event()
     bodies = [Body(ones(4), gate=gate) for _ in workers[:-1]]

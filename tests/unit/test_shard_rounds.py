@@ -14,7 +14,7 @@ from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.orders import Application
-from elastic_ps.server.shard import Pulled, RestartedAs
+from elastic_ps.server.pulls import Pulled, RestartedAs
 from elastic_ps.server.values import BucketValues
 from elastic_ps.training import Consistency
 from tests.unit.shard_rig import LR, TERM, Body, Rig, one_bucket, ones, refusal, tensor

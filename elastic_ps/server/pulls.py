@@ -1,0 +1,37 @@
+"""What a pull is answered with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class RestartedAs:
+    """The answer to a pull when the round was started again: push everything for this attempt."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A bucket that has reached the version asked for.
+
+    Attributes:
+        unchanged: the caller has its values already.
+        copied: `data` is a copy, which never changes.
+        stands: the values are those of the draft that the caller has.
+        draft: number of the draft that the bucket is; 0 for the version itself.
+    """
+
+    bucket: int
+    version: int
+    data: memoryview
+    unchanged: bool = False
+    copied: bool = False
+    stands: bool = False
+    draft: int = 0
+
+
+NO_DRAFTS: Mapping[int, int] = MappingProxyType({})
