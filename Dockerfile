@@ -11,7 +11,7 @@ COPY constraints.txt /src/
 RUN python3 -m venv /opt/venv && \
     /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check \
         -c /src/constraints.txt \
-        torch numpy grpcio protobuf pydantic PyYAML rich safetensors scikit-learn zstandard && \
+        torch numpy grpcio cryptography protobuf pydantic PyYAML rich safetensors scikit-learn zstandard && \
     /opt/venv/bin/pip uninstall -y pip setuptools
 
 FROM ${BASE_IMAGE}

@@ -104,6 +104,8 @@ class ProcessEnvironment:
         lifeline: a file descriptor that closes when the starter dies; the process then ends itself.
         run: a name of this run of the job that no other run has; "" if the starter gives none.
         instance: a name of the process that no other process has; "" if the starter gives none.
+        tls: directory of the certificate that the process shows, see `elastic_ps.identity`; None: it talks to
+            the others without TLS.
     """
 
     job: str
@@ -121,6 +123,7 @@ class ProcessEnvironment:
     lifeline: int | None = None
     run: str = ""
     instance: str = ""
+    tls: Path | None = None
 
     def to_variables(self) -> dict[str, str]:
         """The environment variables that `read` turns back into this object."""
@@ -140,6 +143,7 @@ class ProcessEnvironment:
             "LIFELINE": "" if self.lifeline is None else str(self.lifeline),
             "RUN": self.run,
             "INSTANCE": self.instance,
+            "TLS_DIRECTORY": str(self.tls or ""),
         }
         return {PREFIX + key: value for key, value in values.items() if value}
 
@@ -195,6 +199,7 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
         lifeline=int(lifeline) if lifeline else None,
         run=source.get(PREFIX + "RUN", ""),
         instance=source.get(PREFIX + "INSTANCE", ""),
+        tls=path("TLS_DIRECTORY"),
     )
 
 

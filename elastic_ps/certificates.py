@@ -1,0 +1,179 @@
+"""Making the certificates with which the processes of a job know each other.
+
+Whoever starts a job calls this: the launcher for each run, the operator for each TrainingJob. Nothing is read
+or written here, and times are arguments; only the keys come from the system's randomness. Keys are ECDSA on
+P-256. Everything is PEM.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from elastic_ps.errors import UsageError
+from elastic_ps.identity import SERVING, Identity, from_names, server_name
+
+SKEW = timedelta(minutes=5)
+"""Certificates are valid from so long before they are made: clocks differ."""
+
+
+@dataclass(frozen=True, repr=False)
+class KeyPair:
+    """A certificate and the key of it, PEM. The key is a secret, which `repr` leaves out."""
+
+    certificate: bytes
+    key: bytes
+
+    def __repr__(self) -> str:
+        return "KeyPair(...)"
+
+
+def make_authority(job: str, *, now: datetime, lifetime: timedelta) -> KeyPair:
+    """A new authority for a job, which trusts itself.
+
+    Args:
+        job: see `Identity.job`.
+        now: with a time zone.
+        lifetime: what it issues is valid no longer than that, either.
+    """
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"elastic-ps {job}"[:64])])
+    builder = (
+        _builder(name, name, key.public_key(), now, now + lifetime)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    return KeyPair(_pem(builder.sign(key, hashes.SHA256())), _key_pem(key))
+
+
+def issue(
+    authority: KeyPair,
+    identity: Identity,
+    *,
+    now: datetime,
+    lifetime: timedelta,
+    names: Sequence[str] = (),
+) -> KeyPair:
+    """A new key and a certificate for it, signed by the job's authority.
+
+    Args:
+        now: with a time zone.
+        lifetime: never longer than the authority's.
+        names: of a server: DNS names and IP addresses that it has besides `server_name`. No process of the
+            job looks at them; they are for tools that check the name that they have connected to.
+
+    Raises:
+        UsageError: the authority is not one, or `names` are given for what is no server.
+    """
+    serves = identity.role in SERVING
+    if names and not serves:
+        raise UsageError(
+            f"{identity} serves nothing, so its certificate has no names; {list(names)} were given"
+        )
+    try:
+        ca = x509.load_pem_x509_certificate(authority.certificate)
+        ca_key = serialization.load_pem_private_key(authority.key, None)
+    except ValueError as error:
+        raise UsageError(f"the authority cannot be read: {error}") from error
+    if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
+        raise UsageError("the authority's key is not the key of its certificate")
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(identity))])
+    until = min(now + lifetime, ca.not_valid_after_utc)
+    usages = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serves else [])]
+    alternatives: list[x509.GeneralName] = [x509.UniformResourceIdentifier(identity.uri)]
+    if serves:
+        alternatives += [_general(name) for name in (server_name(identity.job), *names)]
+    builder = (
+        _builder(subject, ca.subject, key.public_key(), now, until)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
+        )
+    )
+    return KeyPair(_pem(builder.sign(ca_key, hashes.SHA256())), _key_pem(key))
+
+
+def identity_of(certificate: bytes) -> Identity | None:
+    """The identity in the first certificate of a PEM text; None if it holds none.
+
+    Raises:
+        ValueError: it is no certificate.
+    """
+    parsed = x509.load_pem_x509_certificate(certificate)
+    try:
+        names = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return None
+    return from_names(names.get_values_for_type(x509.UniformResourceIdentifier))
+
+
+def validity_of(certificate: bytes) -> tuple[datetime, datetime]:
+    """From when to when the first certificate of a PEM text is valid.
+
+    Raises:
+        ValueError: it is no certificate.
+    """
+    parsed = x509.load_pem_x509_certificate(certificate)
+    return parsed.not_valid_before_utc, parsed.not_valid_after_utc
+
+
+def _builder(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    now: datetime,
+    until: datetime,
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - SKEW)
+        .not_valid_after(until)
+    )
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _general(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name.strip("[]")))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
