@@ -77,6 +77,12 @@ def test_workers_that_completed_are_kept_when_the_job_is_over_and_their_pods_are
     assert counted(status.model_copy(update={"completion_time": ENDED})).completed == 2
 
 
+def test_a_worker_that_has_completed_is_not_missing_in_the_summary() -> None:
+    pods = (worker(0, ending="done"), worker(1, ready=True))
+    status = with_counts(TrainingJobStatus(), Observed(pods=pods), job="digits", replicas=2, shards=1)
+    assert status.summary.workers == "2/2"
+
+
 @pytest.mark.parametrize(("seconds", "deleted"), [(9, False), (10, True), (11, True)])
 def test_a_finished_job_is_deleted_when_its_time_is_over(seconds: int, deleted: bool) -> None:
     succeeded = {"type": "Succeeded", "status": "True", "reason": "Finished", "lastTransitionTime": ENDED}
