@@ -39,14 +39,8 @@ mutants: $(VENV)/ready  ## Small changes of the code by chance: do the unit test
 	$(BIN)/python tools/mutants.py server --least 0.85
 	$(BIN)/python tools/mutants.py operator --least 0.85
 
-bench: $(VENV)/ready  ## The benchmarks, each beside a competitor
-	$(BIN)/python benchmarks/transport.py
-	$(BIN)/python benchmarks/recovery.py
-	$(BIN)/python -m benchmarks.datapath
-	$(BIN)/python -m benchmarks.network
-	$(BIN)/python -m benchmarks.step
-	$(BIN)/python -m benchmarks.straggler
-	$(BIN)/python -m benchmarks.startup
+bench: $(VENV)/ready  ## The benchmarks, each beside a competitor: some 15 minutes, writes docs/benchmarks.md
+	$(BIN)/python -m benchmarks
 
 soak: $(VENV)/ready  ## Half an hour of faults on real processes, an hour of the simulator
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)

@@ -17,13 +17,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
 
+from benchmarks.figures import Figure, write
 from benchmarks.recovery import ROOT, torchrun
 from elastic_ps.schemes import Scheme
 
@@ -276,7 +277,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; all of them if none is named")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the results there, too")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--ours", action="store_true", help="measure elastic-ps alone")
     parser.add_argument("--transport", choices=get_args(Scheme), help="default: the fastest, within the host")
     parser.add_argument("--ddp", type=Path, help=argparse.SUPPRESS)
@@ -288,7 +289,7 @@ def main() -> None:
     for unknown in set(parsed.cases) - CASES.keys():
         parser.error(f"there is no case {unknown!r}; expected one of {', '.join(CASES)}")
     os.chdir(ROOT)
-    results = {}
+    figures = []
     print(f"{'':42} {'ours':>9} {'DDP':>9} {'ratio':>6}   processor time of a step")
     for name in parsed.cases or CASES:
         ours, theirs = [], []
@@ -296,14 +297,13 @@ def main() -> None:
             ours.append(measure_parameter_server(name, parsed.transport))
             theirs.append(Measured(float("nan"), float("nan")) if parsed.ours else measure_ddp(name))
         a, b = median(ours), median(theirs)
-        results[name] = {"ours": asdict(a), "ddp": asdict(b), "ratio": a.step / b.step}
+        figures.append(Figure(CASES[name].name, a.step * 1e3, b.step * 1e3, "ms", "DDP"))
         print(
             f"{CASES[name].name:42} {a.step * 1e3:6.1f} ms {b.step * 1e3:6.1f} ms {a.step / b.step:6.2f}   "
             f"{a.cpu * 1e3:.1f} / {b.cpu * 1e3:.1f} ms = {a.cpu / b.cpu:.2f}",
             flush=True,
         )
-    if parsed.json:
-        parsed.json.write_text(json.dumps(results, indent=2) + "\n")
+    write(parsed.json, figures)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.datapath import CASES, Measured, collect, make_model, median
+from benchmarks.figures import Figure, write
 from benchmarks.recovery import ROOT
 from elastic_ps.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, ProcessEnvironment, Role
 from elastic_ps.job import TrainingJobSpec
@@ -219,7 +219,7 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="the shards have hosts of their own")
     parser.add_argument("--codec", action="append", default=[], choices=CODECS[1:], help="another row")
     parser.add_argument("--values", choices=("bf16",), help="another row for each codec")
-    parser.add_argument("--json", type=Path, help="write the results there, too")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
     parsed = parser.parse_args()
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
         parser.error("needs root, and the commands ip and tc (iproute2)")
@@ -259,8 +259,15 @@ def main() -> None:
             f"  {step / steps['DDP']:.2f} of DDP" if "DDP" in steps else f"  {step / least:.2f} of the bytes"
         )
         print(f"{name:32} {step * 1e3:7.0f} ms{ratio}")
-    if parsed.json:
-        parsed.json.write_text(json.dumps({"least": least, **steps}, indent=2) + "\n")
+    competitor, theirs = ("DDP", steps["DDP"]) if "DDP" in steps else ("the bytes alone", least)
+    write(
+        parsed.json,
+        [
+            Figure(name, step * 1e3, theirs * 1e3, "ms", competitor)
+            for name, step in steps.items()
+            if name != "DDP"
+        ],
+    )
 
 
 if __name__ == "__main__":

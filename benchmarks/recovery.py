@@ -1,6 +1,6 @@
 """How long training stops after a SIGKILL: of a parameter server, compared with a rank of DDP.
 
-`python benchmarks/recovery.py` trains one model with elastic-ps and kills the parameter server, with and
+`python -m benchmarks.recovery` trains one model with elastic-ps and kills the parameter server, with and
 without a standby. It trains the same model with DistributedDataParallel (gloo) under `torchrun` with elastic
 restarts, and kills a rank. Both have the same number of processes that compute and the same time between
 checkpoints, and they take turns. It prints the seconds from the kill until the model is further than before
@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+from benchmarks.figures import Figure, write
 
 if TYPE_CHECKING:
     from elastic_ps.job import TrainingJob
@@ -239,12 +241,12 @@ def main() -> None:
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between checkpoints")
     parser.add_argument("--train", type=float, default=7.0, help="seconds of training before the kill")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--ddp", type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.ddp is not None:
         train_with_ddp(parsed.ddp, parsed.interval)
         return
-    sys.path.insert(0, str(ROOT))
     os.chdir(ROOT)
     plain: list[Measured] = []
     standby: list[Measured] = []
@@ -267,6 +269,13 @@ def main() -> None:
     print(f"ratio elastic-ps with standby / torchrun {b / c:6.2f}")
     print(f"elastic-ps pauses for checkpoints        {100 * median(plain, 'share'):6.2f} % of the time")
     print(f"rounds/s with standby / without          {median(standby, 'rate') / median(plain, 'rate'):6.2f}")
+    write(
+        parsed.json,
+        [
+            Figure("checkpoints only", a, c, "s", "torchrun elastic"),
+            Figure("durability: standby", b, c, "s", "torchrun elastic"),
+        ],
+    )
 
 
 def median(measured: Sequence[Measured], what: str) -> float:

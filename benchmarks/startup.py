@@ -24,6 +24,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from benchmarks.figures import Figure, write
+
 IMPORTED = time.time()
 ROOT = Path(__file__).resolve().parents[1]
 STAMPS = "BENCHMARK_STAMPS"
@@ -187,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--ddp", action="store_true", help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.ddp:
@@ -200,6 +203,8 @@ def main() -> None:
     a = show("elastic-ps run, 1 parameter server", (*OURS, *BOTH), ours)
     b = show("torchrun, DistributedDataParallel (gloo)", (*THEIRS, *BOTH), theirs)
     print(f"ratio until the first step            {a[BOTH[1]] / b[BOTH[1]]:6.2f}")
+    what = f"{parsed.workers} workers"
+    write(parsed.json, [Figure(what, a[BOTH[1]], b[BOTH[1]], "s", "torchrun, DDP")])
 
 
 if __name__ == "__main__":

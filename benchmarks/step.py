@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from benchmarks import recovery
+from benchmarks.figures import Figure, write
 from benchmarks.recovery import BATCH, LIMIT, ROOT, make_job, torchrun
 from elastic_ps.local import Launcher, Options
 from elastic_ps.local.poller import fetch_status
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8.0, help="of training that are measured")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
     parsed = parser.parse_args()
     os.chdir(ROOT)
     ours, theirs = [], []
@@ -107,6 +109,8 @@ def main() -> None:
     print(f"elastic-ps, 1 parameter server  {a:8.0f} samples/s")
     print(f"torchrun DDP (gloo)             {b:8.0f} samples/s")
     print(f"ratio elastic-ps / torchrun     {a / b:8.2f}")
+    what = f"{parsed.workers} workers, batches of {BATCH}"
+    write(parsed.json, [Figure(what, a, b, "samples/s", "DDP", more=True)])
 
 
 if __name__ == "__main__":

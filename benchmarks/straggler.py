@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.figures import Figure, write
 from benchmarks.recovery import BATCH, LIMIT, ROOT, WIDTH, Zeros, make_model, step, torchrun
 from elastic_ps.job import TrainingJob, parse_job
 
@@ -116,6 +117,9 @@ def measure_ddp(workers: int, slowness: float, seconds: float) -> float:
             return rate(number, seconds)
 
 
+DDP = "torchrun DDP (gloo)"
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -123,6 +127,7 @@ def main() -> None:
     parser.add_argument("--slowness", type=float, default=5.0, help="of one worker's forward pass")
     parser.add_argument("--seconds", type=float, default=8.0, help="of training that are measured")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--ddp", type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.ddp is not None:
@@ -137,7 +142,7 @@ def main() -> None:
         "bounded, maxStaleness: 16": lambda slow: measure_parameter_server(
             make_job(parsed.workers, slow, {"mode": "bounded", "maxStaleness": 16}), parsed.seconds
         ),
-        "torchrun DDP (gloo)": lambda slow: measure_ddp(parsed.workers, slow, parsed.seconds),
+        DDP: lambda slow: measure_ddp(parsed.workers, slow, parsed.seconds),
     }
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for _ in range(parsed.rounds):
@@ -147,9 +152,13 @@ def main() -> None:
         f"{parsed.workers} workers, one of them with a forward pass that takes {parsed.slowness:g} times as "
         "long; steps per second of each other worker"
     )
+    kept = {}
     for kind, pairs in found.items():
         equal, slow = (statistics.median(column) for column in zip(*pairs, strict=True))
         print(f"{kind:25} all equal {equal:6.1f}   one slow {slow:6.1f}   ratio {slow / equal:5.2f}")
+        kept[kind] = slow / equal
+    theirs = kept.pop(DDP)
+    write(parsed.json, [Figure(kind, ours, theirs, "", "DDP", more=True) for kind, ours in kept.items()])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast bodies travel between two processes of this machine: each transport beside a raw TCP socket.
 
-`python benchmarks/transport.py` prints, for each size and direction, MB/s (median of the rounds), the ratio
+`python -m benchmarks.transport` prints, for each size and direction, MB/s (median of the rounds), the ratio
 to `sendall` and `recv_into` on a socket, measured in turns in the same run, and the processor time of both
 sides for a GB. With `shm` the body is in shared memory, out of which the receiver copies it; `inproc` runs in
 one process. Both sides write into memory that they have already, as a worker and a parameter server do.
@@ -19,9 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 
+from benchmarks.figures import Figure, write
 from elastic_ps.transport import local, tcp
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
@@ -118,7 +120,7 @@ def serve() -> None:
 @contextlib.contextmanager
 def transfers() -> Iterator[tuple[dict[str, Transfer], Callable[[], float]]]:
     """A way to move bodies for each name, the raw socket first; and the processor time of both sides."""
-    command = [sys.executable, __file__, "--serve"]
+    command = [sys.executable, "-m", "benchmarks.transport", "--serve"]
     with (
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer,
         contextlib.ExitStack() as stack,
@@ -143,8 +145,9 @@ def transfers() -> Iterator[tuple[dict[str, Transfer], Callable[[], float]]]:
         yield ways, lambda: sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
-def measure(sizes: list[int], rounds: int) -> None:
-    """Print the table."""
+def measure(sizes: list[int], rounds: int) -> list[Figure]:
+    """Print the table, and return it."""
+    figures = []
     print(f"{'MiB':>4} {'direction':9} {'transport':9} {'MB/s':>7} {'ratio':>6} {'CPU s/GB':>9}")
     body = SharedMemory(LARGEST).take(LARGEST)
     body[:] = b"\1" * LARGEST
@@ -168,6 +171,10 @@ def measure(sizes: list[int], rounds: int) -> None:
                     f"{size / MIB:4.0f} {'up' if up else 'down':9} {name:9} {rate:7.0f} {ratio:6.2f} "
                     f"{each_gb:9.2f}"
                 )
+                if name != "socket":
+                    what = f"{size / MIB:.0f} MiB {'up' if up else 'down'}, {name}"
+                    figures.append(Figure(what, rate, rates["socket"], "MB/s", "raw socket", more=True))
+    return figures
 
 
 def main() -> None:
@@ -175,12 +182,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 64], help="MiB of the bodies")
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         serve()
     else:
-        measure([size * MIB for size in arguments.sizes], arguments.rounds)
+        write(arguments.json, measure([size * MIB for size in arguments.sizes], arguments.rounds))
 
 
 if __name__ == "__main__":

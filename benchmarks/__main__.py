@@ -1,0 +1,145 @@
+"""Run the benchmarks one after the other, and write what they find to docs/benchmarks.md.
+
+`python -m benchmarks` takes some 15 minutes; nothing else should run meanwhile. Names of benchmarks run those
+alone, and print the page instead of writing it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.figures import Figure, read
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "benchmarks.md"
+PICTURE = ROOT / "docs" / "images" / "benchmarks.png"
+
+
+class Benchmark(NamedTuple):
+    """A script: its title on the page, what the reader has to know, and its arguments for this run."""
+
+    title: str
+    text: str
+    arguments: Sequence[str] = ()
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "datapath": Benchmark(
+        "A step on one host",
+        "The median step of the slowest worker, float32, mode `sync`, on batches that lie in memory.",
+        ("--rounds", "2"),
+    ),
+    "network": Benchmark(
+        "A step between hosts",
+        "Four hosts (network namespaces) with links of 1 Gbit/s, with a worker and a shard each.",
+        ("--rounds", "1", "--codec", "bf16", "--codec", "int8", "--codec", "topk"),
+    ),
+    "transport": Benchmark(
+        "Bodies between two processes", "Up and down, beside `sendall` and `recv_into` on a TCP socket."
+    ),
+    "step": Benchmark("Samples per second of a whole job", "LeNet on the digits.", ("--rounds", "2")),
+    "straggler": Benchmark(
+        "One worker of three is slow",
+        "Steps per second of the others, as a share of what they make when all are equal.",
+        ("--rounds", "1"),
+    ),
+    "recovery": Benchmark(
+        "A process is killed",
+        "The time until training is further than before: the parameter server of ours, a rank of theirs.",
+        ("--rounds", "2"),
+    ),
+    "startup": Benchmark("The first step", "From the command to the first step of two workers."),
+}
+
+
+def run(name: str, benchmark: Benchmark) -> list[Figure]:
+    """Run one. Raises RuntimeError if it fails."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "figures.json"
+        command = [sys.executable, "-m", f"benchmarks.{name}", *benchmark.arguments, "--json", str(file)]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            raise RuntimeError(f"{' '.join(command)} failed")
+        return read(file)
+
+
+def page(found: Mapping[str, Sequence[Figure]], picture: str) -> str:
+    """The page, as Markdown."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "`make bench` has written this page. Timings depend on the machine: compare the ratios. "
+        "[Performance](performance.md) says where the time goes.",
+        "",
+        f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}.",
+        "",
+        f"![Ratios]({picture})",
+    ]
+    for name, figures in found.items():
+        benchmark = BENCHMARKS[name]
+        command = " ".join(["python -m benchmarks." + name, *benchmark.arguments])
+        lines += ["", f"## {benchmark.title}", "", f"{benchmark.text} `{command}`", ""]
+        lines += ["| what | elastic-ps | beside it | | ratio |", "| --- | --- | --- | --- | --- |"]
+        for each in figures:
+            ours, theirs = (f"{value:,.4g} {each.unit}" for value in (each.ours, each.theirs))
+            lines.append(f"| {each.what} | {ours} | {theirs} | {each.competitor} | {each.ratio:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(found: Mapping[str, Sequence[Figure]], path: Path) -> None:
+    """A bar for each ratio, the other way round where more is better, so that shorter is always better."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure as Canvas
+
+    rows = [
+        (f"{BENCHMARKS[name].title}: {each.what}", 1 / each.ratio if each.more else each.ratio)
+        for name, figures in found.items()
+        for each in figures
+    ]
+    canvas = Canvas(figsize=(11, 1 + 0.26 * len(rows)), dpi=120, layout="constrained")
+    axes = canvas.subplots()
+    colours = ["tab:green" if ratio <= 1 else "tab:orange" for _, ratio in rows]
+    axes.barh([name for name, _ in rows], [ratio for _, ratio in rows], color=colours, height=0.7)
+    axes.invert_yaxis()
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("elastic-ps to the competitor (rates the other way round): less is better, 1 is the same")
+    axes.tick_params(axis="y", labelsize=7.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    canvas.savefig(path)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all of them if none is named")
+    names = parser.parse_args().names
+    if unknown := [name for name in names if name not in BENCHMARKS]:
+        parser.error(f"there is no benchmark {unknown[0]!r}; expected one of {', '.join(BENCHMARKS)}")
+    began = time.monotonic()
+    found = {}
+    for name in names or BENCHMARKS:
+        print(f"=== {name}", flush=True)
+        found[name] = run(name, BENCHMARKS[name])
+    text = page(found, f"images/{PICTURE.name}")
+    if names:
+        print(text)
+        return
+    draw(found, PICTURE)
+    PAGE.write_text(text)
+    print(f"{PAGE.relative_to(ROOT)} is written, after {(time.monotonic() - began) / 60:.0f} minutes")
+
+
+if __name__ == "__main__":
+    main()
