@@ -71,10 +71,15 @@ def modes(workers: int, steps: int) -> Mapping[str, Mapping[str, Any]]:
 
 @dataclass
 class Run:
-    """What was seen of a job. `points`: seconds since the first version, samples in the model, loss."""
+    """What was seen of a job.
+
+    Attributes:
+        points: seconds since the first version, samples in the model, loss.
+        score: what the chief reported at the end.
+    """
 
     points: list[tuple[float, int, float]] = field(default_factory=list)
-    accuracy: float = 0.0
+    score: float = 0.0
     versions: int = 0
     samples: int = 0
     stale: int = 0
@@ -91,19 +96,28 @@ class Run:
         return sum(last) / max(1, len(last))
 
 
-def make_job(workers: int, consistency: Mapping[str, Any], arguments: Mapping[str, float]) -> TrainingJob:
+def make_job(
+    workers: int,
+    consistency: Mapping[str, Any],
+    arguments: Mapping[str, float],
+    *,
+    entrypoint: str = "benchmarks.convergence:train",
+    **spec: Any,
+) -> TrainingJob:
+    """A job of `entrypoint`; `spec` are further parts of its spec."""
     spec = {
-        "entrypoint": "benchmarks.convergence:train",
+        "entrypoint": entrypoint,
         "arguments": dict(arguments),
         "worker": {"replicas": workers},
         "consistency": dict(consistency),
+        **spec,
     }
     document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
     return parse_job({**document, "metadata": {"name": "benchmark"}, "spec": spec}, source="benchmark")
 
 
-def measure(job: TrainingJob) -> Run:
-    """Run a job to its end."""
+def measure(job: TrainingJob, *, score: str = "test_accuracy", limit: timedelta = LIMIT) -> Run:
+    """Run a job to its end. `score` names what its chief reports."""
     from elastic_ps.local import Launcher, Options
     from elastic_ps.local.poller import fetch_status
 
@@ -112,7 +126,7 @@ def measure(job: TrainingJob) -> Run:
         options = Options(root=Path(name), trace=Path(name) / "trace.json")
         with Launcher(job, options) as launcher:
             launcher.start()
-            deadline = time.monotonic() + LIMIT.total_seconds()
+            deadline = time.monotonic() + limit.total_seconds()
             while not launcher.wait(timedelta(seconds=0.05)) and time.monotonic() < deadline:
                 address = address or next(iter(launcher.status().http), "")
                 status = fetch_status(address) if address else None
@@ -126,7 +140,7 @@ def measure(job: TrainingJob) -> Run:
         if outcome.verdict.phase != "Succeeded" or outcome.status.server is None:
             raise RuntimeError(f"{outcome.verdict.phase}: {outcome.verdict.message}")
         progress = outcome.status.server.progress
-        run.accuracy, run.versions = progress.metrics["test_accuracy"], progress.version
+        run.score, run.versions = progress.metrics[score], progress.version
         run.samples, run.stale = progress.records_applied, progress.staleness.max if progress.staleness else 0
         trace = json.loads((Path(name) / "trace.json").read_text())
         spans = trace["traceEvents"] if isinstance(trace, dict) else trace
@@ -193,7 +207,7 @@ def main() -> None:
         run = runs[name] = measure(make_job(parsed.workers, consistency, arguments))
         print(
             f"{name:20} {run.seconds:7.1f} {run.samples / max(run.seconds, 1e-9):10.0f} {run.loss:7.3f} "
-            f"{run.accuracy:9.4f} {run.versions:9} {run.stale:11} {run.pushed / run.samples:24.1f}",
+            f"{run.score:9.4f} {run.versions:9} {run.stale:11} {run.pushed / run.samples:24.1f}",
             flush=True,
         )
     if parsed.picture is not None:
