@@ -43,6 +43,7 @@ OPTIONS = (
     ModeOption("staleness_scale", "async"),
     ModeOption("gradients", "accumulate", "the number of steps that each version is made of"),
     ModeOption("steps", "local", "the number of steps that a worker makes by itself between two exchanges"),
+    ModeOption("fragments", "local"),
     ModeOption("outer", "local"),
     ModeOption("outer_learning_rate", "local"),
     ModeOption("outer_momentum", "local"),
@@ -130,7 +131,15 @@ class Consistency(CamelModel):
         default=None,
         ge=1,
         description="Only with mode local, and needed there: how many steps a worker makes by itself between "
-        "two exchanges. An exchange before the data runs out, or before the worker leaves, has fewer.",
+        "two exchanges; with fragments, between two exchanges of the same one. An exchange before the data "
+        "runs out, or before the worker leaves, has fewer.",
+    )
+    fragments: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode local; 1 if unset: into how many parts the model is divided, which are "
+        "exchanged in turn. Each part is exchanged once in as many steps as are set, so exchanges are more "
+        "frequent and smaller. A tensor is not divided, so there are at most as many parts as tensors.",
     )
     outer: Literal["diloco", "average", "easgd", "downpour"] | None = Field(
         default=None,
@@ -230,6 +239,15 @@ class Consistency(CamelModel):
         other = "backupWorkers" if self.backup_workers else "deterministic" if self.deterministic else ""
         if self.mode != "sync" and other:
             raise ValueError(f"{other} works only with mode sync; leave it out, or set mode: sync")
+        return self
+
+    @model_validator(mode="after")
+    def _check_fragments(self) -> Consistency:
+        if self.mode == "local" and (self.fragments or 1) > (self.steps or 1):
+            raise ValueError(
+                f"fragments {self.fragments} is more than steps {self.steps}: each part is exchanged once in "
+                f"{self.steps} steps, one at a time. Set fragments to {self.steps} or less, or more steps"
+            )
         return self
 
     @model_validator(mode="after")

@@ -139,14 +139,14 @@ class Layout:
         return gradients[::-1] + others
 
 
-def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int) -> Layout:
+def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int, parts: int = 1) -> Layout:
     """Cut `tensors`, given in order of registration, into buckets for `shards` shards.
 
     Buckets hold whole tensors of up to about `bucket_bytes` bytes (fewer in a small model, so that there is
-    something to overlap and something for each shard); a tensor that is larger is cut, between rows if a row
-    is not larger than `bucket_bytes`. Each bucket goes to the shard that has the fewest bytes so far, so
-    shards differ by less than a bucket. Frozen tensors have buckets of their own, which cost nothing while
-    they are frozen. Deterministic.
+    something to overlap, and something for each shard and each of `parts` fragments). A tensor that is larger
+    is cut, between rows if a row is not larger than `bucket_bytes`. Each bucket goes to the shard that has
+    the fewest bytes so far, so shards differ by less than a bucket. Frozen tensors have buckets of their own,
+    which cost nothing while they are frozen. Deterministic.
     """
     load = [0] * shards
     buckets: list[Bucket] = []
@@ -157,7 +157,7 @@ def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int) 
         # For each rule by itself: a few trained parameters do not cut a large frozen model into crumbs.
         total = sum(t.elements * ITEM_SIZE[t.dtype] for _, t in numbered)
         wanted = max(SMALLEST_BUCKET_BYTES, math.ceil(total / BUCKETS_WANTED))
-        target = min(bucket_bytes, wanted, math.ceil(total / shards))
+        target = min(bucket_bytes, wanted, math.ceil(total / max(shards, parts)))
         for dtype, pieces in _fill(reversed(numbered), target, bucket_bytes):
             nbytes = sum(piece.length for piece in pieces) * ITEM_SIZE[dtype]
             shard = min(range(shards), key=lambda s: (load[s], s))

@@ -20,6 +20,7 @@ from functools import partial
 
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.fragments import fragments
 from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
 from elastic_ps.core.settings import MAX_NORM, Settings
 from elastic_ps.errors import (
@@ -173,9 +174,11 @@ class Driver:
                 job.told()
 
     def _partition(self, tensors: tuple[TensorSpec, ...], settings: Settings) -> Layout:
-        """Raises InvalidModel if rows whose norm is limited are cut."""
+        """Raises InvalidModel if rows whose norm is limited are cut, or there are not so many fragments."""
         size = self._job.spec.parameter_server.bucket_bytes
-        layout = partition(tensors, bucket_bytes=size, shards=len(self._shards))
+        parts = self._job.spec.consistency.fragments or 1
+        layout = partition(tensors, bucket_bytes=size, shards=len(self._shards), parts=parts)
+        fragments(layout, parts)
         limited = [i for i, group in enumerate(settings.groups) if group.get(MAX_NORM) is not None]
         if cut := cut_rows(layout, limited):
             raise InvalidModel(

@@ -123,10 +123,15 @@ class JobState:
 
     @property
     def finished(self) -> bool:
-        """Whether training is over: every record of every epoch is in the model, or it was stopped."""
+        """Whether training is over: every record of every epoch is in the model, or it was stopped.
+
+        With fragments, when those that take part have exchanged all of them.
+        """
         if self.ledger is None:
             return False
-        return self.ledger.finished or bool(self.stopped and self.rounds.resting)
+        if self.ledger.finished and not (self.consistency.fragments or 1) > 1:
+            return True
+        return (self.ledger.finished or bool(self.stopped)) and self.rounds.resting
 
     @property
     def required(self) -> frozenset[int]:

@@ -67,6 +67,11 @@ class Batches:
         return bool(self._kept)
 
     @property
+    def last_kept(self) -> int:
+        """How many records the last step was made with that is kept."""
+        return self._kept[-1].records
+
+    @property
     def skipped(self) -> tuple[Range, ...]:
         """Records that the script has skipped, and nobody has been told of."""
         return tuple(self._skipped)

@@ -8,7 +8,7 @@ is there, a bucket is complete, the step ends. What is told of it to the paramet
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -311,13 +311,16 @@ class Engine:
         self.schedule.check()
 
     def _begin(self) -> None:
-        exchange = self._exchange()
         self._phases.backward()
+        self._begin_of(self.batches.samples)
+
+    def _begin_of(self, samples: int, besides: Set[int] = frozenset()) -> None:
+        """See `Exchange.begin`."""
+        exchange = self._exchange()
         base = exchange.version
-        step = Step(
-            stay=self.client.stay, number=self._steps, base=base, version=base, samples=self.batches.samples
-        )
-        exchange.begin(step, self.schedule.current().to_json() if exchange.asks_ahead else "")
+        step = Step(stay=self.client.stay, number=self._steps, base=base, version=base, samples=samples)
+        settings = self.schedule.current().to_json() if exchange.asks_ahead else ""
+        exchange.begin(step, settings, besides=besides)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete. Does not block."""
@@ -343,7 +346,7 @@ class Engine:
         exchange, batches = self._exchange(), self.batches
         step = exchange.under_way
         assert step is not None
-        if step.samples != batches.samples:
+        if self.local is None and step.samples != batches.samples:
             raise UsageError("backward() ran for two batches before optimizer.step(); call step() first")
         self._note_skipped(batches.decide(keep_new=True))
         settings = self.schedule.current()
@@ -394,11 +397,14 @@ class Engine:
         self._note_skipped(self.batches.decide(keep_new=True))
         self.batches.keep()
 
-    def refresh(self) -> bool:
-        """Pull the newest version. Blocks. False: this worker had to join again."""
+    def refresh(self, besides: Set[int]) -> bool:
+        """Pull the newest version, but for the buckets `besides`. Blocks.
+
+        Returns False if this worker had to join again.
+        """
         exchange = self._exchange()
         try:
-            exchange.fetch(exchange.version, contributor=False)
+            exchange.fetch(exchange.version, contributor=False, besides=besides)
         except Refused as refusal:
             if not expelled(refusal):
                 raise
@@ -406,10 +412,16 @@ class Engine:
             return False
         return True
 
-    def begin_exchange(self) -> None:
-        """All steps since the last exchange are one for the parameter server."""
+    def begin_exchange(self, samples: int, besides: Set[int]) -> None:
+        """All steps since the last exchange are one for the parameter server.
+
+        Args:
+            samples: how many records what is exchanged has been trained on: the weight in the mean.
+            besides: buckets that are not exchanged.
+        """
         self.batches.gather()
-        self._begin()
+        self._phases.backward()
+        self._begin_of(samples, besides)
 
     def exchange_steps(self) -> None:
         """If this worker has made steps by itself, see `LocalTraining.exchange`."""

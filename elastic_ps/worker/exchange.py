@@ -31,7 +31,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
@@ -142,6 +142,8 @@ class Exchange:
         self._to_ask: dict[int, _Pull] | None = None  # the rest, if some were asked when the step began
         self._ahead = Ahead()
         self._stepped = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
+        self._besides: Set[int] = frozenset()  # buckets that the step is not about
+        self._held: dict[int, int] = {}  # of which version a bucket is, or was when it was pulled last
         self._changed = threading.Condition()
         self._step: Step | None = None
         self._attempt = 0
@@ -202,15 +204,17 @@ class Exchange:
         """The step whose pushes have begun."""
         return self._step
 
-    def begin(self, step: Step, settings: str = "") -> None:
+    def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:
         """The first gradient of a step is there.
 
         Args:
             settings: the hyperparameters that the step will probably end with, as JSON; "" for no drafts.
+            besides: buckets that the step is not about. Nothing is there of them, and they are not pulled.
         """
         with self._changed:
             self._generation += 1  # a call for the step before may still be under way, if that was given up
             self._step, self._attempt, self._ending = step, 0, None
+            self._besides = besides
             self._ready = self._queued = self._acknowledged = 0
             self._present.clear()
             self._encoder.begin(step.number)
@@ -220,7 +224,8 @@ class Exchange:
             if settings:
                 pulls = self._expect_next(step)
                 for shard in self._far:
-                    if buckets := [b.index for b in self._pushed if b.shard == shard]:
+                    sent = [b.index for b in self._pushed if b.shard == shard]
+                    if buckets := [index for index in sent if index not in besides]:
                         self._ask_for({shard: pulls.pop(shard)._replace(buckets=buckets, ahead=settings)})
                 self._to_ask = pulls
 
@@ -301,7 +306,7 @@ class Exchange:
         self._wait()
         self._step = None
         self._encoder.applied()
-        self._arrived_at(step.version + 1)
+        self._arrived_at(step.version + 1, self._besides)
         self._history.record(
             "applied",
             step=step.number,
@@ -346,14 +351,14 @@ class Exchange:
             self._client.push(bucket.index, bucket.shard, step, attempt, payload, None)
         self._client.finish(step, attempt, Ending(ranges=(), settings="", metrics={}, assigns=True))
 
-    def fetch(self, version: int, *, contributor: bool) -> None:
-        """Get all values of (at least) `version`. Blocks.
+    def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:
+        """Get all values of (at least) `version`, but for the buckets `besides`. Blocks.
 
         A worker that takes part in the round gets all of one version. Otherwise new versions may be made
         meanwhile; what is older than the rest is then fetched again, some times: the script may look at it,
         though nothing is computed on it before the worker takes part.
         """
-        every = wanted = self._flat.layout.pull_order
+        every = wanted = [b for b in self._flat.layout.pull_order if b.index not in besides]
         self._flat.check(thorough=True)
         self._versions.clear()
         for _ in range(FETCHES):
@@ -366,20 +371,22 @@ class Exchange:
             if contributor or not wanted:
                 break
             version = newest
-        self._arrived_at(version)
+        self._arrived_at(version, besides)
         if contributor:
             self.computes_on(version)
 
-    def _arrived_at(self, version: int) -> None:
-        """The values of `version` are there, or newer ones: their version is the oldest bucket's."""
+    def _arrived_at(self, version: int, besides: Set[int]) -> None:
+        """The values of `version` are there, or newer ones: their version is the oldest bucket's.
+
+        Those of the buckets `besides` were not pulled.
+        """
         self.version = max(version, min(self._versions.values(), default=version))
+        arrived = [b for b in self._stepped if b.index not in besides]
+        self._held |= {b.index: self._versions.get(b.index, version) for b in arrived}
         if self._history.enabled:
-            values = [
-                (b.index, self._versions.get(b.index, version), checksum(self._flat.value_bytes(b)))
-                for b in self._stepped
-            ]
+            values = [(b.index, self._held[b.index], checksum(self._flat.value_bytes(b))) for b in arrived]
             self._history.record("values", term=self._client.stay.term, values=values)
-        self._flat.publish()
+        self._flat.publish(besides=besides)
 
     def computes_on(self, version: int) -> None:
         """The values are there for the next step. The parameter server believes that they are of `version`.
@@ -407,7 +414,9 @@ class Exchange:
 
     def _expect_next(self, step: Step) -> dict[int, _Pull]:
         """See `_expect`: of the version that the step is to be part of."""
-        return self._expect(step.version + 1, self._stepped, contributor=True, held=self.version)
+        wanted = [b for b in self._stepped if b.index not in self._besides]
+        held = min((self._held.get(b.index, self.version) for b in wanted), default=self.version)
+        return self._expect(step.version + 1, wanted, contributor=True, held=min(held, self.version))
 
     def _ask_for(self, pulls: Mapping[int, _Pull]) -> None:
         for shard, pull in pulls.items():

@@ -9,10 +9,11 @@ modes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 
+from elastic_ps.core.fragments import fragments, steps_before, turn
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import KEEP_ZEROS, LIMITS
 from elastic_ps.errors import InvalidModel
@@ -42,6 +43,10 @@ def outer_optimizer(inner: torch.optim.Optimizer, rule: OuterRule) -> torch.opti
 class LocalSteps:
     """The steps that this worker has made since the last exchange. Belongs to the training thread.
 
+    With `fragments`, each exchange is about one of them. The others keep what this worker has made of them,
+    and the values that it began with, until it is their turn. An exchange after which this worker makes no
+    more steps for now is about all of them.
+
     Args:
         flat: of a model whose trained tensors have memory of their own.
         engine: of a job in mode `local`.
@@ -51,14 +56,17 @@ class LocalSteps:
     """
 
     def __init__(self, flat: Flat, engine: Engine) -> None:
-        consistency = engine.spec.consistency
-        assert consistency.steps is not None
+        self._consistency = engine.spec.consistency
         self.made = 0
-        self._most = consistency.steps
-        self._rate, self._elastic = consistency.outer_rule.learning_rate, consistency.outer_rule.elastic
+        rule = self._consistency.outer_rule
+        self._rate, self._elastic = rule.learning_rate, rule.elastic
         self._flat = flat
         self._engine = engine
         self._own: dict[int, torch.Tensor] = {}
+        self._fragments = fragments(flat.layout, self._consistency.fragments or 1)
+        self._every = frozenset().union(*self._fragments)
+        self._trained = [0] * len(self._fragments)  # records since each fragment was exchanged last
+        self._exchanges = 0
         engine.local = self
 
     def step_made(self) -> None:
@@ -66,37 +74,65 @@ class LocalSteps:
 
         Raises as `Engine.finish_step`.
         """
-        self._engine.keep_step()
+        engine = self._engine
+        engine.keep_step()
         self.made += 1
-        stopping = self._engine.stopping
-        if self.made >= self._most or stopping:
-            self.exchange(going_on=not stopping)
+        self._trained = [records + engine.batches.last_kept for records in self._trained]
+        stopping = engine.stopping
+        if stopping:
+            self.exchange()
+        elif self.made >= self._due:
+            self._exchange(self._turn, going_on=True)
 
-    def exchange(self, *, going_on: bool = False) -> None:
-        """Push what the steps since the last exchange have changed, and wait for the version. Blocks.
+    @property
+    def _due(self) -> int:
+        """How many steps there are between the last exchange and the next one."""
+        assert self._consistency.steps is not None
+        return steps_before(self._exchanges, self._consistency.steps, len(self._fragments))
 
-        Does nothing if there are none, or if the script is in the middle of one.
+    @property
+    def _turn(self) -> int:
+        """Which fragment is exchanged next: where all workers exchange at the same time, the same one."""
+        at = self._engine.version if self._consistency.waits_for_all else self._exchanges
+        return turn(at, len(self._fragments))
 
-        Args:
-            going_on: the script makes more. Then an elastic worker keeps its own values; else it has the
-                job's at the end.
+    def exchange(self) -> None:
+        """Push what the steps since the last exchanges have changed, and wait for the version. Blocks.
+
+        The model has the job's values then. Does nothing if there are no such steps, or if the script is in
+        the middle of one.
 
         Raises as `Engine.finish_step`.
+        """
+        if any(self._trained):
+            self._exchange(None, going_on=False)
+        elif self._elastic and not (self._engine.batches.computed or self._engine.closed):
+            self.void()
+
+    def _exchange(self, fragment: int | None, *, going_on: bool) -> None:
+        """See `exchange`.
+
+        Args:
+            fragment: what it is about; None for all of them.
+            going_on: the script makes more steps. Then an elastic worker keeps its own values.
         """
         engine = self._engine
         if engine.batches.computed or engine.closed:
             return
-        if not engine.batches.kept:
-            if self._elastic:
-                self.void()
-            return
+        buckets = self._every if fragment is None else self._fragments[fragment]
+        besides = self._every - buckets
         if self._elastic:
-            self._set_aside()
-            if not engine.refresh():
+            self._set_aside(besides)
+            if not engine.refresh(besides):
                 return
-        engine.begin_exchange()
-        for bucket, present in self._contribute():
+        samples = max(self._trained) if fragment is None else self._trained[fragment]
+        engine.begin_exchange(samples, besides)
+        for bucket, present in self._contribute(besides):
             engine.ready(bucket, present)
+        self.made = 0
+        self._exchanges += 1
+        for number in range(len(self._fragments)) if fragment is None else (fragment,):
+            self._trained[number] = 0
         generation = engine.generation
         engine.finish_step()
         if self._elastic and going_on and generation == engine.generation:
@@ -105,33 +141,37 @@ class LocalSteps:
     def void(self) -> None:
         """They count for nothing: the model has the values again that were pulled last."""
         self.made = 0
+        self._trained = [0] * len(self._fragments)
         self._own.clear()
         self._flat.publish()
 
-    def _set_aside(self) -> None:
-        """The job's values are about to be pulled into the model, which must not replace this worker's."""
-        self._own = {
-            index: self._flat.tensors[index].detach().clone()
-            for index, spec in enumerate(self._flat.layout.tensors)
-            if spec.rule is Rule.GRADIENT
-        }
+    def _exchanged(self, besides: Set[int]) -> Iterator[int]:
+        """The tensors of gradients that the exchange is about."""
+        for index, spec in enumerate(self._flat.layout.tensors):
+            if spec.rule is Rule.GRADIENT and besides.isdisjoint(self._flat.buckets_of[index]):
+                yield index
 
-    def _contribute(self) -> Iterator[tuple[Bucket, Sequence[bool]]]:
+    def _set_aside(self, besides: Set[int]) -> None:
+        """The job's values are about to be pulled into the model, which must not replace this worker's."""
+        self._own = {index: self._flat.tensors[index].detach().clone() for index in self._exchanged(besides)}
+
+    def _contribute(self, besides: Set[int]) -> Iterator[tuple[Bucket, Sequence[bool]]]:
         """Put what is to be pushed where it is sent from; yields the buckets as `Engine.ready` takes them.
 
         Values that were set aside move towards those that were pulled.
         """
-        self.made = 0
         layout, tensors = self._flat.layout, self._flat.tensors
-        for index, spec in enumerate(layout.tensors):
-            if spec.rule is Rule.GRADIENT and not tensors[index].requires_grad:
-                self._flat.clear_contribution(index)
-            elif spec.rule is Rule.GRADIENT:
+        for index in self._exchanged(besides):
+            if tensors[index].requires_grad:
                 self._subtract(index)
-            elif spec.rule is not Rule.CONSTANT:
+            else:
+                self._flat.clear_contribution(index)
+        for index, spec in enumerate(layout.tensors):
+            if spec.rule not in (Rule.GRADIENT, Rule.CONSTANT):
                 self._flat.contribution(index).copy_(tensors[index])
         for bucket in layout.pushed:
-            trained = [tensors[piece.tensor].requires_grad for piece in bucket.pieces]
+            there = bucket.index not in besides
+            trained = [there and tensors[piece.tensor].requires_grad for piece in bucket.pieces]
             yield bucket, trained if bucket.rule is Rule.GRADIENT else ()
 
     @torch.no_grad()

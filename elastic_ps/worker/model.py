@@ -8,7 +8,7 @@ pulled bucket is received straight into the model. What is on another device, or
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 
 import torch
 from torch.nn.parameter import UninitializedParameter
@@ -422,11 +422,16 @@ class Flat:
                     "itself (see `averaged`), it must change it in place"
                 )
 
-    def publish(self) -> None:
-        """All values are there: copy them to tensors that have memory of their own. Blocks for the copies."""
+    def publish(self, *, besides: Set[int] = frozenset()) -> None:
+        """The values are there: copy them to tensors that have memory of their own. Blocks for the copies.
+
+        Args:
+            besides: buckets that were not pulled.
+        """
         with torch.no_grad():
             for index in self._apart:
-                self.tensors[index].copy_(self.value(index))
+                if besides.isdisjoint(self.buckets_of[index]):
+                    self.tensors[index].copy_(self.value(index))
         self._seal.close()
 
 

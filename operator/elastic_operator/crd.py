@@ -297,6 +297,10 @@ def _add_rules(spec: Schema) -> None:
             "message": "consistency.outerLearningRate is at most 1 with outer easgd",
         },
         {
+            "rule": "!has(self.fragments) || !has(self.steps) || self.fragments <= self.steps",
+            "message": "consistency.fragments is above consistency.steps",
+        },
+        {
             "rule": "self.mode == 'sync' || (!self.deterministic && self.backupWorkers == 0)",
             "message": "consistency.backupWorkers and deterministic work only with mode sync",
         },

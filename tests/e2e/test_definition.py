@@ -44,6 +44,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("consistency.gradients must be set with mode accumulate", {"consistency": {"mode": "accumulate"}}),
     ("consistency.steps must be set with mode local, and only then", {"consistency": {"mode": "local"}}),
     ("consistency.steps must be set with mode local, and only then", {"consistency": {"steps": 3}}),
+    ("consistency.fragments works only with mode local", {"consistency": {"fragments": 2}}),
+    ("consistency.fragments is above consistency.steps", {"consistency": LOCAL | {"fragments": 1000}}),
     ("consistency.outer works only with mode local", {"consistency": {"outer": "diloco"}}),
     ("consistency.outerLearningRate works only with mode local", {"consistency": {"outerLearningRate": 0.5}}),
     ("consistency.outerMomentum works only with mode local", {"consistency": {"outerMomentum": 0.5}}),
