@@ -1,11 +1,14 @@
 """A real HorizontalPodAutoscaler drives a job through its scale subresource.
 
-The cluster has no metrics server, so a pod answers in its place: every worker is always busy.
+A metrics server measures what the workers use. Where there is none, a pod answers in its place: every worker
+is always busy.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import ssl
 import subprocess
 import urllib.request
@@ -22,7 +25,22 @@ from tests.e2e.operator_process import Jobs, OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("definition")
 
-API = "v1beta1.metrics.k8s.io"
+BUSY = """
+import signal, time
+busy = True
+def calm(*arguments):
+    global busy
+    busy = False
+signal.signal(signal.SIGUSR1, calm)
+signal.signal(signal.SIGTERM, lambda *arguments: exit(0))
+while True:
+    until = time.monotonic() + 0.03
+    while busy and time.monotonic() < until:
+        pass
+    time.sleep(0.1)
+"""
+"""A worker that is busy until it is sent SIGUSR1."""
+
 SERVE = """
 import http.server, json, ssl, time, urllib.parse
 GROUP = "metrics.k8s.io/v1beta1"
@@ -70,6 +88,8 @@ def answers(address: str) -> bool:
 @pytest.fixture
 def metrics(local_cluster: Cluster, namespace: str, python_image: str, tmp_path: Path) -> Iterator[None]:
     """An API for metrics.k8s.io, served by a pod with a certificate of its own making."""
+    if local_cluster.has_metrics_server:
+        pytest.skip("there is a metrics server, which the test before has used")
     certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=metrics"]
     subprocess.run([*make, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
@@ -102,57 +122,66 @@ def metrics(local_cluster: Cluster, namespace: str, python_image: str, tmp_path:
     address = local_cluster.get("-n", namespace, "service", "metrics")["spec"]["clusterIP"]
     # An API server that asks too early keeps its connection to whatever answered.
     wait_for(lambda: answers(address), what="the Service leads to the pod", timeout=timedelta(minutes=1))
-    version, _, group = API.partition(".")
-    service = {"name": "metrics", "namespace": namespace, "port": 443}
-    local_cluster.apply(
-        {
-            "apiVersion": "apiregistration.k8s.io/v1",
-            "kind": "APIService",
-            "metadata": {"name": API},
-            "spec": {
-                "group": group,
-                "version": version,
-                "service": service,
-                "insecureSkipTLSVerify": True,
-                "groupPriorityMinimum": 100,
-                "versionPriority": 100,
-            },
-        }
-    )
-    try:
-        local_cluster.kubectl("wait", "--for=condition=Available", f"apiservice/{API}", "--timeout=60s")
+    with local_cluster.api_service("metrics", namespace):
         yield
-    finally:
-        local_cluster.kubectl("delete", "apiservice", API)
+
+
+def autoscaler(version: str, **spec: Any) -> dict[str, Any]:
+    target = {"apiVersion": API_VERSION, "kind": KIND, "name": "auto"}
+    return {
+        "apiVersion": f"autoscaling/{version}",
+        "kind": "HorizontalPodAutoscaler",
+        "metadata": {"name": "auto"},
+        "spec": {"scaleTargetRef": target, "minReplicas": 1, "maxReplicas": 3, **spec},
+    }
+
+
+def start(jobs: Jobs) -> dict[str, tuple[str, int]]:
+    """Start a job with one worker, which may have three; its pods."""
+    request = {"name": "worker", "resources": {"requests": {"cpu": "10m"}}}
+    template = {"spec": {"containers": [request]}}
+    worker = {"replicas": 1, "maxReplicas": 3, "template": template}
+    jobs.apply("auto", command=["python3", "-c", BUSY], worker=worker)
+    jobs.wait_status("auto", phase="Running", workers="1/1")
+    return jobs.identities("auto")
+
+
+def wait_asked(jobs: Jobs, replicas: int) -> None:
+    wait_for(
+        lambda: jobs.job("auto")["spec"]["worker"]["replicas"] == replicas,
+        what=f"the autoscaler asks for {replicas} workers",
+        timeout=timedelta(minutes=3),
+        explain=lambda: jobs.kubectl("describe", "hpa", "auto", check=False).stdout,
+    )
+    jobs.wait_status("auto", phase="Running", workers=f"{replicas}/{replicas}")
+
+
+def test_workers_come_while_all_are_busy_and_go_when_they_are_not(
+    local_cluster: Cluster, namespace: str, python_image: str, operator: OperatorProcess
+) -> None:
+    if not local_cluster.has_metrics_server:
+        pytest.skip("there is no metrics server; the next test is for that")
+    jobs = Jobs(local_cluster, namespace, python_image)
+    cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 80}}
+    at_once = {"scaleDown": {"stabilizationWindowSeconds": 0}}
+    with local_cluster.metrics_server():
+        before = start(jobs)
+        asks = autoscaler("v2", metrics=[{"type": "Resource", "resource": cpu}], behavior=at_once)
+        local_cluster.apply(asks, namespace=namespace)
+        wait_asked(jobs, 3)
+        grown = jobs.identities("auto")
+        assert before.items() <= grown.items()
+        for name in grown.keys() - {"auto-ps-0"}:
+            os.kill(local_cluster.pod_pid(name, namespace=namespace), signal.SIGUSR1)
+        wait_asked(jobs, 1)
+    assert jobs.identities("auto") == before, "who trains is not restarted"
 
 
 def test_autoscaler_adds_workers_until_the_job_has_its_most(
     metrics: None, local_cluster: Cluster, namespace: str, python_image: str, operator: OperatorProcess
 ) -> None:
     jobs = Jobs(local_cluster, namespace, python_image)
-    request = {"name": "worker", "resources": {"requests": {"cpu": "10m"}}}
-    jobs.apply(
-        "auto", worker={"replicas": 1, "maxReplicas": 3, "template": {"spec": {"containers": [request]}}}
-    )
-    jobs.wait_status("auto", phase="Running", workers="1/1")
-    before = jobs.identities("auto")
-    autoscaler = {
-        "apiVersion": "autoscaling/v1",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": "auto"},
-        "spec": {
-            "scaleTargetRef": {"apiVersion": API_VERSION, "kind": KIND, "name": "auto"},
-            "minReplicas": 1,
-            "maxReplicas": 3,
-            "targetCPUUtilizationPercentage": 50,
-        },
-    }
-    local_cluster.apply(autoscaler, namespace=namespace)
-    wait_for(
-        lambda: jobs.job("auto")["spec"]["worker"]["replicas"] == 3,
-        what="the autoscaler asks for three workers",
-        timeout=timedelta(minutes=3),
-        explain=lambda: jobs.kubectl("describe", "hpa", "auto", check=False).stdout,
-    )
-    jobs.wait_status("auto", phase="Running", workers="3/3")
+    before = start(jobs)
+    local_cluster.apply(autoscaler("v1", targetCPUUtilizationPercentage=50), namespace=namespace)
+    wait_asked(jobs, 3)
     assert before.items() <= jobs.identities("auto").items()

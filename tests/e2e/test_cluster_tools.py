@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster import addons, apt, archive, build, components, images, layout, pipsettings, processes
+from tests.e2e.cluster import (
+    addons,
+    apt,
+    archive,
+    build,
+    components,
+    images,
+    layout,
+    metrics,
+    pipsettings,
+    processes,
+)
 from tests.e2e.cluster.errors import ClusterError
 
 
@@ -163,14 +174,15 @@ def test_an_image_is_built_anew_when_what_it_copies_changes(tmp_path: Path) -> N
 def test_flags_follow_the_version(tmp_path: Path) -> None:
     plan = layout.Layout.create(tmp_path / "state")
     paths = {
-        name: Path("/bin") / name for name in (*build.KUBERNETES, "etcd", "containerd", "dnsmasq", "runc")
+        name: Path("/bin") / name
+        for name in (*build.KUBERNETES, *build.OPTIONAL, "etcd", "containerd", "dnsmasq", "runc")
     }
     old, new = (build.Binaries(paths, version) for version in ((1, 20), (1, 33)))
     assert "--port=0" in components.command("kube-scheduler", plan, old)
     assert "--port=0" not in components.command("kube-scheduler", plan, new)
     assert "--container-runtime=remote" in components.command("kubelet", plan, old)
     assert not any("container-runtime" in flag for flag in components.command("kubelet", plan, new))
-    for name in components.COMPONENTS:
+    for name in (*components.COMPONENTS, metrics.NAME):
         assert components.command(name, plan, old)[0]
     for binaries, fails in ((old, True), (new, False)):
         components.write_configuration(plan, binaries, restrict_oom_score=False, snapshotter="overlayfs")

@@ -5,7 +5,7 @@ Debian 12 has no package of a Kubernetes server, but it has the whole source pac
 our patch revision, so that a later run finds it there and a change of the patch builds anew.
 
 Other binaries can be used without a build: `ELASTIC_PS_KUBERNETES_BIN` names a directory with any of them,
-also etcd and containerd. `KUBEBUILDER_ASSETS` (the convention of envtest) is looked at next.
+also etcd, containerd and metrics-server. `KUBEBUILDER_ASSETS` (the convention of envtest) is looked at next.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ KUBERNETES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "ku
 # Two rounds, so that a failure of the second does not lose sight of which part failed.
 ROUNDS = (KUBERNETES[:3], KUBERNETES[3:])
 CONTAINERD = ("containerd", "containerd-shim-runc-v2", "ctr")
+OPTIONAL = ("metrics-server",)
+"""Used where they are given; Debian has no source of them."""
 # Raise this when `_patch` changes: it is part of the cache's key.
 PATCH_REVISION = 1
 BUILD_TIMEOUT = timedelta(minutes=60)
@@ -59,6 +61,9 @@ class Binaries:
     def __getitem__(self, name: str) -> Path:
         return self.paths[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.paths
+
 
 def obtain() -> Binaries:
     """Find or build every program that a cluster needs, installing Debian packages that are missing.
@@ -79,6 +84,7 @@ def obtain() -> Binaries:
     etcd = _find("etcd", given)
     paths["etcd"] = etcd or _which("etcd")
     paths |= {name: _which(name) for name in ("runc", "dnsmasq")}
+    paths |= {name: path for name in OPTIONAL if (path := _find(name, given))}
     # These three are made for each other.
     ours = {name: _find(name, given) for name in CONTAINERD}
     paths |= {name: path if all(ours.values()) and path else _which(name) for name, path in ours.items()}

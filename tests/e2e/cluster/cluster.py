@@ -15,19 +15,20 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from . import build, components, host, images, pki, processes
+from . import build, components, host, images, metrics, pki, processes
 from .addons import PROVISIONER, STORAGE_CLASS
 from .base import GivenCluster, find_kubectl
 from .build import Binaries
 from .components import CNI_NETWORK, COMPONENTS
 from .errors import ClusterError, ClusterUnavailable
-from .layout import NODE, PAUSE_IMAGE, Layout, default_state_dir
+from .layout import GATEWAY, NODE, PAUSE_IMAGE, Layout, default_state_dir
 from .shell import locked, run, say, wait_for
 
 READY_TIMEOUT = timedelta(seconds=90)
@@ -110,6 +111,36 @@ class Cluster(GivenCluster):
         if processes.pid_of(self._known(component), self.layout) is None:
             self._spawn(component)
         self._await(component)
+
+    @property
+    def has_metrics_server(self) -> bool:
+        """Whether there is one to be started."""
+        return metrics.NAME in self._binaries
+
+    @contextmanager
+    def metrics_server(self) -> Iterator[None]:
+        """While this lasts, the cluster has a metrics server."""
+        self.apply(*metrics.service(self.layout), namespace=metrics.NAMESPACE)
+        self._spawn(metrics.NAME)
+        try:
+            self._wait("the metrics server answers", self._metrics_answer, of=(metrics.NAME,))
+            with self.api_service(metrics.NAME, metrics.NAMESPACE):
+                yield
+        finally:
+            pid = processes.pid_of(metrics.NAME, self.layout)
+            processes.end([] if pid is None else [pid])
+            self.kubectl("-n", metrics.NAMESPACE, "delete", f"service/{metrics.NAME}")
+
+    @contextmanager
+    def api_service(self, name: str, namespace: str) -> Iterator[None]:
+        """While this lasts, a Service answers requests for metrics."""
+        self.apply(metrics.api_service(name, namespace))
+        try:
+            self.kubectl("wait", "--for=condition=Available", f"apiservice/{metrics.API}", "--timeout=60s")
+            yield
+        finally:
+            # One that nobody serves would hold the deletion of every namespace up.
+            self.kubectl("delete", "apiservice", metrics.API)
 
     def veth_of(self, pod: str, *, namespace: str = "default") -> str:
         wanted = {("K8S_POD_NAME", pod), ("K8S_POD_NAMESPACE", namespace)}
@@ -251,6 +282,11 @@ class Cluster(GivenCluster):
             return False
         except OSError:
             return False
+
+    def _metrics_answer(self) -> bool:
+        # Not its /readyz, which waits for the first pod.
+        port, token = self.layout.ports[metrics.NAME], self.layout.tokens[metrics.NAME]
+        return self._http_ok(f"https://{GATEWAY}:{port}/livez", token=token)
 
     def _answers(self, command: list[str | Path]) -> bool:
         return run(command, check=False, timeout=timedelta(seconds=10)).returncode == 0

@@ -11,6 +11,7 @@ import json
 import sys
 from pathlib import Path
 
+from . import metrics
 from .build import Binaries
 from .layout import (
     BRIDGE,
@@ -28,6 +29,8 @@ from .layout import (
 CNI_BINARIES = Path("/usr/lib/cni")
 CNI_NETWORK = "elastic-ps"
 SERVICE_IP = "10.96.0.1"
+AGGREGATOR = "aggregator"
+"""The name under which the API server passes requests on to the servers of other APIs."""
 # In the order of their start. Each needs those before it, more or less.
 COMPONENTS = (
     "etcd", "kube-apiserver", "containerd", "kube-controller-manager", "kube-scheduler",
@@ -47,6 +50,7 @@ def command(name: str, layout: Layout, binaries: Binaries) -> list[str]:
         "kube-proxy": _proxy,
         "dnsmasq": _dnsmasq,
         "addons": _addons,
+        metrics.NAME: metrics.command,
     }
     return makers[name](layout, binaries)
 
@@ -82,6 +86,13 @@ def _apiserver(layout: Layout, binaries: Binaries) -> list[str]:
         "--authorization-mode=Node,RBAC",
         "--enable-admission-plugins=NodeRestriction",
         f"--token-auth-file={pki / 'tokens.csv'}",
+        f"--requestheader-client-ca-file={pki / 'ca.crt'}",
+        f"--requestheader-allowed-names={AGGREGATOR}",
+        "--requestheader-username-headers=X-Remote-User",
+        "--requestheader-group-headers=X-Remote-Group",
+        "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+        f"--proxy-client-cert-file={pki / f'{AGGREGATOR}.crt'}",
+        f"--proxy-client-key-file={pki / f'{AGGREGATOR}.key'}",
         f"--service-account-key-file={pki / 'service-account.pub'}",
         f"--service-account-signing-key-file={pki / 'service-account.key'}",
         f"--service-account-issuer=https://kubernetes.default.svc.{DOMAIN}",
@@ -105,6 +116,7 @@ def _controller_manager(layout: Layout, binaries: Binaries) -> list[str]:
         # start after it up for ten seconds.
         "--allocate-node-cidrs=false",
         f"--service-cluster-ip-range={SERVICE_CIDR}",
+        "--horizontal-pod-autoscaler-sync-period=5s",
         *_serving("kube-controller-manager", layout, binaries),
     ]
 

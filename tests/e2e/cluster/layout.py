@@ -35,10 +35,12 @@ TOKENS = {
     "kube-scheduler": ("system:kube-scheduler", ""),
     "kubelet": (f"system:node:{NODE}", "system:nodes"),
     "kube-proxy": ("system:kube-proxy", ""),
+    "metrics-server": ("metrics-server", "system:masters"),
 }
 PORTS = (
     "etcd", "etcd-peer", "kube-apiserver", "kube-controller-manager", "kube-scheduler",
     "kubelet", "kubelet-health", "kube-proxy-health", "kube-proxy-metrics",
+    "metrics-server",
 )  # fmt: skip
 
 

@@ -1,11 +1,13 @@
-"""Keys and certificates of one cluster, made by openssl: an authority, the API server's, its client's towards
-the kubelet, and the pair that signs service account tokens. They live as long as the cluster does."""
+"""Keys and certificates of one cluster, made by openssl: an authority, the API server's, its clients' towards
+the kubelet and towards the servers of other APIs, the metrics server's, and the pair that signs service
+account tokens. They live as long as the cluster does."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from .components import SERVICE_IP
+from . import metrics
+from .components import AGGREGATOR, SERVICE_IP
 from .layout import DOMAIN, GATEWAY, TOKENS, Layout
 from .shell import run
 
@@ -24,6 +26,9 @@ def create(layout: Layout) -> None:
     names += ["DNS:localhost", f"IP:{GATEWAY}", f"IP:{SERVICE_IP}", "IP:127.0.0.1"]
     _certificate(pki, "apiserver", "/CN=kube-apiserver", f"subjectAltName={','.join(names)}\n")
     _certificate(pki, "client", "/O=system:masters/CN=kube-apiserver", "extendedKeyUsage=clientAuth\n")
+    measuring = f"subjectAltName=DNS:{metrics.NAME}.{metrics.NAMESPACE}.svc,IP:{GATEWAY}\n"
+    _certificate(pki, metrics.NAME, f"/CN={metrics.NAME}", measuring)
+    _certificate(pki, AGGREGATOR, f"/CN={AGGREGATOR}", "extendedKeyUsage=clientAuth\n")
     _key(pki / "service-account.key")
     run(
         [
