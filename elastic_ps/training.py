@@ -331,9 +331,16 @@ class Compression(CamelModel):
         description="What follows each codec, also none. With zstd, what the codecs of gradients and values "
         "make is compressed with Zstandard, and nothing is lost by that. It needs the package zstandard.",
     )
-    values: Literal["none", "bf16"] = Field(
+    values: Literal["none", "bf16", "int8", "int4", "topk", "signsgd"] = Field(
         default="none",
         description="How the parameter server sends the model's values to the workers. With none, they are "
         "sent as they are. With bf16, float32 parameters that are trained take half the bytes: workers "
-        "compute on rounded values, and the parameter server keeps and steps the float32 ones.",
+        "compute on rounded values, and the parameter server keeps and steps the float32 ones. With int8, "
+        "int4, topk or signsgd it sends what a version has changed, encoded so, and adds what is lost by "
+        "that to the next change.",
+    )
+    values_options: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Arguments of the codec of values, as compression.options: block (int8, int4, signsgd), "
+        "ratio (topk).",
     )

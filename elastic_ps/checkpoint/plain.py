@@ -16,7 +16,7 @@ import torch
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import MANIFEST
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import MASTER, Reader
+from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
 from elastic_ps.core.partition import Rule
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, UserError
@@ -195,7 +195,7 @@ def _optimizer_state(
                 state["state"][position] = {
                     key: value.view(spec.shape) if value.dim() else value
                     for key, value in entries.items()
-                    if key != MASTER
+                    if key not in (MASTER, PULLED)
                 }
     return state
 

@@ -52,10 +52,13 @@ _CODES = {name: code for code, name in DTYPES.items()}
 _NAME = re.compile(r"(\d{1,9})/(\d{1,15})/(\w{1,100})/(elements|scalar)", re.ASCII)
 
 VALUE = "value"
-"""The key of a tensor's own elements; other keys are of the optimizer's state, but for `MASTER`."""
+"""The key of a tensor's own elements; other keys are of the optimizer's state, but for the two below."""
 
 MASTER = "master"
 """The key of what the optimizer steps, in single precision, where `VALUE` is rounded from it."""
+
+PULLED = "pulled"
+"""The key of what workers have, where that follows `VALUE` in encoded deltas."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Source(Protocol):
         """`length` elements from `start` on of a flattened tensor of the model; memory of their own."""
 
     def state(self, tensor: int, start: int, length: int) -> dict[str, torch.Tensor]:
-        """The optimizer's state of that piece, and its `MASTER`, by key; {} if there is none."""
+        """The optimizer's state of that piece, its `MASTER` and `PULLED`, by key; {} if there is none."""
 
 
 def write(path: Path, tensors: Sequence[Stored]) -> ShardFile:

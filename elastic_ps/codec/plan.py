@@ -34,6 +34,9 @@ BUILT_IN: Mapping[str, type[Codec]] = {
 VALUES: Mapping[str, type[Codec]] = {"bf16": Bf16}
 """Those of values. The same values always give the same bytes: nothing is drawn, and nothing is kept."""
 
+DELTAS = ("int8", "int4", "topk", "signsgd")
+"""Those of what a version changes in the values. None of them keeps anything for the next one."""
+
 
 class Run(NamedTuple):
     """Pieces of a bucket, one after the other, that are encoded together.
@@ -60,7 +63,7 @@ class Plan:
 
     Attributes:
         name: of the codec of gradients that no rule replaces.
-        values: the name of the codec of values.
+        values, deltas: the names of the codec of values, and of that of what a version changes in them.
     """
 
     def __init__(self, compression: Compression) -> None:
@@ -71,8 +74,18 @@ class Plan:
         self._default = compression.codec, make(compression.codec, compression.options)
         self._rules = [(rule.match, rule.codec, make(rule.codec, rule.options)) for rule in compression.rules]
         self.name, _ = self._followed(*self._default)
-        values = VALUES[compression.values]() if compression.values != NONE else None
-        self.values, self._values = self._followed(compression.values, values)
+        chosen = compression.values
+        changes = chosen in DELTAS
+        values = VALUES[chosen]() if chosen in VALUES else None
+        if compression.values_options and not changes:
+            raise InvalidJob(
+                f"compression.valuesOptions {dict(compression.values_options)} has no meaning with values "
+                f"{chosen}. Leave it out, or set values to one of {', '.join(DELTAS)}"
+            )
+        self.values, self._values = self._followed(NONE if changes else chosen, values)
+        self.deltas, self._deltas = NONE, None
+        if changes:
+            self.deltas, self._deltas = self._followed(chosen, make(chosen, compression.values_options))
 
     def _followed(self, name: str, codec: Codec | None) -> tuple[str, Codec | None]:
         """A codec and its name, followed by the lossless one if the job has one."""
@@ -95,8 +108,8 @@ class Plan:
 
     @property
     def encodes_values(self) -> bool:
-        """Whether any values are encoded."""
-        return self._values is not None
+        """Whether what workers have of any values may be something else than the parameter server has."""
+        return self._values is not None or self._deltas is not None
 
     def of_values(self, layout: Layout, bucket: Bucket) -> Codec | None:
         """The codec of a bucket's values; None: they are sent as they are.
@@ -104,9 +117,11 @@ class Plan:
         So are those that no optimizer steps, or that are frozen when the job begins: nothing is saved by
         rounding what is sent once. Half precision is not made coarser, and `float64` has its reasons.
         """
-        frozen = all(layout.tensors[piece.tensor].frozen for piece in bucket.pieces)
-        trained = bucket.rule is Rule.GRADIENT and not frozen
-        return self._values if trained and bucket.dtype == "float32" else None
+        return self._values if _changes(layout, bucket) else None
+
+    def of_deltas(self, layout: Layout, bucket: Bucket) -> Codec | None:
+        """The codec of what a version changes in a bucket's values; None: all of them are sent again."""
+        return self._deltas if _changes(layout, bucket) else None
 
     def as_pulled(self, layout: Layout, bucket: Bucket, values: torch.Tensor) -> torch.Tensor:
         """What a worker has when it has pulled these values; `values` itself if they are sent as they are."""
@@ -153,6 +168,12 @@ class Plan:
         if codec is None or (exact and bucket.dtype == "float64"):  # codecs get float32
             return NONE, None
         return name, codec
+
+
+def _changes(layout: Layout, bucket: Bucket) -> bool:
+    """Whether an optimizer steps the bucket, in single precision."""
+    frozen = all(layout.tensors[piece.tensor].frozen for piece in bucket.pieces)
+    return bucket.rule is Rule.GRADIENT and not frozen and bucket.dtype == "float32"
 
 
 def make(name: str, options: Mapping[str, Any]) -> Codec | None:

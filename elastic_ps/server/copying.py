@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_ps.checkpoint.tensors import MASTER, VALUE, Stored
+from elastic_ps.checkpoint.tensors import MASTER, PULLED, VALUE, Stored
 from elastic_ps.codec import as_bytes, dtype_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket
 from elastic_ps.errors import RefusalCode, Refused
@@ -17,9 +17,11 @@ from elastic_ps.transport.base import Incoming
 
 def stored(values: BucketValues) -> Iterator[Stored]:
     """The tensors of a bucket. They are live: the next `apply` changes them."""
-    for key, flat in ((VALUE, values.values), (MASTER, values.master)):
-        if key == MASTER and flat is values.values:
-            continue
+    kept = {VALUE: values.values}
+    if values.master is not values.values:
+        same = values.master.dtype is values.values.dtype
+        kept = {VALUE: values.master, PULLED: values.values} if same else {**kept, MASTER: values.master}
+    for key, flat in kept.items():
         start = 0
         for piece in values.bucket.pieces:
             yield Stored(piece.tensor, piece.start, key, flat[start : start + piece.length])

@@ -17,10 +17,16 @@ from elastic_ps.transport.convert import run_to_message
 
 
 class Sent(NamedTuple):
-    """What is sent of a bucket's values. `run`: how they are encoded; None: they are as they are."""
+    """What is sent of a bucket's values.
+
+    Attributes:
+        run: how they are encoded; None: they are as they are.
+        delta: they are what this version has changed; None: they are all of them.
+    """
 
     run: pb.Run | None
     body: memoryview
+    delta: int | None = None
 
 
 class _Place:
@@ -48,6 +54,9 @@ class ValueEncoder:
 
     def encode(self, shard: Shard, pulled: Pulled) -> Sent:
         """What to send of a bucket that `shard` has handed out."""
+        if pulled.delta is not None:  # it was encoded when the version was made
+            (body,) = pulled.delta.packed.body
+            return Sent(run_to_message(self._plan.deltas, pulled.delta.packed), body, pulled.delta.version)
         without_body = pulled.unchanged or pulled.stands
         place = None if without_body or not self._plan.encodes_values else self._place(shard, pulled)
         if place is None:

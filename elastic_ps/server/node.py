@@ -130,6 +130,7 @@ class Node:
             consistency=self._consistency,
             trace=self._trace,
             follows=configuration.follows,
+            codecs=self._codecs,
         )
         if configuration.load_version is not None:
             if self.store is None:

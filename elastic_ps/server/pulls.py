@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from elastic_ps.server.deltas import Delta
+
 
 @dataclass(frozen=True)
 class RestartedAs:
@@ -23,6 +25,7 @@ class Pulled:
         copied: `data` is a copy, which never changes.
         stands: the values are those of the draft that the caller has.
         draft: number of the draft that the bucket is; 0 for the version itself.
+        delta: what the caller has to add to the values that it has, instead of `data`.
     """
 
     bucket: int
@@ -32,6 +35,7 @@ class Pulled:
     copied: bool = False
     stands: bool = False
     draft: int = 0
+    delta: Delta | None = None
 
 
 NO_DRAFTS: Mapping[int, int] = MappingProxyType({})

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from elastic_ps.checkpoint.tensors import MASTER, Reader
+from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.codec.optimizers import WIDE, usual_state
 from elastic_ps.core.membership import Stay
@@ -112,6 +112,8 @@ def _try_optimizer(reader: Reader, settings: Settings) -> None:
         expected, found = usual(tensor.group, stepped, tensor.shape == ()), reader.keys(index)
         if found.pop(MASTER, (stepped, False)) != (stepped, False):
             raise ValueError(f"{tensor.name}: its master weights are not of dtype {stepped}")
+        if found.pop(PULLED, (tensor.dtype, False)) != (tensor.dtype, False):
+            raise ValueError(f"{tensor.name}: what workers have pulled is not of dtype {tensor.dtype}")
         different = {key for key in expected.keys() & found.keys() if expected[key] != found[key]}
         # SGD makes its buffer when it finds none.
         missing = expected.keys() - found.keys() if found and manifest.optimizer != "SGD" else set()

@@ -232,6 +232,7 @@ class Service:
                 version=item.version,
                 unchanged=item.unchanged,
                 encoded=sent.run,
+                delta=sent.delta,
                 draft=item.draft,
                 stands=item.stands,
             )

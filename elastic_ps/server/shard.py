@@ -18,6 +18,7 @@ import torch
 from elastic_ps.checkpoint.tensors import Source, Stored
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.optimizers import Entry
+from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import Settings
@@ -30,7 +31,7 @@ from elastic_ps.server.pulls import NO_DRAFTS, Pulled, RestartedAs
 from elastic_ps.server.receiving import Buffers, read_state
 from elastic_ps.server.values import BucketValues, StateEntry, require_finite
 from elastic_ps.telemetry import Trace
-from elastic_ps.training import Consistency
+from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.transport.memory import shared_if_possible
 
@@ -59,6 +60,7 @@ class Shard:
         consistency: the job's. With `deterministic` contributions are added in the order of worker index.
         follows: it is a standby: its state comes bucket by bucket with `take_state`. Until all are there, it
             steps those that it has.
+        codecs: the job's; they say of which buckets deltas are sent.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Shard:
         consistency: Consistency,
         trace: Trace,
         follows: bool = False,
+        codecs: Plan | None = None,
     ) -> None:
         self.layout = layout
+        self._codecs = codecs or Plan(Compression())
         self.index = index
         lock = threading.RLock()
         self._changed = threading.Condition(lock)  # a version is there, or another round is open
@@ -100,7 +104,12 @@ class Shard:
         allocate = shared_if_possible([bucket.nbytes for bucket in buckets])
         made = {}
         for bucket in buckets:
-            values = BucketValues(bucket, stale=self._consistency.may_be_stale, allocate=allocate)
+            values = BucketValues(
+                bucket,
+                stale=self._consistency.may_be_stale,
+                allocate=allocate,
+                deltas=self._codecs.of_deltas(self.layout, bucket),
+            )
             values.build_optimizer(name, settings.groups, self.layout.tensors)
             made[bucket.index] = values
         return made
@@ -288,8 +297,8 @@ class Shard:
             attempt: of the open round; None not to be told when that is started again.
             contributor: worker and incarnation of a caller that takes part in rounds. The values cannot
                 change before its next push, so they are not copied; unless rounds may be made without it.
-            held: the caller has the values of this version, of this term: what has not changed since need not
-                be sent.
+            held: the caller has the values of this version, of this term, or newer ones: what has not changed
+                since need not be sent, and of what has, a delta may be enough.
             drafts: for buckets of which the caller has drafts, their numbers. A draft that has become the
                 version need not be sent again.
 
@@ -313,8 +322,9 @@ class Shard:
                     self._require_part(contributor)
                 unchanged = reached and held is not None and values.changed <= held
                 stands = reached and not unchanged and drafts.get(index, 0) == values.draft > 0
+                delta = values.delta_for(held) if reached and not (unchanged or stands) else None
                 data = EMPTY
-                if reached and not (unchanged or stands):
+                if reached and not (unchanged or stands or delta):
                     data = values.memory if stable else as_bytes(values.values.clone())
                 reached_version, now = values.version, self._log.attempt
             if not arrived:
@@ -323,7 +333,9 @@ class Shard:
             if not reached:
                 yield RestartedAs(now)
                 return
-            yield Pulled(index, reached_version, data, unchanged, copied=not stable, stands=stands)
+            yield Pulled(
+                index, reached_version, data, unchanged, copied=not stable, stands=stands, delta=delta
+            )
         if stable:
             with self._changed:
                 self._require_part(contributor)
@@ -380,7 +392,9 @@ class Shard:
                     break
                 number = have[index] = draft.draft
                 unchanged = held is not None and draft.changed <= held
-            yield Pulled(index, version, EMPTY if unchanged else draft.memory, unchanged, draft=number)
+                delta = None if unchanged else draft.delta_for(held)
+                data = EMPTY if unchanged or delta else draft.memory
+            yield Pulled(index, version, data, unchanged, draft=number, delta=delta)
         yield from self.pull(
             buckets,
             version,

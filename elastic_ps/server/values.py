@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.checkpoint.tensors import MASTER, Source
+from elastic_ps.checkpoint.tensors import MASTER, PULLED, Source
 from elastic_ps.codec import as_tensor, dtype_of
+from elastic_ps.codec.base import Codec
 from elastic_ps.codec.optimizers import WIDE, constructor_arguments, usual_state
 from elastic_ps.core.partition import Bucket, Rule, TensorSpec
 from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, LIMITS, MAX_NORM, check_optimizer
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+from elastic_ps.server.deltas import Delta, make_delta
 from elastic_ps.transport.memory import Allocate, plain
 
 
@@ -35,20 +37,32 @@ class BucketValues:
         bucket: what it is.
         stale: contributions may have been computed on an older version, so that a maximum must not go back.
         allocate: gives the memory of the values.
+        deltas: encodes what workers get of a new version; None: they get all of its values. For float32.
 
     Attributes:
         bucket: what it is.
         values: flat, of the bucket's dtype; what workers pull.
         memory: the bytes of `values`.
-        master: what the optimizer steps; `values` itself unless they are of half precision.
+        master: what the optimizer steps; `values` itself unless they are of half precision, or `deltas` has
+            not told the workers all of it yet.
         version: number of steps taken.
         changed: the first version that has the values of now.
+        delta: what makes these values of the ones before; None: nothing does.
         draft: the number under which the values were sent before their round was decided; 0: they were not.
         weight: samples of all contributions to the open round's sum.
     """
 
-    def __init__(self, bucket: Bucket, *, stale: bool = False, allocate: Allocate = plain) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        stale: bool = False,
+        allocate: Allocate = plain,
+        deltas: Codec | None = None,
+    ) -> None:
         self.bucket = bucket
+        self._deltas = deltas
+        self.delta: Delta | None = None
         self._stale = stale
         self.memory = allocate(bucket.nbytes)
         self.values = as_tensor(self.memory, dtype_of(bucket.dtype))
@@ -69,7 +83,8 @@ class BucketValues:
         self._divides = False  # the optimizer's step divides the gradients by its `grad_scale`
         self._rows: list[int] = []
         if bucket.rule is Rule.GRADIENT:
-            self.master = self.values.to(WIDE.get(bucket.dtype, self.values.dtype))
+            wide = WIDE.get(bucket.dtype, self.values.dtype)
+            self.master = self.values.to(wide, copy=deltas is not None)
             self._parameters = [
                 torch.nn.Parameter(self._piece(self.master, i)) for i in range(len(bucket.pieces))
             ]
@@ -203,6 +218,7 @@ class BucketValues:
             self.values.copy_(self.sum)
         elif any(self._present) or any(groups[number].get(key) for number in self._groups for key in LIMITS):
             self._step(groups, samples)
+            self._publish(version)
         else:
             self.version = version
             return
@@ -212,7 +228,7 @@ class BucketValues:
         """Make the round's sum, which is of one worker's values, `version`; the optimizer's state stays."""
         self.master.copy_(self.sum)
         self.values.copy_(self.sum)
-        self.draft = 0
+        self.draft, self.delta = 0, None
         self.version = self.changed = version
 
     def mirror(self, other: BucketValues) -> None:
@@ -223,6 +239,7 @@ class BucketValues:
         for parameter, state in zip(self._parameters, other.states, strict=True):
             self._mirror_state(parameter, state)
         self.version, self.changed, self.draft = other.version, other.changed, other.draft
+        self.delta = other.delta
         self._memory().copy_(other.sum)
         self.present, self.weight = other.present, other.weight
 
@@ -271,8 +288,20 @@ class BucketValues:
         self._limit()
         for values, mask in zeros:
             values.masked_fill_(mask, 0)
-        if self.master is not self.values:
+
+    def _publish(self, version: int) -> None:
+        """Give the values that workers pull what the optimizer has stepped, as far as the codec does."""
+        if self._deltas is not None:
+            index, since = self.bucket.index, self.changed
+            self.delta = make_delta(
+                self._deltas, self.values, self.master, bucket=index, since=since, version=version
+            )
+        elif self.master is not self.values:
             self.values.copy_(self.master)
+
+    def delta_for(self, held: int | None) -> Delta | None:
+        """What a worker can add to the values that it has, of version `held`; None: it needs all of them."""
+        return None if held is None or self.delta is None or held < self.delta.since else self.delta
 
     def _parts(self, gradients: Mapping[torch.nn.Parameter, object]) -> list[set[torch.nn.Parameter]]:
         """The parameters to step, in parts: torch's fused SGD fails if some have a momentum and some not."""
@@ -323,13 +352,14 @@ class BucketValues:
         for index, piece in enumerate(self.bucket.pieces):
             where = (piece.tensor, piece.start, piece.length)
             values, state = stored.value(*where), stored.state(*where)
-            self._piece(self.values, index).copy_(values)
+            pulled, master = state.pop(PULLED, values), state.pop(MASTER, values)
+            self._piece(self.values, index).copy_(values if self._deltas is None else pulled)
             if self.master is not self.values:
-                self._piece(self.master, index).copy_(state.pop(MASTER, values))
+                self._piece(self.master, index).copy_(master)
             if self._optimizer is not None and state:
                 self._optimizer.state[self._parameters[index]] = state
         self.version = self.changed = version
-        self.draft = 0
+        self.draft, self.delta = 0, None
 
 
 def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:

@@ -421,7 +421,7 @@ class PullRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: bool = ..., held: _Optional[int] = ..., ahead: _Optional[str] = ..., drafts: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class PullReply(_message.Message):
-    __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings", "stopped", "unchanged", "encoded", "draft", "stands")
+    __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings", "stopped", "unchanged", "encoded", "draft", "stands", "delta")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
@@ -433,6 +433,7 @@ class PullReply(_message.Message):
     ENCODED_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     STANDS_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     attempt: int
     pending: bool
@@ -444,7 +445,8 @@ class PullReply(_message.Message):
     encoded: Run
     draft: int
     stands: bool
-    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., done: bool = ..., version: _Optional[int] = ..., settings: _Optional[str] = ..., stopped: _Optional[str] = ..., unchanged: bool = ..., encoded: _Optional[_Union[Run, _Mapping]] = ..., draft: _Optional[int] = ..., stands: bool = ...) -> None: ...
+    delta: int
+    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., done: bool = ..., version: _Optional[int] = ..., settings: _Optional[str] = ..., stopped: _Optional[str] = ..., unchanged: bool = ..., encoded: _Optional[_Union[Run, _Mapping]] = ..., draft: _Optional[int] = ..., stands: bool = ..., delta: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("caller", "version")

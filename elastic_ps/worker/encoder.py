@@ -78,15 +78,21 @@ class Encoder:
         self._encoding = {bucket.index: threading.Lock() for bucket in layout.pushed}
         self._step = -1
         self._version: int | None = None  # that the step is computed on, once something of it is encoded
+        self._term = 0
         self._counted = (-1, 0)  # a version, and how many steps that count this worker has made on it
         self._made: dict[int, Payload] = {}  # of this step's buckets
         self._next: dict[_Place, torch.Tensor] = {}  # what this step leaves over
         self._next_states: dict[_Place, dict[str, Any]] = {}
         self._bodies: dict[int, bytearray] = {}  # memory that has been written to is had faster than new one
 
-    def begin(self, step: int) -> None:
-        """The step with this number begins. The one before is in the model by now, or never will be."""
+    def begin(self, step: int, term: int = 0) -> None:
+        """The step with this number begins. The one before is in the model by now, or never will be.
+
+        A new term may make versions once more: then the steps draw the same numbers as before.
+        """
         with self._lock:
+            if term != self._term:
+                self._term, self._counted = term, (-1, 0)
             self._step, self._version = step, None
             self._made.clear()
             self._next.clear()

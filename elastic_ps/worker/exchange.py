@@ -217,7 +217,7 @@ class Exchange:
             self._besides = besides
             self._ready = self._queued = self._acknowledged = 0
             self._present.clear()
-            self._encoder.begin(step.number)
+            self._encoder.begin(step.number, step.stay.term)
             self._ahead.forget()
             self._to_ask = None
             self._send_to_far_shards()
@@ -655,6 +655,7 @@ class Exchange:
         """A bucket has reached the version."""
         if reply.stands:
             self._ahead.take(bucket, self._flat.value_of(bucket))
+            self._values.arrived(bucket, reply.version)
         elif not reply.unchanged:
             self._values.receive(bucket, reply, incoming)
             if not self._attempt:  # else drafts are void because the round has started again

@@ -1,4 +1,4 @@
-"""Receives pulled values into the model's memory: as they are, or decoded."""
+"""Receives pulled values into the model's memory: as they are, decoded, or as what has changed in them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,12 @@ class Values:
         self._traffic = traffic or Traffic()
         self._trace = trace or Trace(None, "")
         self._plan = plan
-        self._codecs = {b.index: plan.of_values(flat.layout, b) for b in flat.layout.buckets}
+        buckets, layout = flat.layout.buckets, flat.layout
+        self._codecs = {b.index: plan.of_values(layout, b) for b in buckets}
+        self._deltas = {b.index: plan.of_deltas(layout, b) for b in buckets}
+        self._versions: dict[int, int] = {}  # of the values that are there
         self._memory: dict[int, bytearray] = {}  # of each shard, for what is encoded
+        self._changes: dict[int, torch.Tensor] = {}  # of each shard, for a delta
 
     def receive(
         self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, *, into: torch.Tensor | None = None
@@ -42,15 +46,17 @@ class Values:
         """Write a bucket's values into the model's memory. Blocks until they are there.
 
         Args:
-            into: write them there instead; flat, of the bucket's dtype.
+            into: write them there instead; flat, of the bucket's dtype. See `arrived`.
 
         Raises:
             Malformed: they are encoded in another way than this job's, or do not fit the bucket.
             ConnectionLost, DeadlineExceeded: the rest does not come; the values are undefined.
         """
-        codec = self._codecs[bucket.index]
-        theirs, ours = reply.encoded.codec or NONE, NONE if codec is None else self._plan.values
-        if theirs != ours:
+        delta = reply.HasField("delta")
+        codec = (self._deltas if delta else self._codecs)[bucket.index]
+        name = self._plan.deltas if delta else self._plan.values
+        theirs, ours = reply.encoded.codec or NONE, NONE if codec is None else name
+        if theirs != ours or (delta and codec is None):
             raise Malformed(
                 f"shard {bucket.shard} sends the values of bucket {bucket.index} as {theirs!r}; this worker "
                 f"expects {ours!r}. All processes of a job need the same spec.compression"
@@ -65,11 +71,39 @@ class Values:
                 body = self._place(bucket.shard, incoming.size)
                 incoming.read_into(body)
             started = time.monotonic_ns()
-            self._decode(codec, bucket, reply.encoded, body, target)
+            if delta:
+                self._add(codec, bucket, reply, body, target)
+            else:
+                self._decode(codec, bucket, reply.encoded, body, target)
             ended = time.monotonic_ns()
             self._trace.complete("decode", started, ended, bucket=bucket.index, bytes=len(body))
             seconds = (ended - started) / 1e9
+        if into is None:
+            self.arrived(bucket, reply.version)
         self._traffic.pulled(incoming.size, plain=bucket.nbytes, seconds=seconds)
+
+    def arrived(self, bucket: Bucket, version: int) -> None:
+        """The values that are there are those of the version."""
+        self._versions[bucket.index] = version
+
+    def _add(
+        self, codec: Codec, bucket: Bucket, reply: pb.PullReply, body: memoryview, target: torch.Tensor
+    ) -> None:
+        """Add a delta to the values that are there, once; to be written to `target`."""
+        values, held = self._flat.value_of(bucket), self._versions.get(bucket.index)
+        if held is None:
+            raise Malformed(
+                f"shard {bucket.shard} sends what has changed in bucket {bucket.index}, of which this worker "
+                "has no values"
+            )
+        if held >= reply.delta:
+            target.copy_(values)
+            return
+        if bucket.elements > len(self._changes.get(bucket.shard, ())):
+            self._changes[bucket.shard] = torch.empty(bucket.elements, dtype=values.dtype)
+        changes = self._changes[bucket.shard][: bucket.elements]
+        self._decode(codec, bucket, reply.encoded, body, changes)
+        torch.add(values, changes, out=target)
 
     def _decode(
         self, codec: Codec, bucket: Bucket, run: pb.Run, body: memoryview, target: torch.Tensor

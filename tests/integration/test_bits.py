@@ -166,7 +166,30 @@ def test_rounded_values_are_the_same_when_the_parameter_server_has_died(
     tmp_path: Path, durability: str
 ) -> None:
     """It makes them of the float32 ones, which it has from a checkpoint or its standby."""
-    compression = {"codec": "int8", "values": "bf16"}
+    expected, found = with_and_without_a_loss(tmp_path, durability, {"codec": "int8", "values": "bf16"})
+    assert torch.equal(expected, expected.bfloat16().float())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
+@pytest.mark.parametrize("values", ["int8", "topk"])
+def test_deltas_are_the_same_when_the_parameter_server_has_died(
+    tmp_path: Path, durability: str, values: str
+) -> None:
+    """What workers have is in the checkpoint, and on the standby."""
+    compression = {
+        "codec": "int8",
+        "values": values,
+        "valuesOptions": {"int8": {}, "topk": {"ratio": 0.1}}[values],
+    }
+    expected, found = with_and_without_a_loss(tmp_path, durability, compression)
+    assert torch.equal(found, expected)
+
+
+def with_and_without_a_loss(
+    tmp_path: Path, durability: str, compression: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parameters at the end of two jobs, of which one loses its parameter server."""
     server = {"durability": durability, "checkpoint": {"interval": "20ms"}}
 
     def disturb(job: Job) -> None:
@@ -175,9 +198,8 @@ def test_rounded_values_are_the_same_when_the_parameter_server_has_died(
         job.restart(0)
 
     expected = final_parameters(tmp_path / "undisturbed", compression=compression)
-    assert torch.equal(expected, expected.bfloat16().float())
     found = final_parameters(tmp_path / "disturbed", disturb, server=server, compression=compression)
-    assert torch.equal(found, expected)
+    return expected, found
 
 
 def test_no_thread_of_a_lost_parameter_server_stays(tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import elastic_ps
+from elastic_ps.codec.plan import make
 from elastic_ps.datasets import digits
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob
 from elastic_ps.models import accuracy
+from elastic_ps.server.deltas import make_delta
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
@@ -217,6 +219,115 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert found.keys() == expected.keys()
     for name, value in found.items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("transport", ["grpc", "inproc"])
+@pytest.mark.parametrize("values", ["int8", "topk"])
+def test_deltas_train_what_one_process_trains_that_computes_on_them(
+    tmp_path: Path, values: str, transport: str
+) -> None:
+    """To the bit: gradients are those at the values that workers have, and exact values are stepped."""
+    data, models = Numbers(80), Models()
+    compression = {"values": values}
+    checkpoints = tmp_path / "checkpoints"
+    with running_job(tmp_path, transport=transport, checkpoints=checkpoints, compression=compression) as job:
+        job.start(0, trainer(models, data))
+        job.join()
+        commits, spec, traffic = job.commits(), job.spec, job.status().traffic
+    assert traffic.pulled_bytes < traffic.pulled_plain_bytes / 2
+    reference = make_mlp()
+    parameters = list(reference.parameters())[::-1]  # in the order of the bucket
+    codec = make(values, {})
+    assert codec is not None
+    held = flat(parameters)
+
+    def at_what_workers_have(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+        exact = [p.data for p in parameters]
+        version = at["version"]
+        if version:
+            make_delta(codec, held, flat(parameters), bucket=0, since=0, version=version)
+        for p, own in zip(parameters, held.split([p.numel() for p in parameters]), strict=True):
+            p.data = own.view(p.shape).clone()
+
+        def restore(*_: object) -> None:
+            for p, own in zip(parameters, exact, strict=True):
+                p.data = own
+            handle.remove()
+
+        handle = at["optimizer"].register_step_pre_hook(restore)
+        return mse(model, x, y)
+
+    at: dict[str, Any] = {}
+
+    def fused(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, fused=True)
+
+    def note(version: int, _: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        at.update(version=version, optimizer=optimizer)
+
+    replay(commits, data, reference, fused, spec, loss=at_what_workers_have, before=note)
+    exact = flat(parameters)
+    kept = make_mlp()
+    elastic_ps.load_checkpoint(checkpoints, kept)
+    assert torch.equal(flat(list(kept.parameters())[::-1]), exact)
+    make_delta(codec, held, exact, bucket=0, since=0, version=len(commits))
+    assert torch.equal(flat(list(models[0].parameters())[::-1]), held)
+    assert not torch.equal(held, exact)
+
+
+def flat(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    return torch.cat([p.detach().view(-1) for p in parameters])
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"mode": "sync"},
+        {"mode": "sync", "backupWorkers": 1},
+        {"mode": "accumulate", "gradients": 2},
+        {"mode": "bounded", "maxStaleness": 4},
+        {"mode": "local", "steps": 3},
+    ],
+    ids=lambda mode: "-".join(str(value) for value in mode.values()),
+)
+def test_all_workers_have_the_same_values_with_deltas(tmp_path: Path, mode: dict[str, Any]) -> None:
+    """Also one that joins later, and in mode sync all of them when a shard was lost."""
+    data, models, joined = Numbers(400), Models(), threading.Event()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        if session.worker:
+            joined.set()
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if session.version >= 4:
+                joined.wait(LIMIT)
+        models[session.worker] = model
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        parameterServer={
+            "replicas": 2,
+            "bucketBytes": 1024,
+            "checkpoint": {"everyVersions": 3, "interval": "1h"},
+        },
+        compression={"codec": "int8", "values": "int8"},
+        consistency=mode,
+    ) as job:
+        job.start(0, script)
+        job.start(1, script)
+        job.until(lambda: joined.is_set() and job.version >= 6, "both train")
+        if mode == {"mode": "sync"}:
+            job.restart(1)
+        job.join()
+        traffic = job.status().traffic
+    assert check(read(job.history), Data(len(data), 1), max_staleness=4) == []
+    assert traffic.pulled_bytes < traffic.pulled_plain_bytes
+    assert_same(values_of(models[0]), values_of(models[1]))
 
 
 def test_a_codec_that_does_not_exist_is_said_before_anything_starts(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from elastic_ps.codec import as_bytes
+from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
@@ -75,6 +76,7 @@ class Rig:
         settings: Settings = LR,
         workers: Sequence[int] = (0, 1, 2),
         consistency: Consistency = SYNC,
+        codecs: Plan | None = None,
     ) -> None:
         self.layout = layout
         self.shard = Shard(
@@ -84,6 +86,7 @@ class Rig:
             (optimizer, settings),
             consistency=consistency,
             trace=Trace(None, ""),
+            codecs=codecs,
         )
         self.settings = settings
         self.workers = {worker: 10 + worker for worker in workers}

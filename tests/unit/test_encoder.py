@@ -122,6 +122,17 @@ def test_each_step_draws_numbers_of_its_own() -> None:
     assert bodies(True, version=8) != [first]
 
 
+def test_a_version_that_is_made_once_more_in_a_new_term_draws_the_same_numbers() -> None:
+    """Else a job with a fixed schedule had another result if its parameter server was lost."""
+    worker, made = Worker(plan(codec="int4")), []
+    for step, term in enumerate((1, 2, 2)):
+        worker.encoder.begin(step, term)
+        gradient = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]
+        made.append(bytes(worker.push(gradient, step, version=7)[1].body))
+        worker.encoder.applied()
+    assert made[0] == made[1] != made[2]
+
+
 def test_a_step_that_is_not_made_changes_no_state() -> None:
     worker, calls = Worker(plan(codec="tests.unit.test_codecs:Negative")), []
     for step, counts in enumerate([True, False, False, True, True]):
