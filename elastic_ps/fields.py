@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, PlainSerializer, WithJsonSchema
 from pydantic.alias_generators import to_camel
@@ -38,6 +38,29 @@ Duration: TypeAlias = Annotated[
     BeforeValidator(parse_duration),
     PlainSerializer(format_duration),
     WithJsonSchema({"type": "string", "pattern": _DURATION}),
+]
+AUTO: Final = "auto"
+
+
+def parse_duration_or_auto(value: object) -> timedelta | Literal["auto"]:
+    """Read a duration, or the word auto.
+
+    Raises:
+        ValueError: `value` is neither.
+    """
+    if value == AUTO:
+        return AUTO
+    try:
+        return parse_duration(value)
+    except ValueError:
+        raise ValueError(f"{value!r} is no duration; write it like 30s, 1m30s or 500ms, or auto") from None
+
+
+DurationOrAuto: TypeAlias = Annotated[
+    timedelta | Literal["auto"],
+    BeforeValidator(parse_duration_or_auto),
+    PlainSerializer(lambda value: value if value == AUTO else format_duration(value)),
+    WithJsonSchema({"type": "string", "pattern": f"^auto$|{_DURATION}"}),
 ]
 PodTemplate: TypeAlias = dict[str, JsonValue]
 

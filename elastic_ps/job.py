@@ -290,6 +290,16 @@ class TrainingJobSpec(CamelModel):
     data: Data = Field(default_factory=Data)
     run_policy: RunPolicy = Field(default_factory=RunPolicy)
 
+    @model_validator(mode="after")
+    def _check_quorum(self) -> TrainingJobSpec:
+        quorum, least = self.consistency.quorum, self.worker.min_replicas
+        if quorum is not None and quorum > least:
+            raise ValueError(
+                f"consistency.quorum {quorum} is above worker.minReplicas {least}, so the job may have too "
+                f"few workers for a version. Set worker.minReplicas to {quorum} or more, or a smaller quorum"
+            )
+        return self
+
 
 class ObjectMeta(BaseModel):
     """The part of Kubernetes' metadata that a job needs; other fields are kept and ignored."""

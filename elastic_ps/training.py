@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 from pydantic.alias_generators import to_camel
 
-from elastic_ps.fields import CamelModel
+from elastic_ps.fields import CamelModel, DurationOrAuto
 
 
 class ModeOption(NamedTuple):
@@ -44,6 +44,8 @@ OPTIONS = (
     ModeOption("gradients", "accumulate", "the number of steps that each version is made of"),
     ModeOption("steps", "local", "the number of steps that a worker makes by itself between two exchanges"),
     ModeOption("fragments", "local"),
+    ModeOption("quorum", "local"),
+    ModeOption("grace", "local"),
     ModeOption("outer", "local"),
     ModeOption("outer_learning_rate", "local"),
     ModeOption("outer_momentum", "local"),
@@ -141,6 +143,20 @@ class Consistency(CamelModel):
         "exchanged in turn. Each part is exchanged once in as many steps as are set, so exchanges are more "
         "frequent and smaller. A tensor is not divided, so there are at most as many parts as tensors.",
     )
+    quorum: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode local and outer diloco or average: of how many workers' exchanges a "
+        "version is made at least. Those that come within the grace period after that are part of it, too, "
+        "and later ones are part of a later version. All workers' if unset. It may be worker.minReplicas at "
+        "most.",
+    )
+    grace: DurationOrAuto | None = Field(
+        default=None,
+        description="Only with quorum: how long a version waits for the other workers when it has its "
+        "quorum. With auto, which is the default, it is a quarter of the time between two exchanges of a "
+        "worker, as measured.",
+    )
     outer: Literal["diloco", "average", "easgd", "downpour"] | None = Field(
         default=None,
         description="Only with mode local; diloco if unset. What the parameter server makes of the workers' "
@@ -181,9 +197,9 @@ class Consistency(CamelModel):
     @property
     def waits_for_all(self) -> bool:
         """Whether each version is made of the steps of all workers that compute."""
-        return (self.mode == "sync" and not self.backup_workers) or (
-            self.mode == "local" and self.outer_rule.waits
-        )
+        if self.mode == "local":
+            return self.outer_rule.waits and self.quorum is None
+        return self.mode == "sync" and not self.backup_workers
 
     @property
     def each_alone(self) -> bool:
@@ -208,12 +224,12 @@ class Consistency(CamelModel):
     @property
     def may_be_stale(self) -> bool:
         """Whether a step may go into a later version than the one after that it was computed on."""
-        return self.mode == "bounded" or self.each_alone
+        return self.mode == "bounded" or self.each_alone or self.quorum is not None
 
     @property
     def most_stale(self) -> float:
         """The most versions that may be made between the one of a step and the one that it goes into."""
-        return math.inf if self.each_alone else self.max_staleness or 0
+        return math.inf if self.each_alone or self.quorum is not None else self.max_staleness or 0
 
     @property
     def reads_one_version(self) -> bool:
@@ -247,6 +263,21 @@ class Consistency(CamelModel):
             raise ValueError(
                 f"fragments {self.fragments} is more than steps {self.steps}: each part is exchanged once in "
                 f"{self.steps} steps, one at a time. Set fragments to {self.steps} or less, or more steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_quorum(self) -> Consistency:
+        if self.quorum is not None and not self.outer_rule.waits:
+            waiting = " or ".join(name for name, rule in OUTER_RULES.items() if rule.waits)
+            raise ValueError(
+                f"quorum {self.quorum} has no meaning with outer {self.outer}, where each exchange makes a "
+                f"version by itself; leave it out, or set outer: {waiting}"
+            )
+        if self.grace is not None and self.quorum is None:
+            raise ValueError(
+                "grace has no meaning without quorum, because a version then waits for all workers; leave it "
+                "out, or set quorum: the number of workers that a version waits for at least"
             )
         return self
 

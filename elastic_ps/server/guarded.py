@@ -110,6 +110,11 @@ class Guarded:
             )
         self.told()
 
+    def hasten(self) -> None:
+        """See `JobState.hasten`. The lock is held."""
+        if self.state.hasten(self.clock()):
+            self.told()
+
     def drop_silent_and_hung(self) -> None:
         """Declare members gone whose lease has ended or that keep the others waiting. The lock is held."""
         now = self.clock()

@@ -109,6 +109,7 @@ class Lead:
                     return
                 if not job.state.rounds.committing:
                     job.drop_silent_and_hung()
+                    job.hasten()
                 job.stale |= self._driver.asks_shards
             self._driver.drive()
             self._safekeeping.keep_what_must_be()

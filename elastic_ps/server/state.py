@@ -31,6 +31,10 @@ INCARNATIONS_PER_TERM = 1 << 32
 """Incarnations start at a multiple of this in each term, so that none is given twice after a roll-back."""
 
 
+GRACE = 0.25
+"""With `grace: auto`, the share of a worker's mean time between two exchanges that a round waits for more."""
+
+
 @dataclass(frozen=True)
 class Model:
     """The model that is being trained: its tensors' layout and the class of its optimizer."""
@@ -109,6 +113,7 @@ class JobState:
     early: set[int] = field(default_factory=set)
     starved: set[int] = field(default_factory=set)
     waiting: Waiting = field(default_factory=Waiting)
+    lagging: Waiting = field(default_factory=Waiting)
     pace: Pace = field(default_factory=Pace)
     calls: Calls[Taken] = field(default_factory=Calls)
 
@@ -341,6 +346,30 @@ class JobState:
         awaited = {live[worker].incarnation: worker for worker in missing & live.keys()}
         overdue = self.waiting.overdue((rounds.version, rounds.attempt), awaited, now, limit)
         return {awaited[incarnation]: seconds for incarnation, seconds in overdue.items()}
+
+    @property
+    def grace(self) -> timedelta | None:
+        """How long the open round waits for others when it has its quorum; None: as long as they take.
+
+        By itself it is a share of the time that workers need between two exchanges, when that is known.
+        """
+        if isinstance(self.consistency.grace, timedelta):
+            return self.consistency.grace
+        return None if self.pace.median is None else timedelta(seconds=GRACE * self.pace.median)
+
+    def hasten(self, now: float) -> bool:
+        """If the open round has waited for as long as `grace` allows, it waits no longer.
+
+        Returns whether that is so now.
+        """
+        grace, lagging = self.grace, self.rounds.lagging
+        overdue = self.lagging.overdue(
+            (self.version, self.rounds.attempt), lagging, now, grace or timedelta()
+        )
+        if not (overdue or (lagging and grace == timedelta())):
+            return False
+        self.rounds.hasten()
+        return True
 
     def stop_computing(self, stay: Stay, *, abandoned: bool) -> None:
         """A worker takes part in no round for now; what it holds goes to others.

@@ -412,6 +412,23 @@ class Engine:
             return False
         return True
 
+    def open_round(self) -> int | None:
+        """The version of the round that an exchange will be part of, which waits for it from now on. Blocks.
+
+        Returns None if this worker had to join again.
+        """
+        base = self.version
+        step = Step(stay=self.client.stay, number=self._steps, base=base, version=base, samples=1)
+        try:
+            return self.client.begin(step)[0]
+        except Refused as refusal:
+            if refusal.code is RefusalCode.LATE:
+                return base  # so is the exchange
+            if not expelled(refusal):
+                raise
+            self._come_back(refusal)
+            return None
+
     def begin_exchange(self, samples: int, besides: Set[int]) -> None:
         """All steps since the last exchange are one for the parameter server.
 

@@ -81,8 +81,8 @@ class LocalSteps:
         stopping = engine.stopping
         if stopping:
             self.exchange()
-        elif self.made >= self._due:
-            self._exchange(self._turn, going_on=True)
+        elif self.made >= self._due and (at := self._at()) is not None:
+            self._exchange(turn(at, len(self._fragments), scattered=self._asks), going_on=True)
 
     @property
     def _due(self) -> int:
@@ -91,10 +91,18 @@ class LocalSteps:
         return steps_before(self._exchanges, self._consistency.steps, len(self._fragments))
 
     @property
-    def _turn(self) -> int:
-        """Which fragment is exchanged next: where all workers exchange at the same time, the same one."""
-        at = self._engine.version if self._consistency.waits_for_all else self._exchanges
-        return turn(at, len(self._fragments))
+    def _asks(self) -> bool:
+        """Whether it depends on the round that is open which fragment is exchanged."""
+        return self._consistency.quorum is not None and len(self._fragments) > 1
+
+    def _at(self) -> int | None:
+        """What the next fragment follows from. Blocks. Workers of the same round exchange the same one.
+
+        Returns None if this worker had to join again.
+        """
+        if self._asks:
+            return self._engine.open_round()
+        return self._engine.version if self._consistency.waits_for_all else self._exchanges
 
     def exchange(self) -> None:
         """Push what the steps since the last exchanges have changed, and wait for the version. Blocks.

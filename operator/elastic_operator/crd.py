@@ -256,7 +256,11 @@ def _add_rules(spec: Schema) -> None:
             "rule": "!oldSelf.consistency.deterministic || self.worker.replicas == oldSelf.worker.replicas",
             "message": "worker.replicas cannot change with consistency.deterministic: "
             "each worker has a fixed share of the records",
-        }
+        },
+        {
+            "rule": "!has(self.consistency.quorum) || self.consistency.quorum <= self.worker.minReplicas",
+            "message": "consistency.quorum is above worker.minReplicas",
+        },
     ]
     for name in ("entrypoint", "arguments", "consistency", "compression", "data"):
         fields[name]["x-kubernetes-validations"] = [_immutable(name)]
@@ -290,11 +294,20 @@ def _add_rules(spec: Schema) -> None:
             "message": f"consistency.{to_camel(name)} works only with outer {' or '.join(takes)}",
         }
         fields["consistency"]["x-kubernetes-validations"].append(rule)
+    waiting = [outer for outer, rule in OUTER_RULES.items() if rule.waits]
     fields["consistency"]["x-kubernetes-validations"] += [
         {
             "rule": "!has(self.outer) || self.outer != 'easgd' || !has(self.outerLearningRate) || "
             "self.outerLearningRate <= 1.0",
             "message": "consistency.outerLearningRate is at most 1 with outer easgd",
+        },
+        {
+            "rule": "!has(self.grace) || has(self.quorum)",
+            "message": "consistency.grace works only with quorum",
+        },
+        {
+            "rule": f"!has(self.quorum) || !has(self.outer) || self.outer in {waiting}",
+            "message": f"consistency.quorum works only with outer {' or '.join(waiting)}",
         },
         {
             "rule": "!has(self.fragments) || !has(self.steps) || self.fragments <= self.steps",

@@ -46,6 +46,13 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("consistency.steps must be set with mode local, and only then", {"consistency": {"steps": 3}}),
     ("consistency.fragments works only with mode local", {"consistency": {"fragments": 2}}),
     ("consistency.fragments is above consistency.steps", {"consistency": LOCAL | {"fragments": 1000}}),
+    ("consistency.quorum works only with mode local", {"consistency": {"quorum": 1}}),
+    (
+        "consistency.quorum works only with outer diloco or average",
+        {"consistency": LOCAL | {"quorum": 1, "outer": "easgd"}},
+    ),
+    ("consistency.quorum is above worker.minReplicas", {"consistency": LOCAL | {"quorum": 2}}),
+    ("consistency.grace works only with quorum", {"consistency": LOCAL | {"grace": "1s"}}),
     ("consistency.outer works only with mode local", {"consistency": {"outer": "diloco"}}),
     ("consistency.outerLearningRate works only with mode local", {"consistency": {"outerLearningRate": 0.5}}),
     ("consistency.outerMomentum works only with mode local", {"consistency": {"outerMomentum": 0.5}}),

@@ -1,0 +1,146 @@
+"""Mode `local` with a quorum: slow workers are waited for a little, and their exchanges count later."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.errors import InvalidJob
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, make_spec, running_job
+from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse
+from tests.integration.test_local_steps import (
+    BATCH,
+    adamw,
+    check_histories,
+    local,
+    reference,
+    train,
+)
+from tests.integration.trained import training
+from tests.polling import eventually
+
+
+@pytest.mark.parametrize("outer", ["diloco", "average"])
+def test_with_a_quorum_of_all_workers_it_is_the_rule_of_the_paper(tmp_path: Path, outer: str) -> None:
+    data, models = Numbers(172), dict[int, torch.nn.Module]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(adamw(model), model)
+        train(session, model, optimizer, session.loader(data, BATCH))
+        models[session.worker] = model
+
+    with running_job(
+        tmp_path,
+        consistency=local(3, outer, quorum=2, grace="60s"),
+        data={"shardRecords": 8},
+        worker={"replicas": 2, "minReplicas": 2},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        commits, rule = job.commits(), job.spec.consistency
+        check_histories(job, data)
+    for model in models.values():
+        assert_equal_up_to_round_off(model, make_mlp(), lambda m: reference(commits, data, m, adamw, rule))
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_slow_worker_is_not_waited_for_and_what_it_has_trained_counts(
+    tmp_path: Path, fragments: int
+) -> None:
+    """It takes part for the first time when others have made five versions, and dies with its next steps."""
+    data, dead = Numbers(600), threading.Event()
+
+    def script(session: Session) -> None:
+        model, first = make_mlp(), not dead.is_set()
+        optimizer = session.optimizer(adamw(model), model)
+        for number, (x, y) in enumerate(session.loader(data, BATCH)):
+            if session.worker != 2 and number == 0:
+                eventually(lambda: training(job, 2) or dead.is_set(), "worker 2 has records")
+            if session.worker != 2 and number == 30:
+                eventually(dead.is_set, "worker 2 dies")
+            if session.worker == 2 and first and number == 3:
+                eventually(lambda: job.version >= 5, "the others make versions")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if session.worker == 2 and first and number == 5:
+                session._engine.client.close()  # without a goodbye
+                session.close()
+                dead.set()
+                return
+
+    with running_job(
+        tmp_path,
+        consistency=local(4, quorum=2, grace="0s", fragments=fragments),
+        data={"shardRecords": 32},
+        worker={"leaseDuration": "1s", "replicas": 3, "minReplicas": 2},
+        parameterServer={"bucketBytes": 1024},
+    ) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        job.until(dead.is_set, "worker 2 dies")
+        job.start(2, script)
+        job.join()
+        check_histories(job, data)
+        commits = job.commits()
+    assert_each_record_once(commits, records=600, epochs=1)
+    late = [c["staleness"] for commit in commits for c in commit["contributions"] if c["worker"] == 2]
+    assert max(late) >= 3
+    assert max(len(commit["contributions"]) for commit in commits) >= 2
+
+
+def test_a_round_waits_for_the_others_as_long_as_grace_says(tmp_path: Path) -> None:
+    """Here, until they come: each round of the time in which all take part has all of them."""
+    data = Numbers(240)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(adamw(model), model)
+        for number, (x, y) in enumerate(session.loader(data, BATCH)):
+            if number == 0:
+                eventually(lambda: all(training(job, w) for w in range(2)), "both have records")
+            if session.worker == 1 and number in (4, 8):  # the other's exchange is there, and a tick is over
+                eventually(lambda: bool(job.coordinator.job.state.rounds.lagging), "worker 0 is waited for")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(
+        tmp_path,
+        consistency=local(4, quorum=1, grace="60s"),
+        data={"shardRecords": 60},
+        worker={"replicas": 2},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        check_histories(job, data)
+        commits = job.commits()
+    assert [len(commit["contributions"]) for commit in commits][:4] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"consistency": local(2, quorum=0)}, "quorum: input should be greater than or equal to 1, got 0"),
+        (
+            {"consistency": local(2, quorum=3), "worker": {"replicas": 4, "minReplicas": 2}},
+            "consistency.quorum 3 is above worker.minReplicas 2, .* Set worker.minReplicas to 3 or more",
+        ),
+        ({"consistency": local(2, "easgd", quorum=1)}, "quorum 1 has no meaning with outer easgd"),
+        ({"consistency": local(2, grace="1s")}, "grace has no meaning without quorum"),
+        ({"consistency": local(2, quorum=1, grace="soon")}, "'soon' is no duration; .* 500ms, or auto"),
+        ({"consistency": {"quorum": 1}}, "quorum 1 has no meaning with mode sync"),
+        ({"consistency": {"grace": "auto"}}, "grace auto has no meaning with mode sync"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidJob, match=reason):
+        make_spec(**fields)
