@@ -46,6 +46,16 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "transport": Benchmark(
         "Bodies between two processes", "Up and down, beside `sendall` and `recv_into` on a TCP socket."
     ),
+    "server": Benchmark(
+        "What a parameter server spends",
+        "Processor time of a commit, beside a step of torch's optimizer; and of the parameter server for a "
+        "step and worker, beside the same with one worker.",
+    ),
+    "crowd": Benchmark(
+        "A thousand workers",
+        "Simulated ones: processor time of the parameter server for a join, and its share of a core while "
+        "all leases are kept, beside what we allow ourselves.",
+    ),
     "step": Benchmark("Samples per second of a whole job", "LeNet on the digits.", ("--rounds", "2")),
     "straggler": Benchmark(
         "One worker of three is slow",

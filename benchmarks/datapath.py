@@ -168,7 +168,7 @@ def train_with_parameter_server(case: str, directory: str) -> None:
     session = elastic_ps.connect()
     model, shape, classes = make_model(chosen.model)
     optimizer = session.optimizer(make_optimizer(chosen.optimizer, model), model)
-    data = Batches(make_batch(shape, classes, chosen.batch), chosen.steps * chosen.batch * chosen.workers * 2)
+    data = Batches(make_batch(shape, classes, chosen.batch), chosen.steps * chosen.batch * 16)
     timer = Timer(chosen.steps, Path(directory) / f"worker-{session.worker}.json")
     for number, (x, y) in enumerate(session.loader(data, chosen.batch, collate_fn=as_it_is)):
         train(model, optimizer, x, y)
@@ -203,6 +203,8 @@ class Measured:
 
     step: float
     cpu: float
+    server: float = float("nan")
+    """Processor seconds a step of the parameter server alone, which are in `cpu`, too."""
 
 
 def collect(directory: Path, workers: int, check: Callable[[], None]) -> Measured:
@@ -223,17 +225,20 @@ def server_cpu(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure_parameter_server(case: str, transport: Scheme | None) -> Measured:
+def measure_parameter_server(
+    case: str, transport: Scheme | None = None, *, workers: int | None = None
+) -> Measured:
+    """`workers`: as many as the case says, if it is not given."""
     from elastic_ps.job import parse_job
     from elastic_ps.local import Launcher, Options
     from elastic_ps.local.poller import fetch_status
 
-    chosen = CASES[case]
+    chosen, count = CASES[case], workers or CASES[case].workers
     with tempfile.TemporaryDirectory() as name:
         spec = {
             "entrypoint": "benchmarks.datapath:train_with_parameter_server",
             "arguments": {"case": case, "directory": name},
-            "worker": {"replicas": chosen.workers},
+            "worker": {"replicas": count},
             "parameterServer": {"checkpoint": {"interval": "3600s"}},
             "data": {"shuffle": False},
         }
@@ -252,11 +257,12 @@ def measure_parameter_server(case: str, transport: Scheme | None) -> Measured:
                 if server is not None and pid is not None and server.progress.version > chosen.steps * WARM:
                     seen.append((server.progress.version, server_cpu(pid)))
 
-            measured = collect(Path(name), chosen.workers, look)
+            measured = collect(Path(name), count, look)
             launcher.stop("measured", at_once=True)
             launcher.wait(timedelta(seconds=30))
     if len(seen) > 1 and seen[-1][0] > seen[0][0]:
-        measured.cpu += (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+        measured.server = (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+        measured.cpu += measured.server
     return measured
 
 
