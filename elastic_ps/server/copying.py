@@ -118,7 +118,9 @@ class Catching:
     def begin(self, bucket: Bucket) -> Arriving:
         """The tensors of a bucket that have come. Raises Refused (NOT_READY) if it is not waited for."""
         if self.anywhere or bucket.index not in self.missing:
-            raise Refused(RefusalCode.NOT_READY, f"the state of bucket {bucket.index} is not waited for")
+            raise Refused(
+                RefusalCode.NOT_READY, f"the standby does not wait for the state of bucket {bucket.index}"
+            )
         if self._arriving is None or self._arriving.bucket is not bucket:
             self._arriving = Arriving(bucket)
         return self._arriving
