@@ -291,6 +291,11 @@ class TrainingJobSpec(CamelModel):
     run_policy: RunPolicy = Field(default_factory=RunPolicy)
 
     @model_validator(mode="after")
+    def _check_workers(self) -> TrainingJobSpec:
+        self.check_replicas(self.worker.replicas)
+        return self
+
+    @model_validator(mode="after")
     def _check_quorum(self) -> TrainingJobSpec:
         quorum, least = self.consistency.quorum, self.worker.min_replicas
         if quorum is not None and quorum > least:
@@ -299,6 +304,16 @@ class TrainingJobSpec(CamelModel):
                 f"few workers for a version. Set worker.minReplicas to {quorum} or more, or a smaller quorum"
             )
         return self
+
+    def check_replicas(self, replicas: int) -> None:
+        """Raise ValueError, which names the bound, if there cannot be so many workers."""
+        self.worker.check_replicas(replicas)
+        size = self.consistency.global_batch_size
+        if size is not None and size < replicas:
+            raise ValueError(
+                f"replicas {replicas} is above consistency.globalBatchSize {size}, so some workers would "
+                "have no record of any version"
+            )
 
 
 class ObjectMeta(BaseModel):

@@ -39,6 +39,7 @@ OPTIONS = (
         "bounded",
         "the number of versions that the other workers may make while one worker computes a step",
     ),
+    ModeOption("global_batch_size", "sync"),
     ModeOption("reads", "async"),
     ModeOption("staleness_scale", "async"),
     ModeOption("gradients", "accumulate", "the number of steps that each version is made of"),
@@ -117,6 +118,14 @@ class Consistency(CamelModel):
         "for a version. If there are more, the steps that come last are dropped, and their records go to "
         "other workers. The last version of a job may be made of fewer.",
     )
+    global_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode sync: how many records each version is made of, whatever the number of "
+        "workers. They are the next ones in the order of the epoch. The parameter server gives each worker "
+        "a part of them, and the records of a worker that is lost go to others in the same version. The last "
+        "version of an epoch has what is left.",
+    )
     reads: Literal["consistent", "inconsistent"] | None = Field(
         default=None,
         description="Only with mode async; consistent if unset. With consistent, a worker reads one version "
@@ -185,7 +194,8 @@ class Consistency(CamelModel):
         description="With true, two runs of the job give the same model, bit for bit. Each worker has a "
         "fixed share of the records, and gradients are added in the order of the workers' indexes. When a "
         "worker is lost, the others wait for its replacement. worker.replicas cannot change while the job "
-        "runs.",
+        "runs. With globalBatchSize it may change, and nobody waits for a replacement: each version has the "
+        "same records with any workers, and two runs agree up to round-off.",
     )
     backup_workers: int = Field(
         default=0,
@@ -199,7 +209,17 @@ class Consistency(CamelModel):
         """Whether each version is made of the steps of all workers that compute."""
         if self.mode == "local":
             return self.outer_rule.waits and self.quorum is None
-        return self.mode == "sync" and not self.backup_workers
+        return self.mode == "sync" and not (self.backup_workers or self.global_batch_size)
+
+    @property
+    def fixed_workers(self) -> bool:
+        """Whether each worker has a fixed share of the records, so that their number cannot change."""
+        return self.deterministic and self.global_batch_size is None
+
+    @property
+    def several_steps(self) -> bool:
+        """Whether a worker may make several steps for a version, so that it asks after each what is next."""
+        return self.mode == "accumulate" or self.global_batch_size is not None
 
     @property
     def each_alone(self) -> bool:
@@ -219,7 +239,7 @@ class Consistency(CamelModel):
     @property
     def may_be_late(self) -> bool:
         """Whether a version may be complete without a worker's step, which is then dropped."""
-        return self.backup_workers > 0 or self.mode == "accumulate"
+        return self.backup_workers > 0 or self.several_steps
 
     @property
     def may_be_stale(self) -> bool:
@@ -305,6 +325,12 @@ class Consistency(CamelModel):
             raise ValueError(
                 f"backupWorkers {self.backup_workers} cannot be combined with deterministic: true, because "
                 "which worker is late differs from run to run; leave one of the two out"
+            )
+        if self.global_batch_size and self.backup_workers:
+            raise ValueError(
+                f"backupWorkers {self.backup_workers} cannot be combined with globalBatchSize "
+                f"{self.global_batch_size}, because a version without the slowest workers would have fewer "
+                "records; leave one of the two out"
             )
         return self
 

@@ -57,6 +57,9 @@ class AccumulateRounds(AskedRounds):
         super()._open_again()
         self.behind &= self.expected
 
+    def is_behind(self, worker: int) -> bool:
+        return worker in self.behind
+
     # --- steps
 
     @property

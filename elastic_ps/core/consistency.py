@@ -134,6 +134,11 @@ class SyncRounds:
         """The workers that were too late with their last step and have not been admitted since."""
         return frozenset()
 
+    def is_behind(self, worker: int) -> bool:
+        """Whether `worker` has a version that is over, on which no step is of use any more."""
+        del worker
+        return False
+
     def withdraw(self, worker: int) -> None:
         """`worker`, which is between two steps, computes nothing for now."""
         self.waiting.discard(worker)

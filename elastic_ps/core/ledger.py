@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 
 class Range(NamedTuple):
@@ -146,13 +146,13 @@ class Ledger:
         kept = list(keep)
         returned = self._without(holder, kept)
         self._set_held(holder, kept)
-        self._returned = _joined([*self._returned, *returned])
+        self._returned = joined([*self._returned, *returned])
 
     def give_back_some(self, holder: int, ranges: Iterable[Range]) -> None:
         """Take back `ranges`, for others to be handed them. Raises LedgerError as `apply` does."""
         wanted = list(ranges)
         self._set_held(holder, self._without(holder, wanted))
-        self._returned = _joined([*self._returned, *wanted])
+        self._returned = joined([*self._returned, *wanted])
 
     def _set_held(self, holder: int, ranges: list[Range]) -> None:
         if ranges:
@@ -161,19 +161,16 @@ class Ledger:
             self._held.pop(holder, None)
 
     def _without(self, holder: int, wanted: list[Range]) -> list[Range]:
-        held = list(self._held.get(holder, ()))
-        for r in wanted:
-            held = _subtract(held, r, holder)
-        return held
+        return without(self._held.get(holder, ()), wanted, holder=holder)
 
-    def copy(self) -> Ledger:
+    def copy(self) -> Self:
         """The same records; what is done to the one is not done to the other."""
         held = {holder: list(ranges) for holder, ranges in self._held.items()}
         return replace(self, _returned=list(self._returned), _held=held)
 
     def state(self) -> dict[str, Any]:
         """Plain data for a checkpoint; what workers hold counts as given back, they will be other workers."""
-        ranges = _joined([*self._returned, *itertools.chain(*self._held.values())])
+        ranges = joined([*self._returned, *itertools.chain(*self._held.values())])
         return {
             "records": self.records,
             "epochs": self.epochs,
@@ -184,7 +181,7 @@ class Ledger:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], *, shard_records: int) -> Ledger:
+    def from_state(cls, state: Mapping[str, Any], *, shard_records: int) -> Self:
         """The ledger that `state()` described.
 
         Raises:
@@ -227,7 +224,7 @@ class Ledger:
             )
 
 
-def _joined(ranges: Iterable[Range]) -> list[Range]:
+def joined(ranges: Iterable[Range]) -> list[Range]:
     """The same positions in order, in as few ranges as possible."""
     result: list[Range] = []
     for r in sorted(ranges):
@@ -236,6 +233,18 @@ def _joined(ranges: Iterable[Range]) -> list[Range]:
         else:
             result.append(r)
     return result
+
+
+def without(ranges: Iterable[Range], wanted: Iterable[Range], *, holder: int = 0) -> list[Range]:
+    """`ranges`, which `holder` holds, without the positions of `wanted`.
+
+    Raises:
+        LedgerError: one of `wanted` lies within none of `ranges`.
+    """
+    held = list(ranges)
+    for r in wanted:
+        held = _subtract(held, r, holder)
+    return held
 
 
 def _subtract(held: list[Range], r: Range, holder: int) -> list[Range]:

@@ -9,16 +9,24 @@ from elastic_ps.core.asynchronous import AsyncRounds
 from elastic_ps.core.backup import BackupRounds
 from elastic_ps.core.bounded import BoundedRounds
 from elastic_ps.core.consistency import SyncRounds
+from elastic_ps.core.portioned import PortionedRounds
 from elastic_ps.core.quorum import QuorumRounds
 from elastic_ps.training import Consistency
 
 ROUNDS: Mapping[str, Callable[[Consistency], SyncRounds]] = {
-    "sync": lambda c: BackupRounds(spare=c.backup_workers) if c.backup_workers else SyncRounds(),
+    "sync": lambda c: _rounds_of_all(c),
     "bounded": lambda c: BoundedRounds(max_staleness=c.max_staleness or 1),
     "async": lambda c: AsyncRounds(consistent=c.reads != "inconsistent"),
     "accumulate": lambda c: AccumulateRounds(wanted=c.gradients or 1),
     "local": lambda c: _rounds_of_exchanges(c),
 }
+
+
+def _rounds_of_all(consistency: Consistency) -> SyncRounds:
+    """In mode `sync` all take part in a version, but for backup workers."""
+    if consistency.global_batch_size is not None:
+        return PortionedRounds()
+    return BackupRounds(spare=consistency.backup_workers) if consistency.backup_workers else SyncRounds()
 
 
 def _rounds_of_exchanges(consistency: Consistency) -> SyncRounds:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -28,6 +28,7 @@ Kind: TypeAlias = Literal[
     "stale incarnation",  # a commit names a step that was sent after a newer process took the worker's place
     "acknowledged step lost",  # a worker saw its step applied, but no commit has it and nothing undid it
     "values differ",  # two processes have different values of one version, or a checkpoint is of another one
+    "version size",  # a version was made of other records than the next ones, as many as the job says
     "version gap",  # versions of a term do not follow one another
     "version from nowhere",  # a term continues from a version that no term before had committed
 ]
@@ -162,13 +163,16 @@ class Data:
     epochs: int
 
 
-def check(histories: Histories, data: Data | None, *, max_staleness: float = 0) -> list[Violation]:
+def check(
+    histories: Histories, data: Data | None, *, max_staleness: float = 0, batch: int | None = None
+) -> list[Violation]:
     """Everything in the histories that breaks the guarantee; [] if nothing does.
 
     Args:
         histories: of one run, from its first term on.
         data: the records of a job that has succeeded; None if it has not, so that records may be missing.
         max_staleness: what the job allows, in versions; infinite if there is no bound.
+        batch: how many records each version is to be made of, if that is constant.
     """
     surviving = fate(histories).surviving
     return [
@@ -180,6 +184,7 @@ def check(histories: Histories, data: Data | None, *, max_staleness: float = 0) 
         *_acknowledgements(histories),
         *_values(histories),
         *_records(surviving, histories, data),
+        *(_sizes(surviving, histories.skipped, data, batch) if data and batch else ()),
     ]
 
 
@@ -383,6 +388,31 @@ def _records(surviving: Sequence[Committed], histories: Histories, data: Data | 
             skipped = [r for r in histories.skipped if r.epoch == epoch]
             known = sorted([*(r for r, _ in found), *skipped])
             yield from _missing(epoch, known, histories.committed, data)
+
+
+def _sizes(
+    surviving: Sequence[Committed], skipped: Sequence[Range], data: Data, batch: int
+) -> Iterator[Violation]:
+    """Each version has the next `batch` records of an epoch that were not skipped, the last one the rest."""
+    made = [_positions(r for ranges in each.steps.values() for r in ranges) for each in surviving]
+    left_out = _positions(skipped).difference(*made)  # of a term that is undone, some may be trained later
+    starts = ((epoch, start) for epoch in range(data.epochs) for start in range(0, data.records, batch))
+    wanted = (
+        _positions([Range(epoch, start, min(start + batch, data.records))]) - left_out
+        for epoch, start in starts
+    )
+    trained = (each for each in wanted if each)
+    for committed, found, expected in zip(surviving, made, trained, strict=False):
+        if found != expected:
+            text = (
+                f"version {committed.version} is made of {len(found)} records; {len(found & expected)} of "
+                f"them are among the {len(expected)} that come next"
+            )
+            yield Violation("version size", text, committed.time)
+
+
+def _positions(ranges: Iterable[Range]) -> set[tuple[int, int]]:
+    return {(r.epoch, position) for r in ranges for position in range(r.start, r.stop)}
 
 
 def _doubled(epoch: int, found: Sequence[tuple[Range, float]]) -> Iterator[Violation]:

@@ -210,7 +210,10 @@ def judge(job: TrainingJob, result: Result, injections: Sequence[Injection], his
     progress, data = result.progress, None
     if result.phase == "Succeeded" and progress and progress.records_expected and progress.epochs:
         data = Data(progress.records_expected // progress.epochs, progress.epochs)
-    violations = check(histories, data, max_staleness=job.spec.consistency.most_stale)
+    consistency = job.spec.consistency
+    violations = check(
+        histories, data, max_staleness=consistency.most_stale, batch=consistency.global_batch_size
+    )
     undone = fate(histories).undone
     judged = list(injections)
     struck = [(each.struck, i) for i, each in enumerate(judged) if each.struck is not None]

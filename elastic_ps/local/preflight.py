@@ -27,7 +27,7 @@ def check_workers(job: TrainingJob, schedule: Sequence[ScaleAt]) -> None:
         *((f"--scale {at.version}:{at.workers}", at.workers) for at in schedule),
     ]:
         try:
-            job.spec.worker.check_replicas(workers)
+            job.spec.check_replicas(workers)
         except ValueError as error:
             raise UserError(f"{what}: {error}") from error
     versions = [at.version for at in schedule]

@@ -164,13 +164,13 @@ class JobDirectory:
         """Change the number of workers that are wanted; returns what it was.
 
         Raises:
-            UserError: outside of minReplicas and maxReplicas.
+            UserError: outside of the job's bounds.
         """
         with self._editing():
             job = self.read_job()
             before = job.spec.worker.replicas
             try:
-                job.spec.worker.check_replicas(workers)
+                job.spec.check_replicas(workers)
             except ValueError as error:
                 raise UserError(f"cannot scale job {self.job!r}: {error}") from error
             job.spec.worker.replicas = workers

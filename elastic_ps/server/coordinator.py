@@ -315,6 +315,7 @@ class Coordinator:
             state.stop_computing(stay, abandoned=abandoned)
         else:  # it may be late, and has to stay known as that
             state.give_back(stay.incarnation)
+        state.starved.add(stay.worker)
         self.job.told()
 
     def _hold(self, worker: int, incarnation: int, batch: int) -> list[Range]:
@@ -340,7 +341,7 @@ class Coordinator:
 
     def _open_ledger(self, records: int, epochs: int, batch: int) -> None:
         state, spec = self.job.state, self.job.spec
-        lanes = spec.worker.replicas if spec.consistency.deterministic else 0
+        lanes = spec.worker.replicas if spec.consistency.fixed_workers else 0
         state.open_ledger(records, epochs, lanes=lanes)
         if wrong := state.match_ledger(records, epochs, batch):
             raise Refused(RefusalCode.INVALID, wrong)

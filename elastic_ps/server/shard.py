@@ -82,7 +82,7 @@ class Shard:
         self._changed = threading.Condition(lock)  # a version is there, or another round is open
         self._added = threading.Condition(lock)  # that, too, or a push is over
         self._advancing = threading.Lock()
-        self._log = PushLog(term=term, several=consistency.mode == "accumulate")
+        self._log = PushLog(term=term, several=consistency.several_steps)
         self._consistency = consistency
         self._retired: RefusalCode | None = None
         self._torn = False  # some buckets were stepped, others not: the values are of no version

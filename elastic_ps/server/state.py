@@ -20,6 +20,7 @@ from elastic_ps.core.membership import Membership, Stay
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
+from elastic_ps.core.portions import PortionedLedger
 from elastic_ps.core.progress import Curve, Distribution, Rate
 from elastic_ps.core.settings import Position, Settings, read_settings
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused
@@ -161,6 +162,8 @@ class JobState:
         if self.ledger is None:
             return False
         held = sum(r.records for c in self.rounds.contributions for r in (*c.records, *c.skipped))
+        if isinstance(self.ledger, PortionedLedger):  # of the open version
+            return held == self.ledger.held_by_all and bool(self.stopped or not self.ledger.left)
         return bool(self.stopped) or self.ledger.applied + self.ledger.skipped + held == self.ledger.expected
 
     @property
@@ -223,17 +226,36 @@ class JobState:
         """
         if step <= stay.last_step:
             return After.PULL
-        after = self.rounds.after(stay.worker, attempt=attempt, step=step, anyway=bool(self.stopped))
+        anyway = bool(self.stopped or self._has_more(stay))
+        after = self.rounds.after(stay.worker, attempt=attempt, step=step, anyway=anyway)
         if after is After.COMPUTE:
             self.pace.idled(stay.incarnation)
         return after
 
+    def _has_more(self, stay: Stay) -> bool:
+        """Whether the member has more records of the open version, where these are cut into portions."""
+        if not isinstance(self.ledger, PortionedLedger):
+            return False
+        mine = self.ledger.portion(stay.worker, self._weights)
+        return bool(mine or self.to_compute_on(stay.incarnation))
+
+    @property
+    def _weights(self) -> dict[int, float]:
+        """Who gets a portion of the open version: who computes, or waits for records."""
+        workers = self.rounds.expected | self.rounds.waiting | self.starved
+        return dict.fromkeys(workers & self.members.live.keys(), 1.0)
+
     def open_ledger(self, records: int, epochs: int, *, lanes: int) -> None:
         """The first worker names its data set; with `lanes`, the schedule is fixed for that many workers."""
-        if self.ledger is None and lanes:
-            self.ledger = Lanes(records, epochs, self.data.shard_records, lanes)
-        elif self.ledger is None:
-            self.ledger = Ledger(records, epochs, self.data.shard_records)
+        if self.ledger is not None:
+            return
+        shard_records, size = self.data.shard_records, self.consistency.global_batch_size
+        if size is not None:
+            self.ledger = PortionedLedger(records, epochs, shard_records, size=size)
+        elif lanes:
+            self.ledger = Lanes(records, epochs, shard_records, lanes)
+        else:
+            self.ledger = Ledger(records, epochs, shard_records)
 
     def match_ledger(self, records: int, epochs: int, batch: int) -> str:
         """Compare a worker's data set with the job's; what is wrong with it in words, "" if nothing.
@@ -247,7 +269,7 @@ class JobState:
             self.ledger.extend(epochs)
         if (self.ledger.records, self.ledger.epochs) == (records, epochs):
             self.resumed = False
-            return self._match_gradients(batch)
+            return self._match_version(batch)
         fewer = (
             ". A job that continues from a checkpoint may train more epochs, not fewer"
             if self.resumed
@@ -258,10 +280,16 @@ class JobState:
             f"{self.ledger.records} records for {self.ledger.epochs} epochs{fewer}"
         )
 
-    def _match_gradients(self, batch: int) -> str:
-        """With a number of steps for each version: whether the job has so many steps."""
+    def _match_version(self, batch: int) -> str:
+        """With a number of steps or records for each version: whether the job has so many."""
         assert self.ledger is not None
         records, epochs = self.ledger.records, self.ledger.epochs
+        if (self.consistency.global_batch_size or 0) > records:
+            return (
+                f"consistency.globalBatchSize is {self.consistency.global_batch_size}, but the data set has "
+                f"only {records} records, and a version has records of one epoch. Set globalBatchSize to "
+                f"{records} or less"
+            )
         steps = -(-records // batch) * epochs
         if (self.consistency.gradients or 0) <= steps:
             return ""
@@ -278,6 +306,11 @@ class JobState:
         if isinstance(self.ledger, Lanes):
             return self.ledger.take(incarnation, worker=worker, batch=batch)
         assert self.ledger is not None
+        if isinstance(self.ledger, PortionedLedger):
+            weights = self._weights
+            if worker not in weights or self.rounds.is_behind(worker):
+                return []  # it has to get the open round's version first
+            return self.ledger.take_portion(incarnation, worker=worker, weights=weights)
         # Who was too late to compute on some records would be handed the same ones again.
         fresh = worker in self.rounds.turned_away
         return self.ledger.take(incarnation, batch=batch, workers=len(self.members.live), fresh=fresh)
@@ -572,8 +605,7 @@ class JobState:
             state.members.departed.append(stay)
         state.rounds.version = version
         if saved["ledger"] is not None:
-            kind = Lanes if "lanes" in saved["ledger"] else Ledger
-            state.ledger = kind.from_state(saved["ledger"], shard_records=data.shard_records)
+            state.ledger = _restored(saved["ledger"], data, consistency.global_batch_size)
         state.metrics = dict(saved["metrics"])
         state.last_round = saved.get("round", {})
         state.stopped = saved.get("stopped", "")
@@ -650,6 +682,20 @@ class JobState:
         fields["slowness"] = self.pace.slowness(stay.incarnation)
         fields["gone_seconds"] = None if stay.ended is None else now - stay.ended
         return Member.model_validate({**fields, "state": stay.outcome or here})
+
+
+def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | Lanes:
+    """The ledger of a checkpoint, with `size` records for each version, if it is given."""
+    if "lanes" not in saved and size is not None:
+        portioned = PortionedLedger.from_state(saved, shard_records=data.shard_records)
+        return replace(portioned, size=size)
+    if size is not None:
+        raise InvalidJob(
+            f"consistency.globalBatchSize is {size}, and the checkpoint was made with deterministic: true "
+            "and without globalBatchSize, where each worker has its own share of the records. Leave "
+            "globalBatchSize out to continue from the checkpoint"
+        )
+    return (Lanes if "lanes" in saved else Ledger).from_state(saved, shard_records=data.shard_records)
 
 
 def _utc(seconds: float) -> str:

@@ -507,7 +507,8 @@ class Engine:
             )
         if not self.spec.consistency.may_assign:
             raise UsageError(
-                "session.assign needs consistency.mode sync, without backupWorkers and deterministic: "
+                "session.assign needs consistency.mode sync, without backupWorkers, globalBatchSize "
+                "and deterministic: "
                 "elsewhere a version is made of the steps of some workers, at a time that they do not choose"
             )
         flat.take_values()

@@ -18,8 +18,8 @@ after some steps it is sent none.
 If the model's gradients are one bucket on one shard, the training thread itself pushes the step when it is
 complete, and the new version is the answer to its last push: handing it to other threads would take longer.
 
-With mode `accumulate` a worker that has pushed a step asks what is next before it pulls: it may have to
-compute another one on the same version.
+With mode `accumulate`, and with a global batch size, a worker that has pushed a step asks what is next before
+it pulls: it may have to compute another one on the same version.
 
 With bounded staleness nothing is sent before the script calls `optimizer.step()`: the round that the step
 goes into waits for it from its first push on, so others would have to wait for the rest of a slow backward.
@@ -128,7 +128,7 @@ class Exchange:
         self._may_be_stale = consistency.may_be_stale
         self._may_be_late = consistency.may_be_late
         self._holds_up = consistency.each_alone and consistency.reads_one_version
-        self._accumulates = consistency.mode == "accumulate"
+        self._accumulates = consistency.several_steps
         self._asking = threading.Lock()
         self._let_in: Step | None = None
         self._trace = trace

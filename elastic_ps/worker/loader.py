@@ -142,8 +142,10 @@ class ElasticLoader:
         self.batch_size = batch_size
         self.epoch = 0
         self.dataset = source
-        self._options = options
         self._drop_last = bool(options.pop("drop_last", False))
+        if engine.spec.consistency.global_batch_size and options.get("num_workers"):
+            options["persistent_workers"] = True  # they are asked for one version's records after another
+        self._options = options
         self._epochs = epochs
         self._supply = Supply(
             engine,
@@ -248,8 +250,15 @@ class ElasticLoader:
                 supply.give_up()
 
     def _check_accumulation(self) -> None:
-        """Raise UsageError if a last step of several batches may have to be repeated after the loop."""
-        if (
+        """Raise UsageError if a step is made of several batches where that cannot be."""
+        size = self._engine.spec.consistency.global_batch_size
+        if self._engine.batches.computed and size is not None:
+            raise UsageError(
+                "this script accumulates gradients of several batches, but consistency.globalBatchSize says "
+                f"already that a version is made of {size} records, however small the batches are. Call "
+                "optimizer.step() after each backward()"
+            )
+        if (  # a last step of several batches may have to be repeated after the loop
             self._engine.batches.computed
             and self._supply.only is None
             and self._engine.spec.consistency.may_be_late

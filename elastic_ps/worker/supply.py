@@ -18,7 +18,8 @@ class Supply:
         epochs: that the job trains.
         batch_size: records in a batch of this worker.
         shuffle: the order of records is random, and the same on all workers.
-        drop_last: skip the records of an epoch that do not fill a batch.
+        drop_last: skip the records of an epoch that do not fill a batch; with a global batch size, those that
+            do not fill a version.
 
     Attributes:
         only: the epoch that is asked for; records of later ones are kept. None: any. `NO_EPOCH`: the script
@@ -41,6 +42,7 @@ class Supply:
         self._engine = engine
         self._records, self._epochs, self._batch_size = records, epochs, batch_size
         self._shuffle, self._drop_last = shuffle, drop_last
+        self._version_records = engine.spec.consistency.global_batch_size
         self._kept: list[Range] = []
         self._generation = engine.generation
 
@@ -80,12 +82,18 @@ class Supply:
     def next_batch(self) -> list[Range]:
         """The positions of the next batch, all of one epoch; [] if there are none at the moment.
 
+        With a global batch size there are none either when all that this worker has of the open version is
+        handed to the script, and a batch has records of one version only.
+
         After joining again there are none until `await_some` has got some: only that takes part in rounds
         again.
         """
         batch: list[Range] = []
         missing = 0 if self._engine.stopped else self._batch_size
-        while missing and not self.outdated and (self._kept or self._take(wait=False)):
+        while missing and not self.outdated:
+            one_version = self._version_records is not None
+            if not self._kept and ((batch and one_version) or not self._take(wait=False)):
+                break
             first = self._kept[0]
             ahead = self.only is not None and first.epoch > self.only
             if ahead or (batch and first.epoch != batch[0].epoch):
@@ -96,10 +104,16 @@ class Supply:
             self._kept[0] = first._replace(start=taken.stop)
             if not self._kept[0].records:
                 self._kept.pop(0)
-        if self._drop_last and missing and batch and not self.outdated:
+        if batch and not self.outdated and self._drop_last and self._is_rest(batch, missing):
             self._engine.leave_out(batch)
             return self.next_batch()
         return [] if self.outdated else batch
+
+    def _is_rest(self, batch: list[Range], missing: int) -> bool:
+        """Whether the epoch has no more records for a whole batch, or for a whole version."""
+        if self._version_records is None:
+            return missing > 0
+        return batch[0].start >= self._records // self._version_records * self._version_records
 
     def indices(self, ranges: list[Range]) -> list[int]:
         """The data set's indexes of the records at these positions."""

@@ -63,7 +63,7 @@ def fixed_part(spec: TrainingJobSpec) -> Manifest:
         fixed["evaluator"] = {
             k: v for k, v in document["evaluator"].items() if k not in FREE_EVALUATOR_FIELDS
         }
-    if spec.consistency.deterministic:
+    if spec.consistency.fixed_workers:
         fixed["worker"] = {"replicas": spec.worker.replicas}
     return fixed
 

@@ -253,13 +253,20 @@ def _add_rules(spec: Schema) -> None:
     ]
     spec["x-kubernetes-validations"] = [
         {
-            "rule": "!oldSelf.consistency.deterministic || self.worker.replicas == oldSelf.worker.replicas",
+            "rule": "!oldSelf.consistency.deterministic || has(oldSelf.consistency.globalBatchSize) || "
+            "self.worker.replicas == oldSelf.worker.replicas",
             "message": "worker.replicas cannot change with consistency.deterministic: "
             "each worker has a fixed share of the records",
         },
         {
             "rule": "!has(self.consistency.quorum) || self.consistency.quorum <= self.worker.minReplicas",
             "message": "consistency.quorum is above worker.minReplicas",
+        },
+        {
+            "rule": "!has(self.consistency.globalBatchSize) || "
+            "self.worker.replicas <= self.consistency.globalBatchSize",
+            "message": "worker.replicas is above consistency.globalBatchSize, so some workers would have no "
+            "record of any version",
         },
     ]
     for name in ("entrypoint", "arguments", "consistency", "compression", "data"):
@@ -269,6 +276,13 @@ def _add_rules(spec: Schema) -> None:
             "rule": "!self.deterministic || self.backupWorkers == 0",
             "message": "consistency.backupWorkers and deterministic cannot be combined: "
             "which worker is late differs from run to run",
+        }
+    )
+    fields["consistency"]["x-kubernetes-validations"].append(
+        {
+            "rule": "!has(self.globalBatchSize) || self.backupWorkers == 0",
+            "message": "consistency.backupWorkers and globalBatchSize cannot be combined: "
+            "a version without the slowest workers would have fewer records",
         }
     )
     for option in OPTIONS:

@@ -166,10 +166,13 @@ def _clamp(document: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
     replicas = worker.get("replicas", 1)
     if not all(isinstance(n, int) for n in (low, replicas)) or not (high is None or isinstance(high, int)):
         return document
-    bounded = max(low, replicas if high is None else min(replicas, high))
-    if bounded == replicas or (high is not None and low > high):
+    size = (document.get("consistency") or {}).get("globalBatchSize")
+    most = min((n for n in (high, size) if isinstance(n, int)), default=None)
+    bounded = max(low, replicas if most is None else min(replicas, most))
+    if bounded == replicas or (most is not None and low > most):
         return document
-    bound = f"minReplicas {low}" if bounded > replicas else f"maxReplicas {high}"
+    above = f"maxReplicas {high}" if most == high else f"globalBatchSize {size}"
+    bound = f"minReplicas {low}" if bounded > replicas else above
     ignored.append(f"worker.replicas {replicas} is outside of {bound}; the job runs with {bounded} workers")
     return {**document, "worker": {**worker, "replicas": bounded}}
 

@@ -27,6 +27,18 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"consistency": {"deterministic": True, "backupWorkers": 1}},
     ),
     (
+        "consistency.backupWorkers and globalBatchSize cannot be combined",
+        {"consistency": {"globalBatchSize": 8, "backupWorkers": 1}},
+    ),
+    (
+        "consistency.globalBatchSize works only with mode sync",
+        {"consistency": {"mode": "async", "globalBatchSize": 8}},
+    ),
+    (
+        "worker.replicas is above consistency.globalBatchSize",
+        {"worker": {"replicas": 3}, "consistency": {"globalBatchSize": 2}},
+    ),
+    (
         "consistency.maxStaleness must be set with mode bounded, and only then",
         {"consistency": {"mode": "bounded"}},
     ),
@@ -145,6 +157,13 @@ def test_the_api_server_refuses_to_change_what_is_fixed(cluster: GivenCluster, n
     cluster.apply({**given, "metadata": {"name": "lanes"}, "spec": fixed}, namespace=namespace)
     answer = cluster.kubectl("-n", namespace, "scale", "tj/lanes", "--replicas=4", check=False)
     assert "worker.replicas cannot change with consistency.deterministic" in answer.stderr
+    constant = merge(given["spec"], {"consistency": {"deterministic": True, "globalBatchSize": 4}})
+    cluster.apply({**given, "metadata": {"name": "constant"}, "spec": constant}, namespace=namespace)
+    for replicas in (4, 5):
+        answer = cluster.kubectl(
+            "-n", namespace, "scale", "tj/constant", f"--replicas={replicas}", check=False
+        )
+        assert ("is above consistency.globalBatchSize" in answer.stderr) == (replicas == 5), answer.stderr
 
 
 def test_explain_describes_each_field_of_a_spec(cluster: GivenCluster) -> None:

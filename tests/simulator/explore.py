@@ -19,6 +19,7 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.core import partition
 from elastic_ps.errors import NoCheckpoint
 from elastic_ps.server import follower
+from elastic_ps.training import Consistency
 from tests.simulator.cluster import Cluster, Plan, pid_of, scratch
 from tests.simulator.faults import FAULTS
 from tests.simulator.judge import checkpoint_sight, judge
@@ -57,11 +58,12 @@ def draw(seed: int, **fixed: Any) -> Plan:
         {"mode": "async"},
         {"mode": "async", "reads": "inconsistent"},
         {"mode": "accumulate", "gradients": chance.choice([1, 2, 4])},
+        {"globalBatchSize": chance.choice([3, 4, 6]), "deterministic": chance.choice([False, True])},
         {"mode": "local", "steps": chance.choice([1, 2, 4]), "outer": chance.choice(OUTER)},
     ]
     consistency = dict(chance.choice(modes))
     faults = tuple(chance.choice(sorted(FAULTS)) for _ in range(chance.choice([0, 1, 2, 3, 5])))
-    if consistency.get("deterministic"):
+    if Consistency.model_validate(consistency).fixed_workers:
         faults = tuple(f for f in faults if f != "grow")
     windy = chance.random() < 0.5
     plan = Plan(
@@ -90,6 +92,8 @@ def draw(seed: int, **fixed: Any) -> Plan:
     if most := consistency.get("gradients"):
         steps = -(-plan.records // plan.batch) * plan.epochs
         plan = replace(plan, consistency={**consistency, "gradients": min(most, steps)})
+    if "globalBatchSize" in consistency:
+        plan = replace(plan, accumulate=1)
     return replace(plan, **fixed)
 
 

@@ -24,8 +24,10 @@ def judge(cluster: Cluster) -> list[str]:
     histories = read(cluster.history)
     completed = not found and not cluster.stopped_early
     data = history.Data(plan.records, plan.epochs) if completed else None
-    most = Consistency.model_validate(plan.consistency).most_stale
-    violations = history.check(histories, data, max_staleness=most)
+    consistency = Consistency.model_validate(plan.consistency)
+    violations = history.check(
+        histories, data, max_staleness=consistency.most_stale, batch=consistency.global_batch_size
+    )
     if cluster.stopped_early and not cluster.stopped_well:
         # A server that was killed after the workers had seen a step, and before it was recorded, and that
         # nobody started again, went back to no checkpoint.

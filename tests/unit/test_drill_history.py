@@ -281,6 +281,21 @@ def test_a_step_may_be_as_stale_as_the_job_allows() -> None:
     assert {violation.kind for violation in violations} == {"step too stale"}
 
 
+def test_versions_have_as_many_records_as_the_job_says() -> None:
+    """The positions 11 to 13 were skipped, so version 2 has three records less."""
+    made = [Range(0, 0, 8), Range(0, 8, 11), Range(0, 14, 16), Range(0, 16, 20), Range(1, 0, 8)]
+    contents = [(made[0],), made[1:3], (made[3],), (made[4],), (Range(1, 8, 16),), (Range(1, 16, 20),)]
+    histories = Histories(skipped=[Range(0, 11, 14)])
+    for version, ranges in enumerate(contents, start=1):
+        step = StepId(0, 1, version)
+        histories.committed.append(Committed(version, 1, version, {step: tuple(ranges)}, version))
+        histories.sent.append(Sent(version, step, 0, version - 1))
+    data = Data(records=20, epochs=2)
+    assert check(histories, data, batch=8) == []
+    assert {violation.kind for violation in check(histories, data, batch=10)} == {"version size"}
+    assert check(histories, None, batch=10) == [], "it has not ended"
+
+
 def test_a_job_that_has_not_ended_may_lack_records() -> None:
     histories = Simulation(1, 0).run()
     del histories.committed[-3:]

@@ -337,6 +337,16 @@ def test_running_job_keeps_what_it_trains_and_goes_to_the_bound() -> None:
     assert "examples.digits.train:main" in variables["ELASTIC_PS_SPEC"]
 
 
+def test_a_job_with_a_global_batch_size_has_no_more_workers_than_records() -> None:
+    consistency = {"deterministic": True, "globalBatchSize": 3}
+    simulation = running(worker={"replicas": 1}, consistency=consistency)
+    for replicas in (2, 5):
+        simulation.scale(replicas)
+        simulation.settle()
+        assert len(simulation.workers()) == min(replicas, 3)
+    assert "outside of globalBatchSize 3" in simulation.condition("Degraded")["message"]
+
+
 @pytest.mark.parametrize("replicas", [1, 4, 9])
 def test_deterministic_job_keeps_its_workers(replicas: int) -> None:
     simulation = running(worker={"replicas": 3, "maxReplicas": 8}, consistency={"deterministic": True})

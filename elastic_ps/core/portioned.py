@@ -1,0 +1,34 @@
+"""Rounds of a constant number of records, which the ledger counts.
+
+As in `accumulate`, a worker whose step is done may compute another one on the same version. Here it does so
+if it has more records of that version, or if another worker has left some. So a version stays as large as it
+was when a worker is lost. Nobody is turned away who has records of the open version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic_ps.core.accumulate import AccumulateRounds
+
+
+@dataclass
+class PortionedRounds(AccumulateRounds):
+    """Rounds that are complete when all records of their version are in finished steps; see `can_commit`."""
+
+    def can_commit(self, *, last: bool = False) -> bool:
+        """Whether the round can be committed.
+
+        Args:
+            last: the version has no records to compute on but those of the round's steps. Who is expected and
+                has no step has no records either, and is not waited for.
+        """
+        return bool(self.contributions) and not self.committing and (self.decided or last)
+
+    @property
+    def _full(self) -> bool:
+        return False
+
+    @property
+    def under_way(self) -> int:
+        return self.wanted  # nobody computes another step but on records of its own

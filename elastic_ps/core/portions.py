@@ -1,0 +1,127 @@
+"""Versions of a constant number of records, which are cut into a portion for each worker.
+
+A version's records are the next ones in the order of the epoch, whoever computes on them. So they are the
+same with any number of workers, as is the mean of their gradients, up to round-off. No records of a later
+version are handed out before all of the open one's are in the model. An epoch's last version has what is
+left.
+
+What a worker gives back, or has not come for when it is lost, is cut up again among the others. All of this
+follows from the ledger and from who takes part now, so nobody has to tell it of joins and losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from elastic_ps.core.ledger import Ledger, Range, joined, without
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """`total` as whole numbers in proportion to `weights`, which are positive.
+
+    Largest remainders (Hamilton's method), the first of equal ones. Each number is within one of its exact
+    quota, except that nobody gets nothing while another one gets two or more.
+    """
+    quotas = [total * weight / sum(weights) for weight in weights]
+    parts = [int(quota) for quota in quotas]
+    by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - quotas[i], i))
+    for i in by_remainder[: total - sum(parts)]:
+        parts[i] += 1
+    for i, part in enumerate(parts):
+        most = max(range(len(parts)), key=parts.__getitem__)
+        if not part and parts[most] > 1:
+            parts[i], parts[most] = 1, parts[most] - 1
+    return parts
+
+
+def cut(ranges: Iterable[Range], sizes: Iterable[int]) -> list[list[Range]]:
+    """The first `sizes[0]` records of `ranges`, then the next `sizes[1]`, and so on; fewer at the end."""
+    rest, parts = list(ranges), []
+    for size in sizes:
+        part: list[Range] = []
+        while size > 0 and rest:
+            first = rest[0]._replace(stop=min(rest[0].stop, rest[0].start + size))
+            part.append(first)
+            size -= first.records
+            rest[0] = rest[0]._replace(start=first.stop)
+            rest = rest if rest[0].records else rest[1:]
+        parts.append(part)
+    return parts
+
+
+@dataclass
+class PortionedLedger(Ledger):
+    """A ledger that hands out the records of one version at a time.
+
+    Attributes:
+        size: records of a version, at least 1; skipped ones count.
+        kept: by worker index, the records that are kept for who has not come for them yet.
+    """
+
+    size: int = 1
+    kept: dict[int, list[Range]] = field(default_factory=dict)
+
+    @property
+    def open_records(self) -> int:
+        """How many records of the open version are not skipped; 0 if all records are in the model."""
+        if self.finished:
+            return 0
+        position = (self.applied + self.skipped) % self.records
+        return min(self.size - position % self.size, self.records - position)
+
+    @property
+    def held_by_all(self) -> int:
+        """How many records workers hold, all of them of the open version."""
+        return sum(_records(ranges) for ranges in self._held.values())
+
+    @property
+    def left(self) -> int:
+        """How many records of the open version nobody holds."""
+        return self.open_records - self.held_by_all
+
+    def portion(self, worker: int, weights: Mapping[int, float]) -> list[Range]:
+        """The records of the open version that are kept for `worker`.
+
+        Args:
+            weights: of the workers that take part, by their indexes: each gets records in proportion.
+        """
+        self._plan(weights)
+        return list(self.kept.get(worker, ()))
+
+    def take_portion(self, holder: int, *, worker: int, weights: Mapping[int, float]) -> list[Range]:
+        """Hand `holder`, who is `worker`, its portion; [] if there is none for it. See `portion`."""
+        taken = self.portion(worker, weights)
+        if taken:
+            del self.kept[worker]
+            self._returned = without(self._returned, taken)
+            self._held[holder] = joined([*self._held.get(holder, ()), *taken])
+        return taken
+
+    def _plan(self, weights: Mapping[int, float]) -> None:
+        """Cut what is kept for nobody, or for who takes no part any more, in order of the workers."""
+        self.kept = {worker: kept for worker, kept in self.kept.items() if worker in weights}
+        kept = [r for ranges in self.kept.values() for r in ranges]
+        missing = self.left - _records(kept)
+        if not (weights and missing > 0):
+            return
+        while (lacking := self.left - _records(self._returned)) > 0:
+            new = self._take_new(lacking)
+            assert new is not None, "what nobody holds was given back, or nobody has had it"
+            self._returned = joined([*self._returned, new])
+        workers = sorted(weights)
+        sizes = apportion(missing, [weights[worker] for worker in workers])
+        parts = cut(without(self._returned, kept), sizes)
+        for worker, more in zip(workers, parts, strict=True):
+            if more:
+                self.kept[worker] = joined([*self.kept.get(worker, ()), *more])
+
+    def copy(self) -> Self:
+        made = super().copy()
+        made.kept = {worker: list(kept) for worker, kept in self.kept.items()}
+        return made
+
+
+def _records(ranges: Iterable[Range]) -> int:
+    return sum(r.records for r in ranges)

@@ -1,0 +1,235 @@
+"""Versions of a constant number of records: with any workers, the model is that of one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
+from elastic_ps.errors import InvalidJob, InvalidModel, UsageError
+from elastic_ps.worker.order import permutation
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, events, make_mlp, make_spec, running_job
+from tests.integration.oracle import Commit, mse, ranges_of
+from tests.integration.trained import alone, sgd
+from tests.polling import eventually
+
+DATA = Numbers(100)
+
+
+def plain(data: Numbers, *, size: int, epochs: int, double: bool = False) -> torch.nn.Module:
+    """What plain torch makes of the data, in batches of `size`, in the order of the job."""
+    model = make_mlp().double() if double else make_mlp()
+    optimizer = sgd(model)
+    for epoch in range(epochs):
+        order = torch.tensor(permutation(len(data), epoch, shuffle=True, seed=0)[:])
+        for batch in order.split(size):
+            optimizer.zero_grad()
+            x, y = data.x[batch], data.y[batch]
+            mse(model, x.double() if double else x, y.double() if double else y).backward()
+            optimizer.step()
+    return model
+
+
+def records_of(commit: Commit) -> list[tuple[int, int]]:
+    return sorted((r.epoch, i) for r in ranges_of(commit) for i in range(r.start, r.stop))
+
+
+def check_sets(commits: list[Commit], *, records: int, size: int, epochs: int) -> None:
+    """Each version has the next `size` records; the last of an epoch has the rest."""
+    sets = [
+        [(epoch, i) for i in range(start, min(start + size, records))]
+        for epoch in range(epochs)
+        for start in range(0, records, size)
+    ]
+    assert [records_of(commit) for commit in commits] == sets
+
+
+def difference(a: torch.nn.Module, b: torch.nn.Module) -> float:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max(float((x.detach().double() - y.detach().double()).abs().max()) for x, y in pairs)
+
+
+def script_of(models: dict[int, torch.nn.Module], **loading: Any) -> Callable[[Session], None]:
+    """A loop as in plain torch, over the epochs."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(DATA, 8, epochs=2, **loading):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+        models[session.worker] = model
+
+    return script
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_one_worker(tmp_path: Path, shards: int) -> None:
+    models: dict[int, torch.nn.Module] = {}
+    server = {"replicas": shards, "bucketBytes": 1024}
+    commits = alone(tmp_path, script_of(models), consistency={"globalBatchSize": 24}, parameterServer=server)
+    check_sets(commits, records=100, size=24, epochs=2)
+    assert difference(models[0], plain(DATA, size=24, epochs=2)) < 1e-6
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_job_that_goes_from_two_workers_to_six_and_to_three_trains_as_one_machine(
+    tmp_path: Path, double: bool
+) -> None:
+    """Three workers come in the middle of versions; one of them dies while it pushes, two more leave."""
+    data, size, epochs = Numbers(500), 48, 3
+    models: dict[int, torch.nn.Module] = {}
+    computing: Callable[[], int] = lambda: sum(m.state == "training" for m in job.status().members)  # noqa: E731
+
+    def pushes(session: Session) -> int:
+        return sum(e["event"] == "push" for e in events(job.history, f"worker-{session.worker}"))
+
+    def script(session: Session) -> None:
+        model = make_mlp().double() if double else make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 5, epochs=epochs):
+            if session.worker == 0 and session.version in (4, 12):
+                wanted = 6 if session.version == 4 else 3
+                eventually(lambda: computing() == wanted, f"{wanted} workers compute")  # noqa: B023 (at once)
+            before = pushes(session) if session.worker == 5 else 0
+            optimizer.zero_grad()
+            mse(model, x.double() if double else x, y.double() if double else y).backward()
+            if session.worker == 5 and session.version >= 10:
+                eventually(lambda: pushes(session) > before, "worker 5 pushes")  # noqa: B023 (at once)
+                return
+            if session.worker in (3, 4) and session.version >= 9:
+                session.drain()
+            optimizer.step()
+        models[session.worker] = model
+
+    with running_job(
+        tmp_path,
+        consistency={"globalBatchSize": size, "deterministic": True},
+        worker={"replicas": 2, "leaseDuration": "5s"},
+        parameterServer={"bucketBytes": 1024},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.until(lambda: job.version >= 3, "version 3")
+        for worker in range(2, 6):
+            job.start(worker, script)
+        job.join()
+        commits = job.commits()
+    check_sets(commits, records=len(data), size=size, epochs=epochs)
+    assert check(read(job.history), Data(len(data), epochs), batch=size) == []
+    workers = [len({c["worker"] for c in commit["contributions"]}) for commit in commits]
+    assert workers[-1] == 3
+    assert 6 in workers
+    assert workers[2] <= 2
+    assert models.keys() == {0, 1, 2}
+    alike = plain(data, size=size, epochs=epochs, double=double)
+    assert difference(models[0], alike) < (1e-12 if double else 2e-6)
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
+def test_parameter_servers_are_lost(tmp_path: Path, durability: str) -> None:
+    models: dict[int, torch.nn.Module] = {}
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        consistency={"globalBatchSize": 20},
+        parameterServer={
+            "replicas": 2,
+            "bucketBytes": 1024,
+            "durability": durability,
+            "checkpoint": {"everyVersions": 2, "interval": "1h"},
+        },
+    ) as job:
+        for worker in range(3):
+            job.start(worker, script_of(models))
+        job.until(lambda: job.version >= 3, "version 3")
+        if durability == "standby":
+            job.until(lambda: job.followed, "the standbys have every round")
+        job.restart(0)
+        job.join()
+    histories = read(job.history)
+    assert check(histories, Data(len(DATA), 2), batch=20) == []
+    assert len(histories.restored) == 1
+    assert difference(models[1], plain(DATA, size=20, epochs=2)) < 1e-6
+
+
+def test_processes_that_load_records_serve_one_version_after_another(tmp_path: Path) -> None:
+    models: dict[int, torch.nn.Module] = {}
+    commits = alone(tmp_path, script_of(models, num_workers=2), consistency={"globalBatchSize": 40})
+    check_sets(commits, records=100, size=40, epochs=2)
+    assert difference(models[0], plain(DATA, size=40, epochs=2)) < 1e-6
+
+
+def test_with_drop_last_the_rest_of_an_epoch_is_left_out(tmp_path: Path) -> None:
+    models: dict[int, torch.nn.Module] = {}
+    with running_job(tmp_path, consistency={"globalBatchSize": 30}) as job:
+        for worker in range(2):
+            job.start(worker, script_of(models, drop_last=True))
+        job.join()
+        commits, progress = job.commits(), job.status().progress
+    assert [len(records_of(commit)) for commit in commits] == [30] * 6
+    assert (progress.records_applied, progress.records_skipped) == (180, 20)
+    assert check(read(job.history), Data(len(DATA), 2), batch=30) == []
+
+
+def test_a_schedule_counts_versions(tmp_path: Path) -> None:
+    """Each has five steps of this worker."""
+    rates: list[float] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        session.scheduler(lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5), interval="step")
+        for x, y in session.loader(DATA, 4):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    alone(tmp_path, script, consistency={"globalBatchSize": 20})
+    assert rates == [0.02 * 0.5**version for version in range(5) for _ in range(5)]
+
+
+def test_a_script_that_accumulates_itself_is_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model, overlap=False)
+        for x, y in session.loader(DATA, 4):
+            mse(model, x, y).backward()
+        optimizer.step()
+
+    with pytest.raises(UsageError, match="says already that a version is made of 20 records"):
+        alone(tmp_path, script, consistency={"globalBatchSize": 20})
+
+
+def test_more_records_than_an_epoch_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidModel, match="globalBatchSize is 101, but the data set has only 100 records"):
+        alone(tmp_path, script_of({}), consistency={"globalBatchSize": 101})
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"globalBatchSize": 0}, "greater than or equal to 1"),
+        (
+            {"globalBatchSize": 8, "backupWorkers": 1},
+            "backupWorkers 1 cannot be combined with globalBatchSize",
+        ),
+        (
+            {"mode": "async", "globalBatchSize": 8},
+            "globalBatchSize 8 has no meaning with mode async; leave it out, or set mode: sync",
+        ),
+        ({"globalBatchSize": 2}, "replicas 3 is above consistency.globalBatchSize 2, so some workers"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidJob, match=reason):
+        make_spec(consistency=fields, worker={"replicas": 3})
