@@ -3,7 +3,7 @@
 `python -m elastic_operator.crd --write` writes it to `manifests/crd/` and into the chart, `--check` fails
 where the files differ from what would be written. There are two variants: rules in CEL (comparisons between
 fields, fields that cannot change) are refused by servers before 1.25, so one file has them and one does not,
-and the chart decides by the version of the server.
+and the chart decides by the version of the server. The chart's policy of `admission` is written, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import yaml
 from pydantic.alias_generators import to_camel
 
-from elastic_operator import builders, names
+from elastic_operator import admission, builders, names
 from elastic_ps.job import GROUP, KIND, VERSION, Evaluator, TrainingJobSpec
 from elastic_ps.status import TrainingJobStatus
 from elastic_ps.training import OPTIONS, OUTER_RULES
@@ -393,6 +393,7 @@ def files(root: Path) -> dict[Path, str]:
         root / "manifests/crd/trainingjobs.yaml": _HEADER + dump(crd(rules=True)),
         root / "manifests/crd/trainingjobs-without-rules.yaml": _HEADER + dump(crd(rules=False)),
         root / "charts/elastic-ps/templates/crd.yaml": chart_template(),
+        root / "charts/elastic-ps/templates/admission-policy.yaml": admission.chart_template(),
     }
 
 

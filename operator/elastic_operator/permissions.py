@@ -3,7 +3,7 @@
 Whoever may create TrainingJobs makes the operator create pods. What Kubernetes' Pod Security standard
 "baseline" refuses is not permitted, unless the person who runs the operator permits it for the job's
 namespace; nor is what gives a pod somebody else's identity, Secrets, place or precedence. The pod is checked
-as it would be created, after the template has been merged.
+as it would be created, after the template has been merged. `admission` says the same in CEL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic_ps.fields import CamelModel
 EVERYWHERE = "*"
 """In the place of a namespace: all of them."""
 
-_VOLUMES = {
+VOLUMES = {
     "configMap",
     "downwardAPI",
     "emptyDir",
@@ -35,7 +35,7 @@ _VOLUMES = {
 }
 """Sources of volumes that stay within the namespace. Secrets and tokens in them have rules of their own."""
 
-_CAPABILITIES = {
+CAPABILITIES = {
     "AUDIT_WRITE",
     "CHOWN",
     "DAC_OVERRIDE",
@@ -50,7 +50,7 @@ _CAPABILITIES = {
     "SETUID",
     "SYS_CHROOT",
 }
-_SYSCTLS = {
+SYSCTLS = {
     "kernel.shm_rmid_forced",
     "net.ipv4.ip_local_port_range",
     "net.ipv4.ip_local_reserved_ports",
@@ -64,14 +64,16 @@ _SYSCTLS = {
     "net.ipv4.tcp_syncookies",
     "net.ipv4.tcp_wmem",
 }
-_SELINUX_TYPES = {"", "container_t", "container_init_t", "container_kvm_t", "container_engine_t"}
-_CONTAINERS = ("containers", "initContainers", "ephemeralContainers")
-_HANDLERS = ("startupProbe", "livenessProbe", "readinessProbe", "postStart", "preStop")
-_DEFAULT_ACCOUNT = "default"
+SELINUX_TYPES = {"", "container_t", "container_init_t", "container_kvm_t", "container_engine_t"}
+CONTAINERS = ("containers", "initContainers", "ephemeralContainers")
+PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
+HOOKS = ("postStart", "preStop")
+DEFAULT_ACCOUNT = "default"
 """Of a pod that names none."""
 
-_TOKENS = ("serviceAccountToken", "podCertificate")
-_APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
+TOKENS = ("serviceAccountToken", "podCertificate")
+APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
+APPARMOR_PROFILES = ("runtime/default", "localhost/")
 
 
 class Permissions(CamelModel):
@@ -150,10 +152,10 @@ def violations(pod: Mapping[str, Any], permitted: Permissions) -> Iterator[tuple
     spec = pod["spec"]
     yield from _of_annotations(pod["metadata"].get("annotations") or {}, permitted)
     yield from _of_pod(spec, permitted)
-    account = spec.get("serviceAccountName") or spec.get("serviceAccount") or _DEFAULT_ACCOUNT
+    account = spec.get("serviceAccountName") or spec.get("serviceAccount") or DEFAULT_ACCOUNT
     for volume in spec.get("volumes") or []:
         yield from _of_volume(volume, f"spec.volumes[{volume['name']}]", account, permitted)
-    for kind in _CONTAINERS:
+    for kind in CONTAINERS:
         for container in spec.get(kind) or []:
             yield from _of_container(container, f"spec.{kind}[{container['name']}]", permitted)
 
@@ -170,7 +172,7 @@ def refusal(forbidden: Iterable[tuple[str, str]], where: str, namespace: str) ->
 
 def _of_annotations(annotations: Mapping[str, Any], permitted: Permissions) -> Iterator[tuple[str, str]]:
     for key, value in annotations.items():
-        weak = key.startswith(_APPARMOR) and not str(value).startswith(("runtime/default", "localhost/"))
+        weak = key.startswith(APPARMOR) and not str(value).startswith(APPARMOR_PROFILES)
         if weak and not permitted.privileged:
             yield f"metadata.annotations[{key}]", "privileged: true"
 
@@ -182,13 +184,13 @@ def _of_pod(spec: Mapping[str, Any], permitted: Permissions) -> Iterator[tuple[s
     if spec.get("nodeName") and not permitted.node_names:
         yield "spec.nodeName", "nodeNames: true"
     for field in ("serviceAccountName", "serviceAccount"):
-        name = spec.get(field) or _DEFAULT_ACCOUNT
-        if name != _DEFAULT_ACCOUNT and not _fits(name, permitted.service_accounts):
+        name = spec.get(field) or DEFAULT_ACCOUNT
+        if name != DEFAULT_ACCOUNT and not _fits(name, permitted.service_accounts):
             yield f"spec.{field}", f"serviceAccounts: [{name}]"
     priority = spec.get("priorityClassName")
     if priority and not _fits(priority, permitted.priority_classes):
         yield "spec.priorityClassName", f"priorityClasses: [{priority}]"
-    account = spec.get("serviceAccountName") or spec.get("serviceAccount") or _DEFAULT_ACCOUNT
+    account = spec.get("serviceAccountName") or spec.get("serviceAccount") or DEFAULT_ACCOUNT
     if spec.get("automountServiceAccountToken") and not _fits(account, permitted.service_accounts):
         yield "spec.automountServiceAccountToken", f"serviceAccounts: [{account}]"
     yield from _of_security(spec.get("securityContext") or {}, "spec.securityContext", permitted)
@@ -197,7 +199,7 @@ def _of_pod(spec: Mapping[str, Any], permitted: Permissions) -> Iterator[tuple[s
 def _of_security(context: Mapping[str, Any], where: str, permitted: Permissions) -> Iterator[tuple[str, str]]:
     """A securityContext, of a pod or of a container."""
     for capability in (context.get("capabilities") or {}).get("add") or []:
-        if capability not in _CAPABILITIES and not _fits(capability, permitted.capabilities):
+        if capability not in CAPABILITIES and not _fits(capability, permitted.capabilities):
             yield f"{where}.capabilities.add[{capability}]", f"capabilities: [{capability}]"
     selinux = context.get("seLinuxOptions") or {}
     weak = {
@@ -206,10 +208,10 @@ def _of_security(context: Mapping[str, Any], where: str, permitted: Permissions)
         "windowsOptions.hostProcess": (context.get("windowsOptions") or {}).get("hostProcess"),
         "seccompProfile.type": (context.get("seccompProfile") or {}).get("type") == "Unconfined",
         "appArmorProfile.type": (context.get("appArmorProfile") or {}).get("type") == "Unconfined",
-        "seLinuxOptions.type": (selinux.get("type") or "") not in _SELINUX_TYPES,
+        "seLinuxOptions.type": (selinux.get("type") or "") not in SELINUX_TYPES,
         "seLinuxOptions.user": selinux.get("user"),
         "seLinuxOptions.role": selinux.get("role"),
-        **{f"sysctls[{item['name']}]": item["name"] not in _SYSCTLS for item in context.get("sysctls") or []},
+        **{f"sysctls[{item['name']}]": item["name"] not in SYSCTLS for item in context.get("sysctls") or []},
     }
     if not permitted.privileged:
         yield from ((f"{where}.{field}", "privileged: true") for field, found in weak.items() if found)
@@ -224,7 +226,7 @@ def _of_volume(
             folder = str(source.get("path") or "/")
             if not _below(folder, permitted.host_paths):
                 yield path, f"hostPaths: [{folder}]"
-        elif kind not in _VOLUMES:
+        elif kind not in VOLUMES:
             if not _fits(kind, permitted.volumes):
                 yield path, f"volumes: [{kind}]"
         elif kind == "secret":
@@ -240,7 +242,7 @@ def _of_projection(
         path = f"{where}.sources[{number}]"
         if source.get("secret") is not None:
             yield from _of_secret(source["secret"].get("name"), f"{path}.secret", permitted)
-        for token in _TOKENS:
+        for token in TOKENS:
             if source.get(token) is not None and not _fits(account, permitted.service_accounts):
                 yield f"{path}.{token}", f"serviceAccounts: [{account}]"
 
@@ -253,7 +255,7 @@ def _of_container(
         if port.get("hostPort") and not permitted.host_namespaces:
             yield f"{where}.ports[{port.get('containerPort')}].hostPort", "hostNamespaces: true"
     handlers = {**container, **(container.get("lifecycle") or {})}
-    for field in _HANDLERS:
+    for field in (*PROBES, *HOOKS):
         for kind in ("httpGet", "tcpSocket"):
             # The kubelet connects from the node.
             if ((handlers.get(field) or {}).get(kind) or {}).get("host") and not permitted.host_namespaces:

@@ -98,6 +98,8 @@ def test_chart_has_no_findings() -> None:
         {"image": {"repository": ""}},
         {"namespaces": "default"},
         {"imagePolicy": "Always"},
+        {"admissionPolicy": {"enabled": "yes"}},
+        {"admissionPolicy": {"validationActions": ["Refuse"]}},
         {"templatePermissions": {"one": {"secret": ["a"]}}},
         {"templatePermissions": {"one": {"hostPaths": "/data"}}},
     ],
@@ -164,6 +166,25 @@ def test_what_the_values_may_permit_is_what_the_operator_knows() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     known = schema["properties"]["templatePermissions"]["additionalProperties"]["properties"]
     assert known.keys() == {field.alias for field in Permissions.model_fields.values()}
+
+
+def test_the_admission_policy_is_made_if_asked_for_and_knows_each_permission() -> None:
+    kind = "ValidatingAdmissionPolicy"
+    assert not [d for d in documents(EVERYTHING) if d["kind"].startswith(kind)]
+    values = {**EVERYTHING, "admissionPolicy": {"enabled": True, "validationActions": ["Warn"]}}
+    policy, binding = (d for d in documents(values) if d["kind"].startswith(kind))
+    for document in (policy, binding):
+        kubernetes_validate.validate(document, VERSION, strict=True)
+    variables = {variable["name"]: variable["expression"] for variable in policy["spec"]["variables"]}
+    assert variables.keys() > {field.alias for field in Permissions.model_fields.values()}
+    assert variables["privileged"] == 'request.namespace in ["one"]'
+    assert variables["secrets"] == '{"one":[]}[?request.namespace].orValue([]) + ["^a$"]'
+    said = " ".join(rule["messageExpression"] for rule in policy["spec"]["validations"])
+    assert all(f"{{{field.alias}: " in said for field in Permissions.model_fields.values())
+    assert binding["spec"]["policyName"] == policy["metadata"]["name"]
+    assert binding["spec"]["validationActions"] == ["Warn"]
+    (selector,) = binding["spec"]["matchResources"]["namespaceSelector"]["matchExpressions"]
+    assert selector["values"] == EVERYTHING["namespaces"]
 
 
 def test_what_is_set_is_rendered() -> None:

@@ -76,3 +76,46 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $pods := dict "matchLabels" (include "elastic-ps.selector" . | fromYaml) -}}
 {{- concat (list (dict "namespaceSelector" $namespace "podSelector" $pods)) .Values.jobNetworkPolicy.httpFrom | toJson -}}
 {{- end -}}
+
+{{- /* For the admission policy, in CEL: what the values permit in the namespace of a request. The list is the root
+       and the name of a field of templatePermissions. */ -}}
+{{- define "elastic-ps.permitted.switch" -}}
+{{- $name := index . 1 -}}
+{{- $where := list -}}
+{{- range $namespace, $given := (index . 0).Values.templatePermissions -}}
+{{- if get (default dict $given) $name -}}{{- $where = append $where $namespace -}}{{- end -}}
+{{- end -}}
+{{- if has "*" $where -}} true {{- else -}} request.namespace in {{ toJson $where }} {{- end -}}
+{{- end -}}
+
+{{- /* Patterns as a shell has them become regular expressions. */ -}}
+{{- define "elastic-ps.permitted.patterns" -}}
+{{- $name := index . 1 -}}
+{{- $all := dict -}}
+{{- range $namespace, $given := (index . 0).Values.templatePermissions -}}
+{{- $found := list -}}
+{{- range (default list (get (default dict $given) $name)) -}}
+{{- $found = append $found (printf "^%s$" (regexQuoteMeta . | replace "\\*" ".*" | replace "\\?" "." | replace "\\[!" "[^" | replace "\\[" "[" | replace "\\]" "]")) -}}
+{{- end -}}
+{{- $_ := set $all $namespace $found -}}
+{{- end -}}
+{{- include "elastic-ps.permitted.here" $all -}}
+{{- end -}}
+
+{{- define "elastic-ps.permitted.folders" -}}
+{{- $name := index . 1 -}}
+{{- $all := dict -}}
+{{- range $namespace, $given := (index . 0).Values.templatePermissions -}}
+{{- $found := list -}}
+{{- range (default list (get (default dict $given) $name)) -}}
+{{- $found = append $found (printf "%s/" (clean . | trimSuffix "/")) -}}
+{{- end -}}
+{{- $_ := set $all $namespace $found -}}
+{{- end -}}
+{{- include "elastic-ps.permitted.here" $all -}}
+{{- end -}}
+
+{{- define "elastic-ps.permitted.here" -}}
+{{- $everywhere := default list (get . "*") -}}
+{{ toJson (omit . "*") }}[?request.namespace].orValue([]) + {{ toJson $everywhere }}
+{{- end -}}
