@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from elastic_ps.evaluator.checkpoints import Checkpoint, checkpoints
     from elastic_ps.job import TrainingJob, load_job
     from elastic_ps.standalone import connect
-    from elastic_ps.worker.member import Drained
+    from elastic_ps.worker.local_world import Drained
     from elastic_ps.worker.optimizer import ElasticOptimizer
     from elastic_ps.worker.session import Session
 
 _PLACES = {
     "connect": "elastic_ps.standalone",
     "Session": "elastic_ps.worker.session",
-    "Drained": "elastic_ps.worker.member",
+    "Drained": "elastic_ps.worker.local_world",
     "ElasticOptimizer": "elastic_ps.worker.optimizer",
     "load_checkpoint": "elastic_ps.checkpoint.plain",
     "Engine": "elastic_ps.engine",

@@ -54,6 +54,9 @@ DEFAULT_DATA_PORT = DEFAULT_PORT + 1
 """See `transport.tcp`."""
 DEFAULT_HTTP_PORT = 8080
 
+LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+"""As with `torchrun`: set in each process of a worker that has several. Scripts choose their GPU by it."""
+
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 """How many threads a process computes with. If they are unset, torch uses one for each core of the machine.
 
@@ -106,6 +109,9 @@ class ProcessEnvironment:
         instance: a name of the process that no other process has; "" if the starter gives none.
         tls: directory of the certificate that the process shows, see `elastic_ps.identity`; None: it talks to
             the others without TLS.
+        local_rank: which one of its worker's processes this is; 0 if there is one.
+        links: for a worker of several processes, the file descriptors of two sockets each: in process 0 to
+            each other one, in another one to process 0. Empty in the process that starts them.
     """
 
     job: str
@@ -124,6 +130,8 @@ class ProcessEnvironment:
     run: str = ""
     instance: str = ""
     tls: Path | None = None
+    local_rank: int = 0
+    links: tuple[tuple[int, int], ...] = ()
 
     def to_variables(self) -> dict[str, str]:
         """The environment variables that `read` turns back into this object."""
@@ -144,6 +152,8 @@ class ProcessEnvironment:
             "RUN": self.run,
             "INSTANCE": self.instance,
             "TLS_DIRECTORY": str(self.tls or ""),
+            "LOCAL_RANK": str(self.local_rank or ""),
+            "LINKS": ",".join(f"{questions}:{gradients}" for questions, gradients in self.links),
         }
         return {PREFIX + key: value for key, value in values.items() if value}
 
@@ -200,6 +210,13 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
         run=source.get(PREFIX + "RUN", ""),
         instance=source.get(PREFIX + "INSTANCE", ""),
         tls=path("TLS_DIRECTORY"),
+        local_rank=int(source.get(PREFIX + "LOCAL_RANK", "0")),
+        links=tuple(
+            (int(questions), int(gradients))
+            for questions, _, gradients in (
+                pair.partition(":") for pair in source.get(PREFIX + "LINKS", "").split(",") if pair
+            )
+        ),
     )
 
 

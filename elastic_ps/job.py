@@ -179,6 +179,14 @@ class Worker(CamelModel):
     max_replicas: int | None = Field(
         default=None, ge=1, description="The largest number of workers that replicas may be set to."
     )
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="How many processes each worker has, on one host. They share each batch, add up their "
+        "gradients among themselves, and take part in the job as one worker. So the parameter server has "
+        "that many times fewer workers to serve. If one process dies, the worker does.",
+    )
     lease_duration: Duration = Field(
         default=timedelta(seconds=10),
         description="If a worker sends nothing for this long, it is declared lost, and its records go to "
@@ -314,6 +322,15 @@ class TrainingJobSpec(CamelModel):
                 f"replicas {replicas} is above consistency.globalBatchSize {size}, so some workers would "
                 "have no record of any version"
             )
+
+    @model_validator(mode="after")
+    def _check_processes(self) -> TrainingJobSpec:
+        if self.worker.processes > 1 and self.consistency.mode == "local":
+            raise ValueError(
+                f"worker.processes {self.worker.processes} does not work with consistency.mode local, where "
+                "each process would make steps by itself; use processes: 1 and more replicas"
+            )
+        return self
 
 
 class ObjectMeta(BaseModel):

@@ -72,6 +72,8 @@ def begin(environment: ProcessEnvironment) -> None:
     _watch_lifeline(environment.lifeline)
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     name = f"{environment.role}-{environment.index}"
+    if environment.links:
+        name += f"/{environment.local_rank}"
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {name} %(levelname)s %(message)s"
     )

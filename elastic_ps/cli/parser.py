@@ -131,6 +131,12 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--workers", type=_positive, metavar="N", help="start with N workers, whatever the file says"
     )
     run.add_argument(
+        "--processes",
+        type=_positive,
+        metavar="N",
+        help="give each worker N processes, which share its batches and push one sum",
+    )
+    run.add_argument(
         "--scale",
         type=_scale,
         action="append",

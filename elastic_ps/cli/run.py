@@ -19,7 +19,7 @@ from rich.console import Console
 from elastic_ps.cli.view import Display, LiveDisplay, PlainDisplay, print_outcome
 from elastic_ps.env import started_by_mpirun
 from elastic_ps.errors import UserError
-from elastic_ps.job import TrainingJob, load_job
+from elastic_ps.job import TrainingJob, load_job, parse_job
 from elastic_ps.local import (
     JobDirectory,
     Launcher,
@@ -44,6 +44,10 @@ def run(parsed: argparse.Namespace, programs: Programs | None) -> int:
         workers = ranks if parsed.workers is None else parsed.workers
         if workers is not None:
             job.spec.worker.replicas = workers
+        if parsed.processes is not None:
+            job.spec.worker.processes = parsed.processes
+            given = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+            job = parse_job(given, source=f"--processes {parsed.processes}")
         return job
 
     return run_job(read, parsed, programs)

@@ -41,10 +41,14 @@ def main() -> int:
     if len(sys.argv) == 3 and sys.argv[1] == "--check":
         return check(sys.argv[2])
     process.end_on_request(env.EXIT_LEFT)
+    if env.in_job() and (environment := env.read()).spec.worker.processes > 1 and not environment.links:
+        from elastic_ps.worker import processes
+
+        return processes.run(environment)
     with process.importing():
         from elastic_ps import compiler
         from elastic_ps.worker import current
-    from elastic_ps.worker.member import Drained
+    from elastic_ps.worker.local_world import Drained
 
     try:
         environment = env.read()

@@ -85,6 +85,7 @@ class Client:
         connections: one for each shard, in order.
         patience: for how long a call that failed on the way is repeated.
         instance: names this process for all time; a random text if it is not given.
+        pid: of the process that its starter knows, if that is another one.
 
     Attributes:
         stay: the present one, since the last `join`.
@@ -99,7 +100,9 @@ class Client:
         *,
         patience: timedelta = PATIENCE,
         instance: str = "",
+        pid: int | None = None,
     ) -> None:
+        self._pid = os.getpid() if pid is None else pid
         self.worker = worker
         self.stay = Stay(job, worker)
         self.traffic = Traffic()
@@ -152,7 +155,7 @@ class Client:
         """
         request = pb.JoinRequest(
             caller=self.stay.caller(time.monotonic_ns()),  # a process may have several sessions
-            pid=os.getpid(),
+            pid=self._pid,
             host=socket.gethostname(),
             tensors=tensors_to_message(tensors),
             optimizer=pb.Optimizer(name=optimizer, groups=settings.to_json()),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import os
+from multiprocessing.connection import Connection
 
 from elastic_ps import env
 from elastic_ps.errors import UsageError
 from elastic_ps.process import end_hung
 from elastic_ps.telemetry import History, Trace
-from elastic_ps.worker.member import Drained
+from elastic_ps.worker.local_world import Drained, Links, LocalWorld
 from elastic_ps.worker.session import Session
 
 _current: Session | None = None
@@ -29,19 +31,31 @@ def connect() -> Session:
     from elastic_ps.transport import ways
 
     global _current
+    world = _local_world(environment)
     process = f"worker-{environment.index}"
     _current = Session(
         environment.job,
         environment.spec,
         environment.index,
-        [ways.connect(address) for address in environment.addresses],
-        trace=Trace(environment.trace, process),
-        history=History(environment.history, process),
+        [ways.connect(address) for address in environment.addresses] if world.leads else [],
+        trace=Trace(environment.trace if world.leads else None, process),
+        history=History(environment.history if world.leads else None, process),
         on_hung=end_hung,
         instance=environment.instance,
+        world=world,
     )
     atexit.register(_current.close)
     return _current
+
+
+def _local_world(environment: env.ProcessEnvironment) -> LocalWorld:
+    links = [
+        Links(Connection(questions), Connection(gradients)) for questions, gradients in environment.links
+    ]
+    for descriptor in (number for pair in environment.links for number in pair):
+        os.set_inheritable(descriptor, False)
+    size = environment.spec.worker.processes if links else 1
+    return LocalWorld(environment.local_rank, links, size)
 
 
 def drain() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,10 +29,13 @@ from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Ending, Granted, Membership, Step
 from elastic_ps.worker.encoder import Encoder
 from elastic_ps.worker.exchange import Exchange
-from elastic_ps.worker.member import Drained, Member
+from elastic_ps.worker.local_world import Drained, LocalWorld
+from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.phases import Phases
 from elastic_ps.worker.schedule import Interval, Schedule
+from elastic_ps.worker.slices import Slices
+from elastic_ps.worker.summed import Following, Leading
 from elastic_ps.worker.values import Values
 
 logger = logging.getLogger(__name__)
@@ -41,6 +45,10 @@ _SKIPPED = (
     "made no step after it. No worker trains them; the job's report counts them. To make one step of several "
     "batches, run a backward() for each of them, or load larger batches"
 )
+
+
+_STOP = "stop"
+"""What a process wishes that ends the training; see `LocalWorld`."""
 
 
 class LocalGradients(Protocol):
@@ -80,8 +88,10 @@ class Engine:
     Args:
         client: closed by `close`.
         trace, history: closed by `close`.
+        world: the processes of this worker.
 
     Attributes:
+        slices: this process's of the batches.
         batches: what the script has in hand for the next step.
         generation: changes when this worker had to join again, so that all records in hand were dropped.
         stopped: why a script has ended the training, as far as this worker knows; "" if none has.
@@ -97,9 +107,18 @@ class Engine:
     """
 
     def __init__(
-        self, spec: TrainingJobSpec, client: Client, member: Member, *, trace: Trace, history: History
+        self,
+        spec: TrainingJobSpec,
+        client: Client,
+        member: Member,
+        *,
+        trace: Trace,
+        history: History,
+        world: LocalWorld | None = None,
     ) -> None:
         self.spec = spec
+        self.world = world or LocalWorld()
+        self.slices = Slices(self.world.rank, self.world.size)
         self.client = client
         self.member = member
         self.batches = Batches()
@@ -166,7 +185,19 @@ class Engine:
         local = self.spec.consistency.mode == "local"
         self.schedule = Schedule(optimizer, own=local)
         membership = self.member.join(described, self.schedule.current())
-        flat = Flat(membership.layout, described.tensors, stepped_here=local)
+        flat = Flat(membership.layout, described.tensors, stepped_here=local, world=self.world)
+        self.exchange = self._make_exchange(flat)
+        membership = self._initialise(membership, flat, brought)
+        if not membership.initialise:
+            self.schedule.joined(self._in_force())
+        self.entered = True
+        self._phases.watch(model)
+        self.member.note_join(membership.version)
+        return flat
+
+    def _make_exchange(self, flat: Flat) -> Exchange:
+        if not self.world.leads:
+            return cast(Exchange, Following(self.world, flat))  # it has all that is called here
         traffic, trace = self.client.traffic, self._trace
         encoder = Encoder(
             flat.layout,
@@ -176,7 +207,10 @@ class Engine:
             traffic=traffic,
             trace=trace,
         )
-        self.exchange = Exchange(
+        make: Callable[..., Exchange] = Exchange
+        if not self.world.alone:
+            make = partial(Leading, self.world, lambda: self.slices.weights(self.batches.computed))
+        return make(
             self.client,
             flat,
             self.spec.consistency,
@@ -186,13 +220,6 @@ class Engine:
             trace=trace,
             history=self._history,
         )
-        membership = self._initialise(membership, flat, brought)
-        if not membership.initialise:
-            self.schedule.joined(self._in_force())
-        self.entered = True
-        self._phases.watch(model)
-        self.member.note_join(membership.version)
-        return flat
 
     def _initialise(self, membership: Membership, flat: Flat, brought: Brought | None) -> Membership:
         """Give the job this model's values, or get the job's. Blocks.
@@ -204,11 +231,7 @@ class Engine:
         while True:
             try:
                 if membership.initialise:
-                    for bucket in membership.layout.buckets:
-                        self.client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
-                        for piece in brought.pieces(bucket, flat.tensors) if brought is not None else ():
-                            self.client.initialise_state(bucket.index, bucket.shard, *piece)
-                    self.client.initialised()
+                    self.world.decide("session.optimizer(...)", lambda: self._bring(flat, brought))
                     flat.publish()
                 if not membership.initialise or self._codecs.encodes_values:
                     own = False
@@ -220,6 +243,13 @@ class Engine:
                 logger.warning("joining again: %s", refusal)
             exchange.reset()
             membership = self.member.join_again(self.schedule.current(), trained=not own)
+
+    def _bring(self, flat: Flat, brought: Brought | None) -> None:
+        for bucket in flat.layout.buckets:
+            self.client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
+            for piece in brought.pieces(bucket, flat.tensors) if brought is not None else ():
+                self.client.initialise_state(bucket.index, bucket.shard, *piece)
+        self.client.initialised()
 
     def _join_again(self, reason: Refused) -> Membership:
         """Continue as a new member, because the parameter server does not know this worker (any more).
@@ -235,7 +265,7 @@ class Engine:
             try:
                 exchange.fetch(membership.version, contributor=False)
                 if self.stopped:  # the parameter server may have been lost before it has kept that
-                    self.client.stop(self.stopped)
+                    self.world.decide("session.stop(...)", lambda: self.client.stop(self.stopped))
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
@@ -249,6 +279,8 @@ class Engine:
     def leave_if_asked(self) -> None:
         """Between two batches: where a worker that was asked to leave does so. Raises Drained."""
         self.in_batch = False
+        self.world.decide("the next batch", _nothing)
+        self._heed()
         if self.member.draining and not self.in_step:
             self.exchange_steps()
             self.close()
@@ -272,7 +304,7 @@ class Engine:
         """Tell the job about values: with the step that is to be made, or at once."""
         if self.batches:
             self.batches.report(metrics)
-        else:
+        elif self.world.leads:
             plain = {k: v.detach() if hasattr(v, "detach") else v for k, v in metrics.items()}
             self.client.report({key: float(value) for key, value in plain.items()})
 
@@ -379,6 +411,7 @@ class Engine:
             self._steps += 1
             batches.step_made()
             self.stopped = self.stopped or exchange.stopped
+            self._heed()
             if made:
                 self.schedule.step_made(settings, self._in_force())
         if self._stopping:
@@ -469,7 +502,7 @@ class Engine:
         if refusal.code is not RefusalCode.STALE_INCARNATION:
             return False
         try:
-            self.client.heartbeat()
+            self.world.decide("the end of a step", self.client.heartbeat)
         except Refused as gone:
             if not expelled(gone):
                 raise
@@ -500,6 +533,11 @@ class Engine:
             Refused, ConnectionLost: the parameter server did not take them.
         """
         exchange = self._exchange()
+        if not self.world.alone:
+            raise UsageError(
+                "session.assign does not work with worker.processes above 1, where the processes share the "
+                "values: one of them would change those that others compute on. Use processes: 1"
+            )
         if exchange.under_way is not None or self.batches.computed:
             raise UsageError(
                 "session.assign was called in the middle of a step. Call it between optimizer.step() and the "
@@ -580,8 +618,10 @@ class Engine:
 
     def skip_if_not_finite(self) -> bool:
         """The loop has ended, and no step was made with what was computed; did a GradScaler leave it out?"""
-        if self.batches.computed and not self.in_step and not self.gradients.finite():
-            self.skip()
+        if self.batches.computed and not self.in_step:
+            what = "the end of the loop over the loader"
+            if not self.world.consult(what, self.gradients.finite(), all):
+                self.skip()
         return not self.batches.computed
 
     def _note_skipped(self, records: int) -> None:
@@ -610,15 +650,19 @@ class Engine:
         while True:
             self.leave_if_asked()
             try:
-                granted = self.client.take(
-                    records=records,
-                    epochs=epochs,
-                    batch=batch,
-                    wait=wait,
-                    abandoned=self.in_step,
-                    skipped=self.batches.skipped if wait else (),
-                    early=early,
+                granted = self.world.decide(
+                    "the loader, where it gets records",
+                    lambda: self.client.take(
+                        records=records,
+                        epochs=epochs,
+                        batch=batch,
+                        wait=wait,
+                        abandoned=self.in_step,
+                        skipped=self.batches.skipped if wait else (),
+                        early=early,
+                    ),
                 )
+                self._heed()
                 self.stopped = self.stopped or granted.stopped
                 if granted.pending:
                     continue
@@ -665,6 +709,9 @@ class Engine:
         """
         if not self.entered:
             raise UsageError("call session.optimizer(...) before session.stop(...)")
+        if not self.world.alone:
+            self.world.wish(_STOP, reason)  # the other processes may not know of it yet
+            return
         self.stopped = self.stopped or reason
         try:
             self.client.stop(self.stopped)
@@ -673,11 +720,26 @@ class Engine:
                 raise
             self._come_back(refusal)
 
+    def _heed(self) -> None:
+        """A process of this worker may have asked to stop; all know now."""
+        reason = self.world.agreed(_STOP)
+        if not reason or self.stopped:
+            return
+        self.stopped = reason
+        if self.world.leads:
+            try:
+                self.client.stop(reason)
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise  # else the next call is refused, too, and it is said after joining again
+
     def is_chief_of(self, epoch: int) -> bool:
         """Whether this worker is the one to evaluate and save in an epoch before the last one. Blocks."""
         while epoch not in self._chief_of:
             try:
-                self._chief_of[epoch] = self.client.is_chief(epoch)
+                self._chief_of[epoch] = self.world.decide(
+                    "session.is_chief", partial(self.client.is_chief, epoch)
+                )
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
@@ -698,6 +760,9 @@ class Engine:
         self._settle_by_hand()
         if self.batches.lost:
             self.gradients.void()
+        if not self.batches:
+            self.slices.forget()
+        self.slices.note(ranges)
         self.in_batch = True
         self.batches.add(ranges)
         self._phases.forward()
@@ -710,7 +775,11 @@ class Engine:
             self.exchange_steps()
             self._computing = False
             try:
-                self.client.release(abandoned=self.in_step)
+                abandoned = self.in_step
+                self.world.decide(
+                    "the end of its loop over the loader", lambda: self.client.release(abandoned=abandoned)
+                )
+                self._heed()
                 self._abandoned = False
                 self.forget()
             except Refused as refusal:
@@ -724,3 +793,7 @@ class Engine:
     def _exchange(self) -> Exchange:
         assert self.exchange is not None, "the model has been given to session.optimizer"
         return self.exchange
+
+
+def _nothing() -> None:
+    """What is decided where the processes of a worker only meet."""

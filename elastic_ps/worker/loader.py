@@ -130,6 +130,11 @@ class ElasticLoader:
             )
         if batch_size is None or batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; expected a number of records, at least 1")
+        if batch_size < engine.world.size:
+            raise UsageError(
+                f"batch_size is {batch_size}, but each worker has {engine.world.size} processes, which share "
+                "a batch (worker.processes); expected as many records at least"
+            )
         if epochs < 1:
             raise UsageError(f"epochs is {epochs}; expected at least 1")
         if isinstance(source, IterableDataset) or not hasattr(source, "__len__"):
@@ -316,4 +321,4 @@ class _Sampler:
         self.issued.clear()
         while ranges := self._supply.next_batch():
             self.issued.append(ranges)
-            yield self._supply.indices(ranges)
+            yield self._supply.own(ranges)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
-from elastic_ps import env
+from elastic_ps.core.partition import TensorSpec
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import ElasticPSError
+from elastic_ps.errors import ElasticPSError, ModelMismatch
 from elastic_ps.telemetry import History
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Membership
 from elastic_ps.worker.heart import Heart
+from elastic_ps.worker.local_world import DRAIN, LocalWorld
 from elastic_ps.worker.model import Described
 
 logger = logging.getLogger(__name__)
-
-
-class Drained(SystemExit):
-    """This worker was asked to leave and has done so; the process ends with `env.EXIT_LEFT`."""
-
-    def __init__(self) -> None:
-        super().__init__(env.EXIT_LEFT)
 
 
 class Member:
@@ -29,15 +24,22 @@ class Member:
 
     Args:
         on_hung: called, on another thread, with the reason, if this worker is declared hung.
+        world: the processes of this worker; process 0 alone is heard of.
 
     Attributes:
-        draining: this worker was asked to leave.
+        joined: this worker has become a member.
     """
 
     def __init__(
-        self, client: Client, *, history: History, on_hung: Callable[[str], None] | None = None
+        self,
+        client: Client,
+        *,
+        history: History,
+        on_hung: Callable[[str], None] | None = None,
+        world: LocalWorld | None = None,
     ) -> None:
-        self.draining = False
+        self.joined = False
+        self._world = world or LocalWorld()
         self._client = client
         self._history = history
         self._on_hung = on_hung
@@ -45,25 +47,37 @@ class Member:
         self._described: Described
 
     @property
-    def joined(self) -> bool:
-        """Whether this worker has become a member."""
-        return self._heart is not None
+    def draining(self) -> bool:
+        """Whether this worker was asked to leave."""
+        return bool(self._world.agreed(DRAIN))
 
     def join(self, described: Described, settings: Settings) -> Membership:
         """Become a member with this model. Blocks while another worker initialises it.
 
         Raises:
-            ModelMismatch, InvalidModel: the parameter server cannot train this model in this job.
+            ModelMismatch, InvalidModel: the parameter server cannot train this model in this job; or the
+                processes of this worker do not have the same one.
         """
         self._described = described
-        membership = self._client.join(described.specs, described.optimizer, settings)
-        self._heart = Heart(self._client, membership.lease / 3, self._on_hung)
+
+        def join(models: list[tuple[Sequence[TensorSpec], str]]) -> Membership:
+            _check_same(models)
+            return self._client.join(described.specs, described.optimizer, settings)
+
+        mine: tuple[Sequence[TensorSpec], str] = described.specs, described.optimizer
+        membership = self._world.consult("session.optimizer(...)", mine, join)
+        self.joined = True
+        if self._world.leads:
+            self._heart = Heart(self._client, membership.lease / 3, self._on_hung)
         return membership
 
     def join_again(self, settings: Settings, *, trained: bool) -> Membership:
         """Begin another stay. `trained`: the model is not as it was at first any more."""
         described = self._described
-        return self._client.join(described.specs, described.optimizer, settings, again=trained)
+        return self._world.decide(
+            "the place where it joins again",
+            lambda: self._client.join(described.specs, described.optimizer, settings, again=trained),
+        )
 
     def note_join(self, version: int, *, again: bool = False) -> None:
         """Write down that a stay has begun, with the values of this version."""
@@ -72,7 +86,7 @@ class Member:
 
     def drain(self) -> None:
         """Leave at the next opportunity. May be called from a signal handler."""
-        self.draining = True
+        self._world.wish(DRAIN, "asked to leave")
 
     def leave(self, *, in_step: bool) -> None:
         """Say goodbye and close the connections; what this worker holds goes to others.
@@ -90,3 +104,19 @@ class Member:
             except ElasticPSError as error:
                 logger.info("the parameter server could not be told that this worker leaves: %s", error)
         self._client.close()
+        self._world.close()
+
+
+def _check_same(models: Sequence[tuple[Sequence[TensorSpec], str]]) -> None:
+    """Raise ModelMismatch if the processes of a worker do not have the same model and optimizer."""
+    first, optimizer = models[0]
+    for rank, (specs, name) in enumerate(models):
+        for ours, other in zip_longest(first, specs):
+            if ours != other:
+                raise ModelMismatch(
+                    f"the model of process {rank} of this worker is not that of process 0: it has "
+                    f"{other or 'nothing'} in place of {ours or 'nothing'}. Every process must build the "
+                    "same model and optimizer"
+                )
+        if name != optimizer:
+            raise ModelMismatch(f"process {rank} of this worker has {name}, process 0 has {optimizer}")

@@ -24,7 +24,8 @@ from elastic_ps.core.settings import (
     plain_group,
 )
 from elastic_ps.errors import InvalidModel, UsageError
-from elastic_ps.transport.memory import shared_if_possible
+from elastic_ps.transport.memory import Allocate, shared_if_possible
+from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.seal import Seal
 
 
@@ -238,17 +239,30 @@ class Flat:
     """
 
     def __init__(
-        self, layout: Layout, tensors: Sequence[torch.Tensor], *, stepped_here: bool = False
+        self,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        *,
+        stepped_here: bool = False,
+        world: LocalWorld | None = None,
     ) -> None:
         """Allocate, copy the model's values in, and make the model use this memory where it can.
 
         Args:
             stepped_here: the script changes the model between two pulls. So what changes has memory of its
                 own, beside the values that were pulled.
+            world: the processes of this worker. If there are several, they share values and contributions:
+                the values are those of process 0, and what scripts change in them, such as buffers, has
+                memory of its own in each.
         """
+        world = world or LocalWorld()
         self.layout = layout
-        self._stepped_here = stepped_here
         self.tensors = tensors
+        if stepped_here:
+            self._changing = frozenset(Rule) - {Rule.CONSTANT}
+        else:
+            self._changing = frozenset() if world.alone else frozenset(Rule) - {Rule.CONSTANT, Rule.GRADIENT}
+        self._own_values = world.leads
         sizes: dict[tuple[str, Rule], int] = {}
         self._offsets: list[int] = []
         starts: dict[int, int] = {}
@@ -259,10 +273,16 @@ class Flat:
                 starts.setdefault(piece.tensor, place - piece.start)
                 place += piece.length
             sizes[bucket.dtype, bucket.rule] = place
-        self._values = {k: torch.zeros(n, dtype=dtype_of(k[0])) for k, n in sizes.items()}
         pushed = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items() if k[1] is not Rule.CONSTANT}
-        allocate = shared_if_possible(list(pushed.values()))
-        self._contributions = {k: as_tensor(allocate(n), dtype_of(k[0])) for k, n in pushed.items()}
+        if world.alone:
+            self._values = {k: torch.zeros(n, dtype=dtype_of(k[0])) for k, n in sizes.items()}
+            parts = [shared_if_possible(list(pushed.values()))]
+        else:
+            whole = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items()}
+            self._values = _tensors(world.allocate(list(whole.values())), whole)
+            parts = [world.allocate(list(pushed.values())) for _ in range(world.size)]
+        self._parts = [_tensors(allocate, pushed) for allocate in parts]
+        self._contributions = self._parts[world.rank]
         self._written: set[int] = set()  # tensors whose contribution may be something else than zero
         self._places = [
             ((spec.dtype, spec.rule), starts.get(index, 0), spec.elements)
@@ -287,7 +307,7 @@ class Flat:
                 self._adopt(index, tensor)
         self._seal = Seal(
             layout,
-            [] if stepped_here else self._of_rule(Rule.GRADIENT),
+            [] if Rule.GRADIENT in self._changing else self._of_rule(Rule.GRADIENT),
             self._of_rule(Rule.CONSTANT),
             tensors,
             self._apart,
@@ -299,8 +319,9 @@ class Flat:
 
     def _adopt(self, index: int, tensor: torch.Tensor) -> None:
         view = self.value(index)
-        view.copy_(tensor)
-        changes = self._stepped_here and self.layout.tensors[index].rule is not Rule.CONSTANT
+        if self._own_values:
+            view.copy_(tensor)
+        changes = self.layout.tensors[index].rule in self._changing
         if changes or tensor.device.type != "cpu" or not _one_after_the_other(tensor):
             self._apart.append(index)
         elif tensor.numel():
@@ -352,6 +373,15 @@ class Flat:
         """A bucket's contribution, flat, of its dtype."""
         start = self._offsets[bucket.index]
         return self._contributions[bucket.dtype, bucket.rule][start : start + bucket.elements]
+
+    def contributions_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        """As `contribution_of`, of each process of this worker, in order."""
+        start = self._offsets[bucket.index]
+        return [part[bucket.dtype, bucket.rule][start : start + bucket.elements] for part in self._parts]
+
+    def written(self, bucket: Bucket) -> None:
+        """Something was put into the contribution of all of a bucket."""
+        self._written |= {piece.tensor for piece in bucket.pieces}
 
     def check(self, *, thorough: bool = False) -> None:
         """Raise UsageError if the script has changed what only the job can change.
@@ -433,6 +463,13 @@ class Flat:
                 if besides.isdisjoint(self.buckets_of[index]):
                     self.tensors[index].copy_(self.value(index))
         self._seal.close()
+
+
+def _tensors(
+    allocate: Allocate, sizes: Mapping[tuple[str, Rule], int]
+) -> dict[tuple[str, Rule], torch.Tensor]:
+    """A flat tensor of so many bytes for each dtype and rule."""
+    return {key: as_tensor(allocate(nbytes), dtype_of(key[0])) for key, nbytes in sizes.items()}
 
 
 def _one_after_the_other(tensor: torch.Tensor) -> bool:

@@ -146,6 +146,11 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """
         if self._local is not None:
             return self._wrapped.state_dict()
+        if not self._engine.world.leads:
+            raise UsageError(
+                "optimizer.state_dict() fetches the state from the parameter server, which process 0 of a "
+                "worker does. Call it where session.is_chief is true, or where LOCAL_RANK is 0"
+            )
         numbers = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         state: dict[int, dict[str, Any]] = {}
         for reply, body in self._engine.optimizer_state():

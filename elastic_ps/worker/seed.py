@@ -9,15 +9,16 @@ import sys
 import torch
 
 
-def seed_everything(base: int, *, worker: int, version: int, local: int = 0) -> int:
+def seed_everything(base: int, *, worker: int, version: int, local: int = 0, process: int = 0) -> int:
     """Seed torch (all devices), `random`, and numpy if it is loaded; returns the seed.
 
     It follows from the numbers alone, so no two workers or versions have the same by design.
 
     Args:
         local: the steps that the worker has made by itself since that version.
+        process: which one of the worker's processes draws them.
     """
-    text = f"{base}/{worker}/{version}" + (f"/{local}" if local else "")
+    text = f"{base}/{worker}/{version}" + (f"/{local}" if local else "") + (f"/p{process}" if process else "")
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 1
     torch.manual_seed(seed)

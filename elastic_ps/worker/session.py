@@ -21,6 +21,7 @@ from elastic_ps.worker.client import Client
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.local_steps import outer_optimizer
+from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described, check_wrapper
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -40,6 +41,7 @@ class Session:
         trace, history: where this process records what it does.
         on_hung: called with the reason, on another thread, if this worker is declared hung.
         instance: a name for this process that no other process ever has; a random text if it is not given.
+        world: the processes of this worker, if it has several. The session closes it.
     """
 
     def __init__(
@@ -53,13 +55,19 @@ class Session:
         history: History | None = None,
         on_hung: Callable[[str], None] | None = None,
         instance: str = "",
+        world: LocalWorld | None = None,
     ) -> None:
+        self._world = world = world or LocalWorld()
         self.spec = spec
         self.worker = worker
         history = history or History(None, "")
-        client = Client(job, worker, connections, instance=instance)
-        self._member = Member(client, history=history, on_hung=on_hung)
-        self._engine = Engine(spec, client, self._member, trace=trace or Trace(None, ""), history=history)
+        client = Client(
+            job, worker, connections, instance=instance, pid=None if world.alone else os.getppid()
+        )
+        self._member = Member(client, history=history, on_hung=on_hung, world=world)
+        self._engine = Engine(
+            spec, client, self._member, trace=trace or Trace(None, ""), history=history, world=world
+        )
         self._owner = os.getpid()
         self._optimizer: ElasticOptimizer | None = None
         self._model: torch.nn.Module | None = None
@@ -92,12 +100,14 @@ class Session:
 
         In the body of `for epoch in loader.epochs()` it is true on exactly one of the workers that come to
         the end of that epoch. Other workers may still train records of the epoch, except in the last one.
+
+        Of a worker with several processes, all read it, and it is true on process 0 at most.
         """
         for loader in self._loaders:
             if (chief := loader.is_chief()) is not None:
-                return chief
+                return chief and self._world.leads
             loader.await_end()
-        return self._engine.chief
+        return self._engine.chief and self._world.leads
 
     def optimizer(
         self,
@@ -149,6 +159,11 @@ class Session:
         """
         if self._optimizer is not None:
             raise UsageError("session.optimizer was called twice; a job trains one model with one optimizer")
+        if check_gradients and not self._world.alone:
+            raise UsageError(
+                "check_gradients compares gradients with what is sent, and with worker.processes their sum "
+                "is sent. Use it with processes: 1"
+            )
         if clamp is not None:
             for group in optimizer.param_groups:
                 group.setdefault(CLAMP, clamp)
@@ -273,7 +288,13 @@ class Session:
         the worker's index and the version. So if a script calls this for each batch, a step draws the same
         random numbers when another process computes it again.
         """
-        return seed_everything(base, worker=self.worker, version=self.version, local=self._engine.local_steps)
+        return seed_everything(
+            base,
+            worker=self.worker,
+            version=self.version,
+            local=self._engine.local_steps,
+            process=self._world.rank,
+        )
 
     def report(self, **metrics: Any) -> None:
         """Report values to the job, as in `loss=loss` or `test_accuracy=0.97`: one number each.

@@ -124,6 +124,10 @@ class Supply:
             result.extend(order[r.start : r.stop])
         return result
 
+    def own(self, ranges: list[Range]) -> list[int]:
+        """Those of them that this process computes on."""
+        return self._engine.slices.own(self.indices(ranges))
+
     def leave_epoch(self) -> None:
         """The script is done with the epoch: what is left of it goes to others, or to this worker's next."""
         self._kept.clear()

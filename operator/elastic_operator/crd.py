@@ -268,6 +268,10 @@ def _add_rules(spec: Schema) -> None:
             "message": "worker.replicas is above consistency.globalBatchSize, so some workers would have no "
             "record of any version",
         },
+        {
+            "rule": "self.worker.processes == 1 || self.consistency.mode != 'local'",
+            "message": "worker.processes above 1 does not work with consistency.mode local",
+        },
     ]
     for name in ("entrypoint", "arguments", "consistency", "compression", "data"):
         fields[name]["x-kubernetes-validations"] = [_immutable(name)]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import Connection, Server
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocServer, connect
+from elastic_ps.worker.local_world import Links, LocalWorld
 from elastic_ps.worker.session import Session
 from tests.polling import LIMIT, eventually, while_moving
 
@@ -49,24 +51,37 @@ class Job:
     errors: list[BaseException] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
 
-    def session(self, worker: int) -> Session:
-        """A new session, to be used in the calling thread."""
+    def session(self, worker: int, world: LocalWorld | None = None) -> Session:
+        """A new session, to be used in the calling thread. `world`: of a worker with several processes."""
+        leads = world is None or world.leads
         session = Session(
             "test",
             self.spec,
             worker,
-            self.open_connections(),
-            trace=Trace(self.traces, f"worker-{worker}"),
-            history=History(self.history, f"worker-{worker}"),
+            self.open_connections() if leads else [],
+            trace=Trace(self.traces if leads else None, f"worker-{worker}"),
+            history=History(self.history if leads else None, f"worker-{worker}"),
+            world=world,
         )
         self.sessions.append(session)
         return session
 
-    def start(self, worker: int, script: Callable[[Session], Any]) -> threading.Thread:
+    def start_processes(self, worker: int, script: Callable[[Session, int], Any]) -> None:
+        """Run `script(session, rank)` as each of a worker's processes, in threads; see `start`."""
+        size = self.spec.worker.processes
+        pairs = [(Pipe(), Pipe()) for _ in range(size - 1)]
+        links = [[Links(*(ends[0] for ends in pair)) for pair in pairs]]
+        links += [[Links(*(ends[1] for ends in pair))] for pair in pairs]
+        for rank in range(size):
+            self.start(worker, _of_rank(script, rank), LocalWorld(rank, links[rank], size))
+
+    def start(
+        self, worker: int, script: Callable[[Session], Any], world: LocalWorld | None = None
+    ) -> threading.Thread:
         """Run `script(session)` as a worker in a thread; what it raises is raised by `join`."""
 
         def run() -> None:
-            session = self.session(worker)
+            session = self.session(worker, world)
             try:
                 script(session)
             except SystemExit:
@@ -136,6 +151,10 @@ class Job:
     def commits(self) -> list[dict[str, Any]]:
         """The rounds that the parameter server has recorded as committed, in order."""
         return [e for e in events(self.history, "ps-0") if e["event"] == "commit"]
+
+
+def _of_rank(script: Callable[[Session, int], Any], rank: int) -> Callable[[Session], Any]:
+    return lambda session: script(session, rank)
 
 
 def events(directory: Path, process: str, pid: int | None = None) -> list[dict[str, Any]]:

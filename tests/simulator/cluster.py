@@ -21,7 +21,7 @@ from elastic_ps.server.process import ParameterServer
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import unary
-from elastic_ps.worker.member import Drained
+from elastic_ps.worker.local_world import Drained
 from elastic_ps.worker.session import Session
 from tests.simulator.network import Network, SimConnection, SimServer, Weather
 from tests.simulator.patches import Disk

@@ -1,0 +1,244 @@
+"""The processes of one worker, and what they say to each other (`worker.processes`).
+
+All of them run the script. One of them, process 0, is the member of the job: it alone talks to the
+parameter server. The others are told what it was answered, so that all of them decide the same. That is a
+state machine that is replicated by its inputs (Schneider 1990, "Implementing Fault-Tolerant Services Using
+the State Machine Approach"): what a process does between two answers follows from them.
+
+So at each question all processes have to arrive, and process 0 compares where they are. A script whose
+processes go different ways gets an error that says so, and nobody waits for ever.
+
+They speak over Unix sockets that their starter has made, and no other process can. A process whose sockets
+close has ended, and its worker ends with it (`processes`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from elastic_ps import env
+from elastic_ps.errors import ElasticPSError, Refused, UsageError
+from elastic_ps.transport.memory import ALIGNMENT, Allocate, SharedMemory
+
+DRAIN = "drain"
+"""What a process wishes that was asked to leave."""
+
+T = TypeVar("T")
+M = TypeVar("M")
+
+ENDING = timedelta(seconds=5)
+"""How long a process waits to be ended with its worker, before it says itself that another one has ended."""
+
+
+class Drained(SystemExit):
+    """This worker was asked to leave and has done so; the process ends with `env.EXIT_LEFT`."""
+
+    def __init__(self) -> None:
+        super().__init__(env.EXIT_LEFT)
+
+
+class Links(NamedTuple):
+    """The sockets between process 0 and another one: for questions, and for gradients that are ready."""
+
+    questions: Connection
+    gradients: Connection
+
+
+class _Arrival(NamedTuple):
+    """A process has come to a question."""
+
+    what: str
+    mine: Any
+    wishes: dict[str, str]
+
+
+class _Answer(NamedTuple):
+    """What process 0 tells the others; `problem` is an exception's type and arguments."""
+
+    value: Any
+    wishes: dict[str, str]
+    problem: tuple[type[ElasticPSError], tuple[Any, ...]] | None = None
+
+
+class LocalWorld:
+    """This process among those of its worker. Belongs to the training thread, but for `wish`.
+
+    Args:
+        rank: of this process, from 0.
+        links: of process 0, those to the others, in order; of another one, those to process 0. None if the
+            worker has a single process.
+        size: how many processes there are.
+    """
+
+    def __init__(self, rank: int = 0, links: Sequence[Links] = (), size: int = 1) -> None:
+        self.rank, self.size, self.links = rank, size, links
+        self._wishes: dict[str, str] = {}
+        self._agreed: dict[str, str] = {}
+        self._shared: list[SharedMemory] = []
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is process 0."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether the worker has a single process."""
+        return self.size == 1
+
+    def wish(self, name: str, value: str) -> None:
+        """Something that this process wants; all have it from the next question on.
+
+        May be called from a signal handler.
+        """
+        self._wishes.setdefault(name, value)
+
+    def agreed(self, name: str) -> str:
+        """What some process has wished, as of the last question; "" if none has."""
+        return (self._wishes if self.alone else self._agreed).get(name, "")
+
+    def decide(self, what: str, call: Callable[[], T]) -> T:
+        """As `consult`, where nothing is to be known of the others."""
+        return self.consult(what, None, lambda _: call())
+
+    def consult(self, what: str, mine: M, call: Callable[[list[M]], T]) -> T:
+        """Call, in process 0; returns in all processes what it returns, or raises what it raises. Blocks.
+
+        Args:
+            what: where the script is, in words.
+            mine: what this process contributes; process 0 calls with all of them, in order.
+
+        Raises:
+            UsageError: another process is somewhere else in the script, or has ended.
+        """
+        if self.alone:
+            return call([mine])
+        if not self.leads:
+            told: T = self._ask(what, mine)
+            return told
+        arrivals = [_Arrival(what, mine, self._wishes.copy())]
+        arrivals += [self._receive(rank, what) for rank in range(1, self.size)]
+        for arrival in reversed(arrivals):
+            self._agreed |= arrival.wishes
+        try:
+            _check_together(arrivals)
+            answer = _Answer(call([arrival.mine for arrival in arrivals]), self._agreed)
+        except ElasticPSError as error:
+            given = (error.code, str(error)) if isinstance(error, Refused) else (str(error),)
+            self._tell(_Answer(None, self._agreed, (type(error), given)))
+            raise
+        self._tell(answer)
+        value: T = answer.value
+        return value
+
+    def allocate(self, sizes: Sequence[int]) -> Allocate:
+        """Memory that all processes share, for pieces of these sizes; all of them call this together.
+
+        Raises:
+            UsageError: the system has no such memory.
+        """
+        size = sum(size + ALIGNMENT for size in sizes)
+        if not self.leads:
+            fd = recv_handle(self.links[0].questions)
+            try:
+                return _pieces_of(memoryview(mmap.mmap(fd, os.fstat(fd).st_size)))
+            finally:
+                os.close(fd)
+        try:
+            memory = SharedMemory(size)
+        except (OSError, AttributeError) as error:
+            raise UsageError(
+                f"worker.processes needs {size} bytes of shared memory, which this system does not give: "
+                f"{error}. Use processes: 1 and more replicas"
+            ) from error
+        self._shared.append(memory)  # for as long as the others may use it
+        for link in self.links:
+            send_handle(link.questions, memory.handle.fd, None)
+        return memory.take
+
+    def close(self) -> None:
+        """Close the sockets: whoever waits for this process learns that it has ended."""
+        for each in (connection for link in self.links for connection in link):
+            with (
+                contextlib.suppress(OSError),
+                socket.fromfd(each.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as own,
+            ):
+                own.shutdown(socket.SHUT_RDWR)  # a thread may wait for it
+            each.close()
+
+    def _ask(self, what: str, mine: object) -> Any:
+        try:
+            self.links[0].questions.send(_Arrival(what, mine, self._wishes.copy()))
+            answer: _Answer = self.links[0].questions.recv()
+        except (EOFError, OSError):
+            self.ended(0, what)
+        self._agreed = answer.wishes
+        if answer.problem is not None:
+            kind, given = answer.problem
+            raise kind(*given)
+        return answer.value
+
+    def _receive(self, rank: int, what: str) -> _Arrival:
+        try:
+            arrival: _Arrival = self.links[rank - 1].questions.recv()
+        except (EOFError, OSError):
+            self.ended(rank, what)
+        return arrival
+
+    def _tell(self, answer: _Answer) -> None:
+        for rank, link in enumerate(self.links, start=1):
+            try:
+                link.questions.send(answer)
+            except OSError:
+                self.ended(rank, "the answer")
+
+    def ended(self, rank: int, what: str) -> NoReturn:
+        """A process has ended while this one needs it: wait to be ended, too; see `processes`.
+
+        Raises:
+            Drained: the worker was asked to leave.
+            UsageError: nobody has ended this process, since the other one's script came to its end.
+        """
+        if DRAIN not in self._wishes:
+            time.sleep(ENDING.total_seconds())
+        if DRAIN in self._wishes:
+            raise Drained
+        raise UsageError(
+            f"process {rank} of this worker has ended its script, but process {self.rank} is at {what}. With "
+            "worker.processes all processes of a worker go the same way through the script"
+        )
+
+
+def _check_together(arrivals: Sequence[_Arrival]) -> None:
+    """Raise UsageError if the processes are at different places of the script."""
+    first = arrivals[0].what
+    for rank, arrival in enumerate(arrivals):
+        if arrival.what != first:
+            raise UsageError(
+                f"the processes of this worker do not go the same way: process 0 is at {first}, process "
+                f"{rank} at {arrival.what}. With worker.processes all of them run the same loop, and make a "
+                "step for each batch or none does: what one does alone, such as a break, a step that a "
+                "GradScaler leaves out, or what depends on the loss of its own slice, sets them apart"
+            )
+
+
+def _pieces_of(memory: memoryview) -> Allocate:
+    """The same places as `SharedMemory.take` gives for the same sizes."""
+    used = 0
+
+    def take(nbytes: int) -> memoryview:
+        nonlocal used
+        start = -(-used // ALIGNMENT) * ALIGNMENT
+        used = start + nbytes
+        return memory[start:used]
+
+    return take

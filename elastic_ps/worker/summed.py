@@ -1,0 +1,277 @@
+"""A worker of several processes makes one step of theirs: process 0 adds up what they have, and pushes it.
+
+Gradients lie in memory that the processes share (`LocalWorld.allocate`), and so do the values of trained
+parameters. So nothing is copied from process to process: the others say which buckets are ready, process 0
+adds them up, one bucket after the other, while backward goes on; and a version that process 0 has pulled is
+there for all.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+
+from elastic_ps.core.partition import Bucket, Rule
+from elastic_ps.worker.dialogue import Ending, Step
+from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.local_world import LocalWorld
+from elastic_ps.worker.model import Flat
+
+_STEP = "optimizer.step()"
+_FETCH = "where a version is read"
+
+
+class _Where(NamedTuple):
+    """What the other processes are told after a step, or after values were fetched."""
+
+    made: bool
+    version: int
+    settings: str
+    stopped: str
+
+
+class Leading(Exchange):
+    """Process 0's: what it pushes is the sum over the processes.
+
+    Args:
+        world: of several processes.
+        weights: for each process, its share of the samples of the step that begins.
+        given: what `Exchange` takes.
+    """
+
+    def __init__(
+        self,
+        world: LocalWorld,
+        weights: Callable[[], Sequence[float]],
+        client: Any,
+        flat: Flat,
+        *given: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(client, flat, *given, **options)
+        self._world, self._weights = world, weights
+        links = [link.gradients for link in world.links]
+        self._sums = _Sums(flat, links, super().ready)
+
+    def close(self) -> None:
+        """See `Exchange`."""
+        super().close()
+        self._sums.close()
+
+    def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:
+        """See `Exchange`."""
+        self._sums.begin(step.number, self._weights())
+        super().begin(step, settings, besides=besides)
+
+    def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
+        """This process's part of a bucket is complete. Does not block."""
+        self._sums.add(bucket, present)
+
+    def finish(self, ending: Ending) -> bool:
+        """See `Exchange`. All processes have to be here."""
+
+        def finish(metrics: list[Mapping[str, float]]) -> _Where:
+            self._sums.wait()
+            merged = merge_metrics(metrics, self._sums.weights)
+            return self._where(super(Leading, self).finish(replace(ending, metrics=merged)))
+
+        return self._world.consult(_STEP, ending.metrics, finish).made
+
+    def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:
+        """See `Exchange`. All processes have to be here."""
+
+        def fetch() -> _Where:
+            super(Leading, self).fetch(version, contributor=contributor, besides=besides)
+            return self._where(True)
+
+        self._world.decide(_FETCH, fetch)
+
+    def _where(self, made: bool) -> _Where:
+        return _Where(made, self.version, self.settings, self.stopped)
+
+
+class Following:
+    """Another process's: it says what is ready, and learns what became of the step. See `Exchange`."""
+
+    asks_ahead = False
+
+    def __init__(self, world: LocalWorld, flat: Flat) -> None:
+        self.version = 0
+        self.settings = ""
+        self.stopped = ""
+        self.under_way: Step | None = None
+        self._world, self._flat = world, flat
+
+    def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
+        """The first gradient of a step is there."""
+        self.under_way = step
+
+    def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
+        """This process's part of a bucket is complete."""
+        assert self.under_way is not None
+        try:
+            self._world.links[0].gradients.send((self.under_way.number, bucket.index, list(present)))
+        except OSError:
+            self._world.ended(0, "backward()")
+
+    def finish(self, ending: Ending) -> bool:
+        """See `Leading`."""
+        return self._learn(self._world.consult(_STEP, ending.metrics, _nothing))
+
+    def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
+        """See `Leading`."""
+        self._learn(self._world.consult(_FETCH, None, _nothing))
+
+    def _learn(self, where: _Where) -> bool:
+        self.version, self.settings, self.stopped = where.version, where.settings, where.stopped
+        self.under_way = None
+        if where.made:
+            self._flat.publish()
+        return where.made
+
+    def reset(self) -> None:
+        """Forget the step under way."""
+        self.under_way = None
+
+    def computes_on(self, version: int) -> None:
+        """Process 0 says so."""
+
+    def close(self) -> None:
+        """Nothing is to be freed."""
+
+
+def _nothing(_: list[Any]) -> _Where:
+    raise AssertionError("process 0 calls")
+
+
+def merge_metrics(metrics: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
+    """The mean of each metric over the processes that have reported it, weighted by their samples."""
+    merged = {}
+    for key in {key: None for each in metrics for key in each}:
+        given = [(each[key], weight) for each, weight in zip(metrics, weights, strict=True) if key in each]
+        total = sum(weight for _, weight in given)
+        merged[key] = sum(v * w for v, w in given if w) / total if total else given[0][0]
+    return merged
+
+
+class _Part(NamedTuple):
+    """Process 0's part of a bucket is there."""
+
+    step: int
+    bucket: Bucket
+    present: Sequence[bool]
+
+
+class _Sums:
+    """A thread that adds up buckets, in the order in which process 0 has them.
+
+    Args:
+        links: to the other processes, which say what they have.
+        done: called with a bucket whose sum lies in process 0's contribution.
+
+    Attributes:
+        weights: of the processes in the step under way.
+    """
+
+    def __init__(
+        self, flat: Flat, links: Sequence[Connection], done: Callable[[Bucket, Sequence[bool]], None]
+    ) -> None:
+        self.weights: Sequence[float] = ()
+        self._flat, self._links, self._done = flat, links, done
+        self._told: list[dict[tuple[int, int], list[bool]]] = [{} for _ in links]
+        self._changed = threading.Condition()
+        self._step, self._missing = -1, 0
+        self._error: BaseException | None = None
+        self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="sums", daemon=True)
+        self._thread.start()
+
+    def begin(self, step: int, weights: Sequence[float]) -> None:
+        """A step begins. Nothing of an older one is added up any more."""
+        with self._changed:
+            self._step, self.weights, self._missing = step, weights, len(self._flat.layout.pushed)
+
+    def add(self, bucket: Bucket, present: Sequence[bool]) -> None:
+        """Process 0's part of a bucket is complete. Does not block."""
+        self._parts.put(_Part(self._step, bucket, present))
+
+    def wait(self) -> None:
+        """Until all buckets of the step are added up."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._missing or self._error is not None)
+            if self._error is not None:
+                raise self._error
+
+    def close(self) -> None:
+        """End the thread. If it waits for another process, it ends with the sockets."""
+        self._parts.put(None)
+
+    def _run(self) -> None:
+        try:
+            while (part := self._parts.get()) is not None:
+                others = [self._await(number, part) for number in range(len(self._links))]
+                with self._changed:
+                    if part.step == self._step and None not in others:
+                        self._add_up(part, [part.present, *(other or [] for other in others)])
+                        self._missing -= 1
+                        self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _await(self, number: int, part: _Part) -> list[bool] | None:
+        """What another process has of a bucket; None if it has gone on to a later step. Blocks."""
+        told, key = self._told[number], (part.step, part.bucket.index)
+        for old in [each for each in told if each[0] < part.step]:
+            del told[old]
+        while key not in told:
+            if any(step > part.step for step, _ in told):
+                return None
+            step, bucket, present = self._links[number].recv()
+            told[step, bucket] = present
+        return told.pop(key)
+
+    def _add_up(self, part: _Part, present: Sequence[Sequence[bool]]) -> None:
+        own, *others = self._flat.contributions_of(part.bucket)
+        if part.bucket.rule is Rule.GRADIENT:
+            weighed = [
+                (each, w)
+                for each, w, has in zip(others, self.weights[1:], present[1:], strict=True)
+                if any(has)
+            ]
+            add_gradients(own, self.weights[0], weighed)
+            self._flat.written(part.bucket)
+        elif part.bucket.rule is Rule.MEAN:
+            add_means(own, list(zip(others, self.weights[1:], strict=True)))
+        elif part.bucket.rule is Rule.MAXIMUM:
+            for other, weight in zip(others, self.weights[1:], strict=True):
+                if weight:
+                    torch.maximum(own, other, out=own)
+        # Of what is broadcast, process 0's counts: it has the lowest index.
+        self._done(part.bucket, [any(each) for each in zip(*present, strict=True)])
+
+
+def add_gradients(own: torch.Tensor, weight: float, others: Sequence[tuple[torch.Tensor, float]]) -> None:
+    """Make `own` the weighted sum of all, in float32 at least. What has no weight is not looked at."""
+    total = own if own.dtype in (torch.float32, torch.float64) else own.float()
+    total.mul_(weight)
+    for other, share in others:
+        if share:
+            total.add_(other, alpha=share)
+    if total is not own:
+        own.copy_(total)
+
+
+def add_means(own: torch.Tensor, others: Sequence[tuple[torch.Tensor, float]]) -> None:
+    """Make `own` the mean of all, weights adding up to 1 with its own. If all are equal, no bit changes."""
+    base = own.clone()
+    for other, share in others:
+        if share:
+            own.add_(other - base, alpha=share)
