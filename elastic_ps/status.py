@@ -180,6 +180,11 @@ class Member(CamelModel):
         description="How many seconds this member takes for a step, from the new version to its complete "
         "gradients: a moving average.",
     )
+    records_per_second: float | None = Field(
+        default=None,
+        description="How many records the member computes in a second, without the time that it waits for "
+        "others: an exponential moving average.",
+    )
     slowness: float | None = Field(
         default=None, description="This member's stepSeconds divided by the median of all workers."
     )

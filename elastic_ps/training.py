@@ -126,6 +126,12 @@ class Consistency(CamelModel):
         "a part of them, and the records of a worker that is lost go to others in the same version. The last "
         "version of an epoch has what is left.",
     )
+    balance: Literal["even", "speed"] | None = Field(
+        default=None,
+        description="Only with globalBatchSize, or with mode local and outer diloco or average; even if "
+        "unset. With speed, workers get work in proportion to their measured speed: records of each version, "
+        "or local steps between two exchanges, where the fastest makes as many as steps says.",
+    )
     reads: Literal["consistent", "inconsistent"] | None = Field(
         default=None,
         description="Only with mode async; consistent if unset. With consistent, a worker reads one version "
@@ -298,6 +304,27 @@ class Consistency(CamelModel):
             raise ValueError(
                 "grace has no meaning without quorum, because a version then waits for all workers; leave it "
                 "out, or set quorum: the number of workers that a version waits for at least"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_balance(self) -> Consistency:
+        if self.balance is None:
+            return self
+        if self.global_batch_size is None and self.mode != "local":
+            raise ValueError(
+                f"balance {self.balance} has no meaning without globalBatchSize; set that, or mode: local, "
+                "or leave balance out"
+            )
+        if self.mode == "local" and not self.outer_rule.waits:
+            raise ValueError(
+                f"balance {self.balance} has no meaning with outer {self.outer}, where nobody waits for a "
+                "slow worker; leave it out, or set outer: diloco or average"
+            )
+        if self.balance == "speed" and self.deterministic:
+            raise ValueError(
+                "balance speed cannot be combined with deterministic: true, because measured speeds differ "
+                "from run to run; leave one of the two out"
             )
         return self
 

@@ -53,9 +53,11 @@ class Pace:
 
     Attributes:
         seconds: an exponentially weighted mean, once there is one.
+        of_a_record: the same of a step's time over its records.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
+    of_a_record: dict[int, float] = field(default_factory=dict)
     _warm: set[int] = field(default_factory=set)
     _began: dict[int, float] = field(default_factory=dict)
 
@@ -70,17 +72,23 @@ class Pace:
         self._began |= dict.fromkeys(beginning, now)
         self._warm &= here
         self.seconds = {who: mean for who, mean in self.seconds.items() if who in here}
+        self.of_a_record = {who: mean for who, mean in self.of_a_record.items() if who in here}
+
+    def begins(self, who: int, now: float) -> None:
+        """A worker begins a step now, and not with the version."""
+        self._began[who] = now
 
     def idled(self, who: int) -> None:
         """A worker that has had nothing to compute on begins a step, which is not measured."""
         self._began.pop(who, None)
 
-    def finished(self, who: int, attempt: int, now: float) -> None:
-        """A worker has finished its step in the open round."""
+    def finished(self, who: int, attempt: int, now: float, *, records: int = 0) -> None:
+        """A worker has finished its step in the open round, on so many records."""
         if who in self._warm and not attempt and who in self._began:
             took = now - self._began[who]
-            mean = self.seconds.get(who, took)
-            self.seconds[who] = mean + SMOOTHING * (took - mean)
+            _follow(self.seconds, who, took)
+            if records and took > 0:
+                _follow(self.of_a_record, who, took / records)
         self._warm.add(who)
 
     @property
@@ -92,3 +100,8 @@ class Pace:
         """A worker's mean over the median of all; None before there is one."""
         median = self.median or 0.0
         return self.seconds[who] / median if who in self.seconds and median > 0 else None
+
+
+def _follow(means: dict[int, float], who: int, value: float) -> None:
+    mean = means.get(who, value)
+    means[who] = mean + SMOOTHING * (value - mean)

@@ -335,7 +335,7 @@ class Coordinator:
                 state.rounds.withdraw(worker)
                 self.job.told()
         if held and not state.rounds.knows(worker):  # else two that wait would wake each other
-            state.admit(worker)
+            state.admit(worker, self.job.clock())
             self.job.told()
         return held
 
@@ -433,7 +433,7 @@ class Coordinator:
             self._driver.drive()
             with self.job.settled() as state:
                 stay = self._check(worker, incarnation)
-                after = state.after_step(stay, attempt=attempt, step=step)
+                after = state.after_step(stay, attempt=attempt, step=step, now=self.job.clock())
                 if after is not None and not (after is After.PUSH and self._driver.behind):
                     return after, state.rounds.attempt
                 left = deadline - self.job.clock()
@@ -516,7 +516,8 @@ class Coordinator:
             new = state.rounds.finish(contribution, version=version, attempt=attempt)
             stay.traffic.update(traffic or {})
             if new and not contribution.assigns:
-                state.pace.finished(contribution.incarnation, attempt, self.job.clock())
+                records = sum(r.records for r in contribution.records)
+                state.pace.finished(contribution.incarnation, attempt, self.job.clock(), records=records)
         self._driver.drive()
         return new
 

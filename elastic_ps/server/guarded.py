@@ -70,6 +70,11 @@ class Guarded:
         with self.changed:
             return self.state.stopped
 
+    def steps(self, worker: int) -> int:
+        """See `JobState.steps`."""
+        with self.changed:
+            return self.state.steps(worker)
+
     @contextmanager
     def settled(self) -> Iterator[JobState]:
         """Hold the lock while no round is being committed. Blocks for `SETTLED` at most.

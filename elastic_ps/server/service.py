@@ -239,7 +239,10 @@ class Service:
             yield Frame(reply.SerializeToString(), sent.body)
         settings = self._coordinator.job.settings if self._coordinator is not None else ""
         stopped = self._coordinator.job.stopped if self._coordinator is not None else ""
-        yield _frame(pb.PullReply(done=True, version=version, settings=settings, stopped=stopped))
+        steps = self._coordinator.job.steps(caller.worker) if self._coordinator is not None else 0
+        yield _frame(
+            pb.PullReply(done=True, version=version, settings=settings, stopped=stopped, steps=steps)
+        )
 
     def _items(
         self, request: pb.PullRequest, caller: pb.Caller, attempt: int | None

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any
 
+from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
 from elastic_ps.core.consistency import After, Contribution, Entry, SyncRounds
 from elastic_ps.core.lanes import Lanes
@@ -116,6 +117,7 @@ class JobState:
     waiting: Waiting = field(default_factory=Waiting)
     lagging: Waiting = field(default_factory=Waiting)
     pace: Pace = field(default_factory=Pace)
+    balance: Balance = field(default_factory=Balance)
     calls: Calls[Taken] = field(default_factory=Calls)
 
     def __post_init__(self) -> None:
@@ -214,7 +216,7 @@ class JobState:
             self.give_back(stay.incarnation)
         return entry
 
-    def after_step(self, stay: Stay, *, attempt: int, step: int) -> After | None:
+    def after_step(self, stay: Stay, *, attempt: int, step: int, now: float) -> After | None:
         """What a worker does that has pushed a step, in mode `accumulate`; None: it waits.
 
         Args:
@@ -229,7 +231,7 @@ class JobState:
         anyway = bool(self.stopped or self._has_more(stay))
         after = self.rounds.after(stay.worker, attempt=attempt, step=step, anyway=anyway)
         if after is After.COMPUTE:
-            self.pace.idled(stay.incarnation)
+            self._begins(stay.incarnation, now)
         return after
 
     def _has_more(self, stay: Stay) -> bool:
@@ -243,7 +245,15 @@ class JobState:
     def _weights(self) -> dict[int, float]:
         """Who gets a portion of the open version: who computes, or waits for records."""
         workers = self.rounds.expected | self.rounds.waiting | self.starved
-        return dict.fromkeys(workers & self.members.live.keys(), 1.0)
+        live = self.members.live
+        return {worker: self.balance.weight(live[worker].incarnation) for worker in workers & live.keys()}
+
+    def steps(self, worker: int) -> int:
+        """In mode `local`, how many steps a worker makes by itself until its next exchange; else 0."""
+        most, stay = self.consistency.steps, self.members.live.get(worker)
+        if most is None or stay is None:
+            return most or 0
+        return max(self.consistency.fragments or 1, round(most * self.balance.weight(stay.incarnation)))
 
     def open_ledger(self, records: int, epochs: int, *, lanes: int) -> None:
         """The first worker names its data set; with `lanes`, the schedule is fixed for that many workers."""
@@ -315,10 +325,17 @@ class JobState:
         fresh = worker in self.rounds.turned_away
         return self.ledger.take(incarnation, batch=batch, workers=len(self.members.live), fresh=fresh)
 
-    def admit(self, worker: int) -> None:
+    def admit(self, worker: int, now: float) -> None:
         """A worker has records to compute on. With a fixed schedule the open round waits for it."""
         self.rounds.admit(worker, at_once=isinstance(self.ledger, Lanes))
-        self.pace.idled(self.members.live[worker].incarnation)
+        self._begins(self.members.live[worker].incarnation, now)
+
+    def _begins(self, incarnation: int, now: float) -> None:
+        """A worker begins a step within the open round. It is measured if that says how fast it computes."""
+        if self.consistency.global_batch_size is not None:
+            self.pace.begins(incarnation, now)
+        else:
+            self.pace.idled(incarnation)
 
     def assign(self, stay: Stay) -> None:
         """A worker's values are to become the next version: the steps of others go to whoever takes them."""
@@ -519,6 +536,8 @@ class JobState:
         here = {stay.incarnation for stay in self.members.live.values()}
         beginning = here & sent if self.consistency.may_be_stale else here
         self.pace.opened(here, now, beginning=beginning)
+        if self.consistency.balance == "speed":
+            self.balance.follow(self.pace.of_a_record, here)
         steps = [
             {"worker": c.worker, "incarnation": c.incarnation, "step": c.step, "samples": c.samples}
             | {"staleness": staleness[c.worker], "records": [list(r) for r in c.records]}
@@ -548,7 +567,7 @@ class JobState:
         after.metrics = dict(self.metrics)
         after.staleness = replace(self.staleness, counts=dict(self.staleness.counts))
         after.loss = replace(self.loss, points=list(self.loss.points))
-        after.rate, after.pace = Rate(), Pace()
+        after.rate, after.pace, after.balance = Rate(), Pace(), Balance()
         after.book(contributions, decided, decided=decided)
         return after.to_checkpoint()
 
@@ -679,6 +698,8 @@ class JobState:
             )
         }
         fields["step_seconds"] = self.pace.seconds.get(stay.incarnation)
+        record = self.pace.of_a_record.get(stay.incarnation)
+        fields["records_per_second"] = None if record is None else 1 / record
         fields["slowness"] = self.pace.slowness(stay.incarnation)
         fields["gone_seconds"] = None if stay.ended is None else now - stay.ended
         return Member.model_validate({**fields, "state": stay.outcome or here})

@@ -421,7 +421,7 @@ class PullRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: bool = ..., held: _Optional[int] = ..., ahead: _Optional[str] = ..., drafts: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
 class PullReply(_message.Message):
-    __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings", "stopped", "unchanged", "encoded", "draft", "stands", "delta")
+    __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings", "stopped", "unchanged", "encoded", "draft", "stands", "delta", "steps")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
@@ -434,6 +434,7 @@ class PullReply(_message.Message):
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     STANDS_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     attempt: int
     pending: bool
@@ -446,7 +447,8 @@ class PullReply(_message.Message):
     draft: int
     stands: bool
     delta: int
-    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., done: bool = ..., version: _Optional[int] = ..., settings: _Optional[str] = ..., stopped: _Optional[str] = ..., unchanged: bool = ..., encoded: _Optional[_Union[Run, _Mapping]] = ..., draft: _Optional[int] = ..., stands: bool = ..., delta: _Optional[int] = ...) -> None: ...
+    steps: int
+    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., done: bool = ..., version: _Optional[int] = ..., settings: _Optional[str] = ..., stopped: _Optional[str] = ..., unchanged: bool = ..., encoded: _Optional[_Union[Run, _Mapping]] = ..., draft: _Optional[int] = ..., stands: bool = ..., delta: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("caller", "version")

@@ -104,6 +104,8 @@ class Exchange:
         version: of the values that the model has; with bounded staleness, some may be newer.
         settings: the settings in force, as JSON, as of the last pull.
         stopped: why a script has ended the training, as of the last pull; "" if none has.
+        steps: in mode `local`, how many this worker makes by itself until its next exchange, as of the last
+            pull; 0 if that has not been said.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Exchange:
         self.version = 0
         self.settings = ""
         self.stopped = ""
+        self.steps = 0
         self._client = client
         self._encoder = encoder
         self._values = values
@@ -621,7 +624,7 @@ class Exchange:
                 self._restart(reply.attempt, pull.generation)
             elif kind == "done":
                 if shard == 0:
-                    self.settings, self.stopped = reply.settings, reply.stopped
+                    self.settings, self.stopped, self.steps = reply.settings, reply.stopped, reply.steps
                 complete = True
         if not ended:
             raise Malformed(f"shard {shard} ended a pull without saying so")

@@ -87,8 +87,9 @@ class LocalSteps:
     @property
     def _due(self) -> int:
         """How many steps there are between the last exchange and the next one."""
-        assert self._consistency.steps is not None
-        return steps_before(self._exchanges, self._consistency.steps, len(self._fragments))
+        exchange = self._engine.exchange
+        steps = exchange.steps if exchange is not None else 0
+        return steps_before(self._exchanges, steps or self._consistency.steps or 1, len(self._fragments))
 
     @property
     def _asks(self) -> bool:

@@ -289,6 +289,23 @@ def _add_rules(spec: Schema) -> None:
             "a version without the slowest workers would have fewer records",
         }
     )
+    fields["consistency"]["properties"]["balance"].pop("nullable")
+    waiting = [outer for outer, rule in OUTER_RULES.items() if rule.waits]
+    fields["consistency"]["x-kubernetes-validations"] += [
+        {
+            "rule": "!has(self.balance) || has(self.globalBatchSize) || self.mode == 'local'",
+            "message": "consistency.balance works only with globalBatchSize or with mode local",
+        },
+        {
+            "rule": f"!has(self.balance) || !has(self.outer) || self.outer in {waiting}",
+            "message": f"consistency.balance works only with outer {' or '.join(waiting)}",
+        },
+        {
+            "rule": "!has(self.balance) || self.balance == 'even' || !self.deterministic",
+            "message": "consistency.balance speed and deterministic cannot be combined: "
+            "measured speeds differ from run to run",
+        },
+    ]
     for option in OPTIONS:
         fields["consistency"]["properties"][option.name].pop("nullable")
         has, only = f"has(self.{option.name})", f"self.mode == '{option.mode}'"

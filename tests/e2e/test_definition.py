@@ -35,6 +35,18 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"consistency": {"mode": "async", "globalBatchSize": 8}},
     ),
     (
+        "consistency.balance works only with globalBatchSize or with mode local",
+        {"consistency": {"balance": "speed"}},
+    ),
+    (
+        "consistency.balance works only with outer diloco or average",
+        {"consistency": LOCAL | {"outer": "easgd", "balance": "speed"}},
+    ),
+    (
+        "consistency.balance speed and deterministic cannot be combined",
+        {"consistency": {"globalBatchSize": 8, "deterministic": True, "balance": "speed"}},
+    ),
+    (
         "worker.replicas is above consistency.globalBatchSize",
         {"worker": {"replicas": 3}, "consistency": {"globalBatchSize": 2}},
     ),

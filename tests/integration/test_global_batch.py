@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,40 @@ def test_a_schedule_counts_versions(tmp_path: Path) -> None:
     assert rates == [0.02 * 0.5**version for version in range(5) for _ in range(5)]
 
 
+@pytest.mark.parametrize(
+    "consistency",
+    [{"globalBatchSize": 40}, {"mode": "local", "steps": 10, "outer": "average"}],
+    ids=["globalBatchSize", "local"],
+)
+def test_a_slow_worker_gets_less_to_compute(tmp_path: Path, consistency: dict[str, Any]) -> None:
+    """It takes four times as long for a batch, and has fewer records in most versions; each counts once."""
+    data = Numbers(1600)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 4):
+            time.sleep(0.04 if session.worker else 0.01)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    consistency = consistency | {"balance": "speed"}
+    with running_job(tmp_path, consistency=consistency, data={"shardRecords": 8}) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        commits, members = job.commits(), {m.worker: m for m in job.status().members}
+    assert check(read(job.history), Data(len(data), 1), batch=consistency.get("globalBatchSize")) == []
+    both = [c["contributions"] for c in commits if len({step["worker"] for step in c["contributions"]}) == 2]
+    of_slow = [
+        sum(s["samples"] for s in steps if s["worker"]) / sum(s["samples"] for s in steps) for steps in both
+    ]
+    assert sum(share < 0.45 for share in of_slow) > len(of_slow) / 2, of_slow
+    assert members[1].records < members[0].records
+    assert members[1].records_per_second < members[0].records_per_second
+
+
 def test_a_script_that_accumulates_itself_is_refused(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = make_mlp()
@@ -227,6 +262,19 @@ def test_more_records_than_an_epoch_has_are_refused(tmp_path: Path) -> None:
             {"mode": "async", "globalBatchSize": 8},
             "globalBatchSize 8 has no meaning with mode async; leave it out, or set mode: sync",
         ),
+        (
+            {"balance": "speed"},
+            "balance speed has no meaning without globalBatchSize; set that, or mode: local",
+        ),
+        (
+            {"mode": "local", "steps": 2, "outer": "easgd", "balance": "speed"},
+            "balance speed has no meaning with outer easgd, where nobody waits",
+        ),
+        (
+            {"globalBatchSize": 8, "balance": "speed", "deterministic": True},
+            "balance speed cannot be combined with deterministic: true",
+        ),
+        ({"globalBatchSize": 8, "balance": "fast"}, "input should be 'even' or 'speed'"),
         ({"globalBatchSize": 2}, "replicas 3 is above consistency.globalBatchSize 2, so some workers"),
     ],
 )

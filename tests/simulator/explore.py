@@ -45,6 +45,10 @@ OUTER = ["diloco", "average", "downpour"]
 """Outer rules whose result follows from the history alone."""
 
 
+PORTIONS: list[dict[str, Any]] = [{}, {"deterministic": True}, {"balance": "speed"}]
+"""How the records of a version may be cut, where their number is constant."""
+
+
 def draw(seed: int, **fixed: Any) -> Plan:
     """The plan of a seed; `fixed` overrides what is drawn."""
     chance = random.Random(seed)
@@ -58,7 +62,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         {"mode": "async"},
         {"mode": "async", "reads": "inconsistent"},
         {"mode": "accumulate", "gradients": chance.choice([1, 2, 4])},
-        {"globalBatchSize": chance.choice([3, 4, 6]), "deterministic": chance.choice([False, True])},
+        {"globalBatchSize": chance.choice([3, 4, 6]), **chance.choice(PORTIONS)},
         {"mode": "local", "steps": chance.choice([1, 2, 4]), "outer": chance.choice(OUTER)},
     ]
     consistency = dict(chance.choice(modes))

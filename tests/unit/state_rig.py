@@ -25,7 +25,7 @@ def join(state: JobState, worker: int) -> Stay:
     """A worker comes, is handed records and wants to compute on them."""
     stay = state.members.join(worker, pid=worker, host="here", version=state.version, now=0)
     state.take(worker, stay.incarnation, 10)
-    state.admit(worker)
+    state.admit(worker, 0)
     return stay
 
 

@@ -122,7 +122,7 @@ class Job(RuleBasedStateMachine):
         """For records; with some the worker takes part."""
         held = self.ledger.held(process.incarnation)
         if held or self.state.take(process.worker, process.incarnation, BATCH):
-            self.state.admit(process.worker)
+            self.state.admit(process.worker, 0)
         elif not self.current(process):
             self.state.rounds.withdraw(process.worker)
         self.tell()

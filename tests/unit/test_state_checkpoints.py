@@ -173,7 +173,7 @@ def test_what_a_member_is_said_to_do() -> None:
     assert state.member(stay, 1.0).state == "idle"
     state.ledger = Ledger(records=100, epochs=1, shard_records=10)
     state.take(0, stay.incarnation, 10)
-    state.admit(0)
+    state.admit(0, 0)
     member = state.member(stay, 1.0)
     assert (member.state, member.worker, member.pid, member.host) == ("training", 0, 7, "here")
     assert (member.joined_version, member.left_version, member.gone_seconds) == (0, None, None)
