@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast, get_args
 
+from elastic_ps import identity
 from elastic_ps.errors import UsageError
 from elastic_ps.job import GROUP, TrainingJobSpec, parse_spec
 
@@ -73,6 +74,14 @@ _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
 
 Role = Literal["ps", "standby", "worker", "evaluator"]
 Resume = Literal["no", "auto", "require"]
+
+IDENTITIES: dict[Role, identity.Role] = {
+    "ps": "server",
+    "standby": "standby",
+    "worker": "worker",
+    "evaluator": "evaluator",
+}
+"""The role in the certificate of a process."""
 
 JOB_LABEL, ROLE_LABEL, INDEX_LABEL = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/index"
 """On a cluster, on every pod of a job: the job's name, the pod's role, and its index."""

@@ -120,6 +120,8 @@ class RefusalCode(enum.IntEnum):
     """The round has enough other workers' steps, so it is made without this worker's."""
     STALE_CALL = 15
     """The process has made a later call of this kind; the network delivered this one too late."""
+    FORBIDDEN = 16
+    """The caller's certificate does not permit it to make this call, or to speak for this worker."""
 
 
 class Refused(ElasticPSError):

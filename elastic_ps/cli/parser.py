@@ -164,6 +164,11 @@ def _add_running(run: argparse.ArgumentParser) -> None:
         help="how the processes talk to each other; default: the fastest way that works",
     )
     run.add_argument(
+        "--insecure",
+        action="store_true",
+        help="no TLS: whoever reaches a port of the job can read and change the model",
+    )
+    run.add_argument(
         "--bind", action="store_true", help="run each worker on cores of its own, and on no others"
     )
     run.add_argument(

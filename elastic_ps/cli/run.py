@@ -92,6 +92,7 @@ def _run_job(
         trace=parsed.trace.resolve() if parsed.trace else None,
         resume=parsed.resume,
         transport=parsed.transport,
+        tls=not parsed.insecure,
         slots=slots,
         bind=parsed.bind,
         host=slots.world.address if slots is not None else "127.0.0.1",

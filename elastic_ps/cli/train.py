@@ -30,7 +30,7 @@ def train(parsed: argparse.Namespace, programs: Programs | None) -> int:
         option = "--dry-run" if parsed.dry_run else "--apply"
         if started_by_mpirun():
             raise UserError(f"{option} starts nothing here; give it without mpirun")
-        for other in ("report", "trace", "resume", "transport", "bind", "detach"):
+        for other in ("report", "trace", "resume", "transport", "insecure", "bind", "detach"):
             if getattr(parsed, other):
                 raise UserError(f"{option} starts nothing here, so --{other} has no meaning; leave it out")
         document, _, notes = job_of(_flags(parsed, None))

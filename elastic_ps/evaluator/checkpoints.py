@@ -152,9 +152,10 @@ def _source_of(directory: Path | str | None) -> Source:
             f"{environment.role}. Give a directory to read checkpoints from there"
         )
     from elastic_ps.evaluator.remote import JobSource
-    from elastic_ps.transport import ways
+    from elastic_ps.transport import credentials, ways
 
-    return JobSource(environment.job, ways.connect(environment.addresses[0]), run=environment.run)
+    connection = ways.connect(environment.addresses[0], credentials=credentials.of_process(environment))
+    return JobSource(environment.job, connection, run=environment.run)
 
 
 def _each(source: Source) -> Iterator[Checkpoint]:

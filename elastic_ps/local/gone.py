@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from pathlib import Path
 
 from elastic_ps.errors import ElasticPSError
 
@@ -12,13 +13,20 @@ logger = logging.getLogger(__name__)
 TIMEOUT = timedelta(seconds=5)
 
 
-def tell_parameter_server(job: str, addresses: tuple[str, ...], worker: int, instance: str) -> None:
-    """Tell shard 0 of `job`. Blocks for `TIMEOUT` at most; if it cannot be told, the worker's lease ends."""
+def tell_parameter_server(
+    job: str, addresses: tuple[str, ...], worker: int, instance: str, tls: Path | None = None
+) -> None:
+    """Tell shard 0 of `job`. Blocks for `TIMEOUT` at most; if it cannot be told, the worker's lease ends.
+
+    Args:
+        tls: directory of the launcher's certificate; None without TLS.
+    """
     from elastic_ps.transport import messages_pb2 as pb
     from elastic_ps.transport import ways
     from elastic_ps.transport.base import unary
+    from elastic_ps.transport.credentials import Credentials
 
-    connection = ways.connect(addresses[0])
+    connection = ways.connect(addresses[0], credentials=Credentials(tls) if tls is not None else None)
     try:
         request = pb.GoneRequest(job=job, worker=worker, instance=instance)
         unary(connection, "Gone", request.SerializeToString(), timeout=TIMEOUT)

@@ -1,9 +1,10 @@
 """A job under `mpirun`: rank 0 is the launcher, the other ranks start the workers' processes.
 
 `mpirun -n 5 elastic-ps run job.yaml` runs the command five times. Rank 0 does what it does on one machine;
-where it would start a worker, it asks another rank to. MPI carries these orders, and what becomes of the
-processes; gradients and values travel as they always do (`transport.ways`). So workers may join, leave and be
-started again on a rank, and whatever ends `mpirun` ends all of them.
+where it would start a worker, it asks another rank to. MPI carries these orders, with the process's
+certificate, and what becomes of the processes; gradients and values travel as they always do
+(`transport.ways`). So workers may join, leave and be started again on a rank, and whatever ends `mpirun` ends
+all of them.
 
 A rank looks for messages every `LOOK`, since a receive that waits would keep a core busy. mpi4py is imported
 only when it is used.
@@ -15,6 +16,7 @@ import contextlib
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,7 @@ from typing import Any
 
 from elastic_ps.env import PREFIX, inherited
 from elastic_ps.errors import ElasticPSError, UserError
+from elastic_ps.local import issuer
 from elastic_ps.local.processes import Child, Lifeline, with_threads
 
 LOOK = timedelta(milliseconds=20)
@@ -42,6 +45,7 @@ class _Start:
     argv: Sequence[str]
     variables: Mapping[str, str]
     log: str
+    certificate: Mapping[str, bytes] | None
 
 
 @dataclass(frozen=True)
@@ -188,12 +192,21 @@ class Slots:
         """How many ranks there are."""
         return self.world.size - 1
 
-    def start(self, index: int, argv: Sequence[str], *, variables: Mapping[str, str], log: Path) -> _Remote:
+    def start(
+        self,
+        index: int,
+        argv: Sequence[str],
+        *,
+        variables: Mapping[str, str],
+        log: Path,
+        certificate: Mapping[str, bytes] | None = None,
+    ) -> _Remote:
         """Start worker `index` on the rank that has the fewest processes. Blocks until it runs.
 
         Args:
             variables: the contract's; all others are those of the rank.
             log: where the process writes, on that rank's machine.
+            certificate: the files of the process's certificate, which the rank writes for it.
 
         Raises:
             ElasticPSError: it cannot be started.
@@ -203,7 +216,7 @@ class Slots:
         rank = min(ranks, key=running.count)
         remote = _Remote(self, rank, len(self._processes))
         self._processes[remote.number] = remote
-        self.send(_Start(remote.number, list(argv), dict(variables), str(log)), rank)
+        self.send(_Start(remote.number, list(argv), dict(variables), str(log), certificate), rank)
         deadline = time.monotonic() + ANSWER.total_seconds()
         while not remote.pid:
             self.listen()
@@ -267,7 +280,10 @@ def _serve(world: World) -> None:
     children: dict[int, Child] = {}
     for number in (signal.SIGINT, signal.SIGTERM):  # mpirun sends them to all ranks, and rank 0 decides
         signal.signal(number, lambda *_: None)
-    with contextlib.closing(Lifeline()) as lifeline:
+    with (
+        contextlib.closing(Lifeline()) as lifeline,
+        tempfile.TemporaryDirectory(prefix="elastic-ps-tls-") as tls,
+    ):
         try:
             while True:
                 found = world.receive()
@@ -280,7 +296,7 @@ def _serve(world: World) -> None:
                     world.send(order, 0)
                     return
                 if isinstance(order, _Start):
-                    world.send(_start(order, children, lifeline, beside), 0)
+                    world.send(_start(order, children, lifeline, beside, Path(tls)), 0)
                 elif child := children.get(order.number):
                     (child.kill if order.kill else child.terminate)()
         finally:
@@ -288,10 +304,14 @@ def _serve(world: World) -> None:
                 child.kill()
 
 
-def _start(order: _Start, children: dict[int, Child], lifeline: Lifeline, beside: int) -> _Started:
+def _start(order: _Start, children: dict[int, Child], lifeline: Lifeline, beside: int, tls: Path) -> _Started:
     variables = {"PYTHONUNBUFFERED": "1", **inherited(), **order.variables}
     variables[f"{PREFIX}LIFELINE"] = str(lifeline.fd)
     try:
+        if order.certificate is not None:
+            directory = tls / str(order.number)
+            issuer.write(directory, order.certificate)
+            variables[f"{PREFIX}TLS_DIRECTORY"] = str(directory)
         Path(order.log).parent.mkdir(parents=True, exist_ok=True)
         child = Child(
             [sys.executable, *order.argv[1:]],

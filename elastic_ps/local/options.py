@@ -15,8 +15,9 @@ from elastic_ps.local.record import Record
 from elastic_ps.local.state import LocalStatus
 from elastic_ps.schemes import Scheme
 
-WorkerGone = Callable[[str, tuple[str, ...], int, str], None]
-"""Called with (job, addresses of the shards, worker index, instance) when a worker process has died."""
+WorkerGone = Callable[[str, tuple[str, ...], int, str, Path | None], None]
+"""Called with (job, addresses of the shards, worker index, instance, directory of the launcher's certificate)
+when a worker process has died."""
 
 Route = Callable[[int, tuple[str, ...]], tuple[str, ...]]
 """Called with (worker index, addresses of the shards); returns where that worker is to reach them."""
@@ -34,6 +35,8 @@ class Options:
         root: where jobs keep their state; None is `env.state_directory()`.
         programs: the command lines of the processes.
         transport: how the processes talk to each other; None is the fastest way that works.
+        tls: each process has a certificate, and shows it where it does not talk within the host; see
+            docs/security.md. False: whoever reaches a port of the job rules it.
         slots: where workers are started; None is this host.
         bind: each worker that is started on this host has cores of its own.
         host: an address of this host, at which workers reach the parameter servers.
@@ -48,6 +51,7 @@ class Options:
     root: Path | None = None
     programs: Programs = field(default_factory=Programs)
     transport: Scheme | None = None
+    tls: bool = True
     slots: Slots | None = None
     bind: bool = False
     host: str = "127.0.0.1"

@@ -5,6 +5,7 @@ Each job has a directory below `env.state_directory()`::
     <job>/lock         held by the job's launcher while it lives; contains its pid
     <job>/job.json     what is wanted; `elastic-ps scale` edits it and the launcher notices
     <job>/status.json  what there is, written by the launcher about twice a second
+    <job>/tls/         a directory for each process of the run: its certificate and key (`local.issuer`)
     <job>/logs/        ps-0.log, worker-0.log, ...: what the processes wrote, over restarts
     <job>/checkpoints/ one directory for each run, unless the job names a path
 
@@ -82,6 +83,7 @@ class JobDirectory:
         self.job = job
         self.path = (root or state_directory()) / job
         self.logs = self.path / "logs"
+        self.tls = self.path / "tls"
         self._job_file = self.path / "job.json"
         self._status_file = self.path / "status.json"
         self._lock_file = self.path / "lock"
@@ -217,7 +219,7 @@ class JobDirectory:
     def _remove_old(self) -> None:
         for path in (self._job_file, self._status_file):
             path.unlink(missing_ok=True)
-        for path in (self.logs, *self.path.glob("trace-*")):
+        for path in (self.logs, self.tls, *self.path.glob("trace-*")):
             shutil.rmtree(path, ignore_errors=True)
         self.logs.mkdir()
 

@@ -26,6 +26,7 @@ from elastic_ps.deaths import describe_exit
 from elastic_ps.env import EXIT_LEFT, ProcessEnvironment, Resume, inherited
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
 from elastic_ps.job import TrainingJob
+from elastic_ps.local import issuer
 from elastic_ps.local import plan as planning
 from elastic_ps.local.options import Options, Outcome
 from elastic_ps.local.plan import Observed, Process, StopRequest, Verdict
@@ -58,6 +59,7 @@ class Launcher:
         self.directory = JobDirectory(job.name, root=self.options.root)
         self.record = Record()
         self.run = uuid.uuid4().hex
+        self._issuer = issuer.Issuer(self.run, self.directory.tls) if self.options.tls else None
         self._lock_file = self.directory.claim()
         self.checkpoints = self._choose_checkpoints()
         self.directory.write_job(job)
@@ -262,7 +264,8 @@ class Launcher:
             gone = self.options.on_worker_gone
             instance = self._instances[process.pid]
             addresses = self._reached_at(self._addresses)
-            self._notices.submit(gone, self.job.name, addresses, process.index, instance)
+            own = self._issuer.own() if self._issuer is not None else None
+            self._notices.submit(gone, self.job.name, addresses, process.index, instance, own)
         if status != 0 and not (process.killed or process.asked):
             last = process.output.splitlines()[-1:] if process.ending != "killed" else []
             words = describe_exit(status)
@@ -337,7 +340,10 @@ class Launcher:
         log, variables = self.directory.log(action.role, action.index), environment.to_variables()
         child: Started
         if action.role == "worker" and self.options.slots is not None:
-            child = self.options.slots.start(action.index, program, variables=variables, log=log)
+            certificate = issuer.read(environment.tls) if environment.tls is not None else None
+            child = self.options.slots.start(
+                action.index, program, variables=variables, log=log, certificate=certificate
+            )
         else:
             processes = spec.parameter_server.replicas + len(self._standbys) + spec.worker.replicas
             processes += spec.evaluator is not None
@@ -379,6 +385,7 @@ class Launcher:
             lifeline=self._lifeline.fd,
             run=self.run,
             instance=uuid.uuid4().hex,
+            tls=self._issuer.of(action.role, action.index) if self._issuer is not None else None,
         )
 
     def _reached_at(self, addresses: Sequence[str]) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ def main() -> int:
         from elastic_ps.server.patience import Patience
         from elastic_ps.server.process import ParameterServer, waiting_status
         from elastic_ps.server.status import StatusServer
-        from elastic_ps.transport.ways import connect, listen
+        from elastic_ps.transport import credentials, ways
 
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -43,15 +43,18 @@ def main() -> int:
         process.take_descriptors()
         process.end_if_a_thread_fails()
         compiler.defer()
-        transport = listen(environment.bind)
+        own = credentials.of_process(environment)
+        transport = ways.listen(environment.bind, credentials=own)
         patience = Patience(stop.is_set)
         # Before anything that may have to wait, so that the waiting is seen.
         http = StatusServer(environment.http, lambda: waiting_status(environment, patience), list)
         server = ParameterServer(
             environment,
             transport,
-            lambda shard: connect(environment.addresses[shard]),
-            (lambda shard: connect(environment.standbys[shard])) if environment.standbys else None,
+            lambda shard: ways.connect(environment.addresses[shard], credentials=own),
+            (lambda shard: ways.connect(environment.standbys[shard], credentials=own))
+            if environment.standbys
+            else None,
             patience=patience,
         )
         http.show(server.status, server.loss, server.evaluations)

@@ -115,7 +115,7 @@ class _Decoded:
         incoming: Incoming,
         places: queue.SimpleQueue[_Memory],
     ) -> None:
-        self.header, self.transport = incoming.header, incoming.transport
+        self.header, self.transport, self.peer = incoming.header, incoming.transport, incoming.peer
         self.size = bucket.nbytes
         self._request, self._bucket, self._runs, self._incoming = request, bucket, runs, incoming
         self._places = places

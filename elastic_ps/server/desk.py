@@ -13,25 +13,19 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError, Message
-
 from elastic_ps.checkpoint import evaluations as stored
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import MANIFEST
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.evaluation import Evaluation, Evaluations
-from elastic_ps.errors import CheckpointError, Malformed, RefusalCode, Refused
+from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.job import Evaluator
 from elastic_ps.status import EvaluationStatus
-from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Frame, Incoming
 
 logger = logging.getLogger(__name__)
 
 CHUNK = 4 * 1024 * 1024
 """Bytes of a file in one frame."""
-
-M = TypeVar("M", bound=Message)
 
 
 class Desk:
@@ -180,44 +174,3 @@ class Desk:
             "state": self._work.to_json(),
         }
         return json.dumps(document, indent=1)
-
-
-class DeskService:
-    """The evaluator's calls: protobuf headers in, `Desk` out.
-
-    Args:
-        last: the version on disk if training is over, else None.
-    """
-
-    def __init__(self, job: str, desk: Desk, last: Callable[[], int | None]) -> None:
-        self._job, self._desk, self._last = job, desk, last
-        self.methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {
-            "Evaluate": self._evaluate,
-            "ReadFile": self._read_file,
-        }
-
-    def _evaluate(self, incoming: Incoming) -> Iterator[Frame]:
-        request = self._parse(pb.EvaluateRequest, incoming)
-        if request.HasField("version"):
-            self._desk.finish(request.version, dict(request.metrics), request.problem)
-        version, over = self._desk.begin(request.process, self._last())
-        yield Frame(pb.EvaluateReply(version=version, over=over).SerializeToString())
-
-    def _read_file(self, incoming: Incoming) -> Iterator[Frame]:
-        request = self._parse(pb.ReadFileRequest, incoming)
-        header = pb.Done().SerializeToString()
-        for piece in self._desk.read(request.version, request.file):
-            yield Frame(header, piece)
-        yield Frame(header)
-
-    def _parse(self, kind: type[M], incoming: Incoming) -> M:
-        try:
-            request = kind.FromString(incoming.header)
-        except DecodeError as error:
-            raise Malformed(f"not a {kind.__name__}: {error}") from error
-        job = request.job  # type: ignore[attr-defined]
-        if job != self._job:
-            # Who does not know the job's name is not told it.
-            text = f"this is the parameter server of another job than {job!r}"
-            raise Refused(RefusalCode.WRONG_JOB, text)
-        return request

@@ -14,7 +14,8 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core.evaluation import Evaluation
 from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import InvalidJob, NoCheckpoint
-from elastic_ps.server.desk import Desk, DeskService
+from elastic_ps.server.desk import Desk
+from elastic_ps.server.desk_service import DeskService
 from elastic_ps.server.follower import Follower
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead

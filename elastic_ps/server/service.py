@@ -1,7 +1,8 @@
 """The calls that a parameter server answers: protobuf headers in, `Coordinator` and `Node` out.
 
-Every shard has a `Node`; shard 0 also has the `Coordinator`. Nothing is decided here. A process answers only
-what somebody has to ask it: shard 0 gives orders, so it takes none, and no worker ever asks a standby.
+Every shard has a `Node`; shard 0 also has the `Coordinator`. Nothing is decided here; `permissions` says who
+may call what. A process answers only what somebody has to ask it: shard 0 gives orders, so it takes none, and
+no worker ever asks a standby.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core.consistency import After, Contribution
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, Malformed, RefusalCode, Refused
+from elastic_ps.server import permissions
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.copying import Part
 from elastic_ps.server.decoder import Decoder
@@ -59,6 +61,12 @@ def parse(kind: type[M], header: bytes) -> M:
         raise Malformed(f"not a {kind.__name__}: {error}") from error
 
 
+def require_job(named: str, job: str) -> None:
+    """Raises Refused if a call names another job; who does not know the job's name is not told it."""
+    if named != job:
+        raise Refused(RefusalCode.WRONG_JOB, f"this is the parameter server of another job than {named!r}")
+
+
 class Service:
     """A `transport.base.Handler` for one parameter server.
 
@@ -81,7 +89,7 @@ class Service:
         self._decoder = Decoder(codecs)
         self._encoder = ValueEncoder(codecs)
         self._node = node
-        self._coordinator = coordinator
+        self._coordinator, self._standby = coordinator, standby
         self._join_header, self._model_known = 0, False
         self._methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {**(beside or {})}
         if coordinator is None:
@@ -115,6 +123,9 @@ class Service:
             }
 
     def __call__(self, method: str, incoming: Incoming) -> Iterator[Frame]:
+        problem = permissions.refuse(incoming.peer, method, shard=self._node.index, standby=self._standby)
+        if problem is not None:
+            raise Refused(RefusalCode.FORBIDDEN, problem)
         handler = self._methods.get(method)
         if handler is None:
             raise Refused(RefusalCode.UNKNOWN_METHOD, f"shard {self._node.index} has no method {method}")
@@ -133,15 +144,16 @@ class Service:
         assert self._coordinator is not None
         return self._coordinator
 
-    def _check(self, caller: pb.Caller, *, joined: bool = True) -> pb.Caller:
-        if caller.job != self._job:
-            raise Refused(
-                RefusalCode.WRONG_JOB,
-                # Who does not know the job's name is not told it.
-                f"this is the parameter server of another job than {caller.job!r}",
-            )
+    def _check(self, caller: pb.Caller, incoming: Incoming, *, joined: bool = True) -> pb.Caller:
+        """The worker that calls. Raises Refused if it is not who it says, or no member (any more)."""
+        problem = permissions.refuse_to_speak_for(incoming.peer, caller.worker)
+        if problem is not None:
+            raise Refused(RefusalCode.FORBIDDEN, problem)
+        require_job(caller.job, self._job)
+        if not joined:
+            return caller
         term = self._coordinator.job.term if self._coordinator is not None else self._node.term
-        if joined and caller.term != term:
+        if caller.term != term:
             text = f"message of term {caller.term}; this is term {term}"
             raise Refused(RefusalCode.STALE_TERM if term else RefusalCode.NOT_READY, text)
         return caller
@@ -150,13 +162,13 @@ class Service:
 
     def _init(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.InitRequest, incoming.header)
-        caller = self._check(request.caller)
+        caller = self._check(request.caller, incoming)
         self._node.shard.initialise(request.bucket, caller.worker, caller.incarnation, incoming)
         yield _done()
 
     def _init_state(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.InitStateRequest, incoming.header)
-        caller = self._check(request.caller)
+        caller = self._check(request.caller, incoming)
         self._node.shard.initialise_state(
             request.bucket,
             request.piece,
@@ -169,7 +181,7 @@ class Service:
 
     def _push(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.PushRequest, incoming.header)
-        caller = self._check(request.caller)
+        caller = self._check(request.caller, incoming)
         key = PushKey(
             term=caller.term,
             worker=caller.worker,
@@ -187,7 +199,7 @@ class Service:
             added = False
         else:
             if request.HasField("finish") and self._coordinator is not None:
-                added = self._finished(request.finish) or added
+                added = self._finished(request.finish, incoming) or added
         if request.HasField("pull"):
             yield from self._pulled(request.pull, caller)
         else:
@@ -208,7 +220,7 @@ class Service:
 
     def _pull(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.PullRequest, incoming.header)
-        return self._pulled(request, self._check(request.caller))
+        return self._pulled(request, self._check(request.caller, incoming))
 
     def _pulled(self, request: pb.PullRequest, caller: pb.Caller) -> Iterator[Frame]:
         attempt = None
@@ -271,7 +283,7 @@ class Service:
 
     def _optimizer_state(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.OptimizerStateRequest, incoming.header)
-        self._check(request.caller, joined=False)
+        self._check(request.caller, incoming, joined=False)
         for entry in self._node.shard.state():
             header = pb.OptimizerStateReply(
                 tensor=entry.tensor,
@@ -287,7 +299,7 @@ class Service:
 
     def _configure(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.ConfigureRequest, incoming.header)
-        self._check(pb.Caller(job=request.job), joined=False)
+        require_job(request.job, self._job)
         order = OrderId(request.source, request.number)
         try:
             self._node.configure(configuration_from_message(request), order)
@@ -297,7 +309,7 @@ class Service:
 
     def _advance(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.AdvanceRequest, incoming.header)
-        self._check(pb.Caller(job=request.job), joined=False)
+        require_job(request.job, self._job)
         order = OrderId(request.source, request.number)
         yield _frame(report_to_message(self._node.advance(advance_from_message(request), order)))
 
@@ -305,7 +317,7 @@ class Service:
 
     def _state(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.StateRequest, incoming.header)
-        self._check(pb.Caller(job=request.job), joined=False)
+        require_job(request.job, self._job)
         part = Part(
             bucket=request.bucket,
             tensor=request.tensor,
@@ -321,14 +333,14 @@ class Service:
 
     def _sum(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.SumRequest, incoming.header)
-        self._check(pb.Caller(job=request.job), joined=False)
+        require_job(request.job, self._job)
         place = (request.term, request.bucket, request.version, request.attempt)
         self._node.take_sum(*place, request.present, incoming)
         yield _done()
 
     def _held(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.HeldRequest, incoming.header)
-        self._check(pb.Caller(job=request.job), joined=False)
+        require_job(request.job, self._job)
         orders = self._node.held(request.term)
         yield _frame(pb.HeldReply(orders=[advance_to_message(self._job, order) for order in orders]))
 
@@ -336,7 +348,7 @@ class Service:
 
     def _join(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.JoinRequest, incoming.header)
-        caller = self._check(request.caller, joined=False)
+        caller = self._check(request.caller, incoming, joined=False)
         joined = self._members.join(
             caller.worker,
             pid=request.pid,
@@ -367,14 +379,14 @@ class Service:
         )
 
     def _init_done(self, incoming: Incoming) -> Iterator[Frame]:
-        caller = self._check(parse(pb.InitDoneRequest, incoming.header).caller)
+        caller = self._check(parse(pb.InitDoneRequest, incoming.header).caller, incoming)
         self._members.initialised(caller.worker, caller.incarnation)
         self._model_known = True
         yield _done()
 
     def _take(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.TakeRequest, incoming.header)
-        caller = self._check(request.caller)
+        caller = self._check(request.caller, incoming)
         if not (request.records and request.epochs and request.batch):
             raise Refused(RefusalCode.MALFORMED, "records, epochs and batch must be at least 1")
         taken = self._members.take(
@@ -402,7 +414,7 @@ class Service:
 
     def _release(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.ReleaseRequest, incoming.header)
-        caller = self._check(request.caller)
+        caller = self._check(request.caller, incoming)
         self._members.release(
             caller.worker, caller.incarnation, call=caller.call, abandoned=request.abandoned
         )
@@ -410,7 +422,7 @@ class Service:
 
     def _stop(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.StopRequest, incoming.header)
-        caller = self._check(request.caller)
+        caller = self._check(request.caller, incoming)
         if not request.reason:
             raise Refused(RefusalCode.MALFORMED, "the reason for stopping the job must not be empty")
         self._members.stop(caller.worker, caller.incarnation, request.reason)
@@ -418,13 +430,13 @@ class Service:
 
     def _chief(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.ChiefRequest, incoming.header)
-        caller = self._check(request.caller)
+        caller = self._check(request.caller, incoming)
         chief = self._members.is_chief(caller.worker, caller.incarnation, epoch=request.epoch)
         yield _frame(pb.ChiefReply(chief=chief))
 
     def _begin(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.BeginRequest, incoming.header)
-        caller = self._check(request.caller)
+        caller = self._check(request.caller, incoming)
         begun = self._members.begin(
             caller.worker, caller.incarnation, version=request.version, step=request.step
         )
@@ -435,7 +447,7 @@ class Service:
 
     def _await(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.AwaitRequest, incoming.header)
-        caller = self._check(request.caller)
+        caller = self._check(request.caller, incoming)
         answer = self._members.await_version(
             caller.worker, caller.incarnation, attempt=request.attempt, step=request.step
         )
@@ -452,7 +464,7 @@ class Service:
 
     def _assign(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.AssignRequest, incoming.header)
-        caller = self._check(request.caller)
+        caller = self._check(request.caller, incoming)
         answer = self._members.assign(caller.worker, caller.incarnation, version=request.version)
         if answer is None:
             yield _frame(pb.AssignReply(pending=True))
@@ -467,10 +479,10 @@ class Service:
         )
 
     def _finish(self, incoming: Incoming) -> Iterator[Frame]:
-        yield _done(duplicate=not self._finished(parse(pb.FinishRequest, incoming.header)))
+        yield _done(duplicate=not self._finished(parse(pb.FinishRequest, incoming.header), incoming))
 
-    def _finished(self, request: pb.FinishRequest) -> bool:
-        caller = self._check(request.caller)
+    def _finished(self, request: pb.FinishRequest, incoming: Incoming) -> bool:
+        caller = self._check(request.caller, incoming)
         if request.settings:
             settings_from_message(request.settings)
         contribution = Contribution(
@@ -492,26 +504,26 @@ class Service:
 
     def _heartbeat(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.HeartbeatRequest, incoming.header)
-        caller = self._check(request.caller)
+        caller = self._check(request.caller, incoming)
         self._members.heartbeat(caller.worker, caller.incarnation)
         if request.HasField("version"):
             self._members.computes_on(caller.worker, caller.incarnation, version=request.version)
         yield _done()
 
     def _leave(self, incoming: Incoming) -> Iterator[Frame]:
-        caller = self._check(parse(pb.LeaveRequest, incoming.header).caller)
+        caller = self._check(parse(pb.LeaveRequest, incoming.header).caller, incoming)
         self._members.leave(caller.worker, caller.incarnation, call=caller.call)
         yield _done()
 
     def _report(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.ReportRequest, incoming.header)
-        caller = self._check(request.caller)
+        caller = self._check(request.caller, incoming)
         self._members.report(caller.worker, caller.incarnation, request.metrics)
         yield _done()
 
     def _gone(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.GoneRequest, incoming.header)
-        self._check(pb.Caller(job=request.job), joined=False)
+        require_job(request.job, self._job)
         self._members.gone(request.worker, request.instance)
         yield _done()
 

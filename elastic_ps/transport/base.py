@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from elastic_ps.errors import Malformed
+from elastic_ps.identity import Identity
 
 EMPTY = memoryview(b"")
 
@@ -51,6 +52,14 @@ class Incoming(Protocol):
     @property
     def transport(self) -> str:
         """In which way it came: `shm`, `tcp`, `grpc` or `inproc`."""
+
+    @property
+    def peer(self) -> Identity | None:
+        """Who has sent it, by the certificate of the connection.
+
+        None: the connection has none. The job has no certificates, or the sender is a process of the same
+        user on this host (`shm`), or this process (`inproc`): it could do all that this process does.
+        """
 
     def view(self) -> memoryview | None:
         """The body in memory that both sides share, read-only; None if it has to be read with `read_into`.

@@ -1,8 +1,8 @@
 """The transport between hosts: gRPC over TCP, with the messages of frame.proto.
 
 What gRPC buffers of a body that nobody has asked for is bounded by the flow-control window of its call
-(`WINDOW`), on both sides. Connections are not encrypted and not authenticated: they are meant for a
-cluster's own network.
+(`WINDOW`), on both sides. With credentials, both sides show a certificate before the first call (TLS 1.3);
+without, everybody who reaches the port is answered in plain text.
 
 A process may fork while calls are in flight as long as the child leaves its copies of these objects alone.
 """
@@ -14,9 +14,10 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import cast
 
 from elastic_ps.env import disable_grpc_fork_hooks
 
@@ -31,7 +32,9 @@ from elastic_ps.errors import (  # noqa: E402
     Malformed,
     TransportError,
 )
+from elastic_ps.identity import Identity  # noqa: E402
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server  # noqa: E402
+from elastic_ps.transport.credentials import Credentials, Loaded  # noqa: E402
 from elastic_ps.transport.refusal import Refusal, answers  # noqa: E402
 from elastic_ps.transport.shares import Shares  # noqa: E402
 from elastic_ps.transport.stall import Watchdog  # noqa: E402
@@ -66,6 +69,9 @@ JOIN = timedelta(seconds=10)
 """How long `close` waits for threads that nothing should hold up."""
 
 _SERVICE, _METHOD = "elastic_ps.transport.Transport", "Call"
+
+_NAMES = "x509_subject_alternative_name"
+"""The key under which gRPC has the names of a certificate."""
 
 _COMMON_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -105,11 +111,41 @@ _CLIENT_OPTIONS = (
 )
 
 
+def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
+    """What a server shows and asks for, as the files are at each handshake."""
+    credentials.accepting()  # a process without a certificate of a server cannot serve
+    shown = credentials.current()
+
+    def configuration(loaded: Loaded) -> grpc.ServerCertificateConfiguration:
+        pairs = [(loaded.key, loaded.certificate)]
+        return grpc.ssl_server_certificate_configuration(pairs, root_certificates=loaded.ca)
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal shown
+        loaded = credentials.current()
+        if loaded is shown:
+            return None
+        shown = loaded
+        return configuration(loaded)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(shown),
+        changed,  # type: ignore[arg-type]  # None says that nothing has changed
+        require_client_authentication=True,
+    )
+
+
 class GrpcServer(Server):
     """Listens on a TCP port. Thread-safe."""
 
     def __init__(
-        self, bind: str, *, limits: Limits | None = None, calls: int = CALLS, stall: timedelta = STALL
+        self,
+        bind: str,
+        *,
+        limits: Limits | None = None,
+        calls: int = CALLS,
+        stall: timedelta = STALL,
+        credentials: Credentials | None = None,
     ) -> None:
         """Listen on `bind`, `host:port`; port 0 picks one. Clients wait until `serve` is called.
 
@@ -117,10 +153,15 @@ class GrpcServer(Server):
             limits: what is accepted from clients; `limits` may be replaced later.
             calls: how many calls are answered at the same time, each in a thread; the next ones wait.
             stall: how long a client may send nothing in the middle of a frame.
+            credentials: with which the server talks TLS, to clients that have a certificate of the job; None:
+                it talks to everybody, in plain text.
 
         Raises:
             CannotListen: the port is taken, or the host is not an address of this machine.
+            UsageError: the credentials are none of a server.
         """
+        self._credentials = credentials
+        security = _server_credentials(credentials) if credentials is not None else None
         self.limits = limits or Limits()
         self._handler: Handler | None = None
         self._pool = ThreadPoolExecutor(calls, thread_name_prefix=f"grpc-{bind}")
@@ -131,7 +172,10 @@ class GrpcServer(Server):
         )
         host, _, _ = bind.rpartition(":")
         try:
-            port = self._server.add_insecure_port(bind)
+            if security is None:
+                port = self._server.add_insecure_port(bind)
+            else:
+                port = self._server.add_secure_port(bind, security)
         except RuntimeError as error:
             raise CannotListen(
                 f"cannot listen on {bind}: the port is taken or the host is not an address of this machine. "
@@ -181,17 +225,29 @@ class GrpcServer(Server):
         with self._idle:
             self._running += 1
         try:
-            yield from self._messages(_Requests(requests, context, self._watchdog))
+            peer = self._identify(context)
+            yield from self._messages(_Requests(requests, context, self._watchdog), peer)
         finally:
             self._shares.give_back(client)
             with self._idle:
                 self._running -= 1
                 self._idle.notify_all()
 
-    def _messages(self, requests: _Requests) -> Iterator[bytes]:
+    def _identify(self, context: grpc.ServicerContext) -> Identity | None:
+        """Who calls; None without TLS. gRPC has checked the certificate, but not whose it is."""
+        if self._credentials is None:
+            return None
+        shown = cast("Mapping[str, Sequence[bytes]]", context.auth_context())
+        names = [name.decode(errors="replace") for name in shown.get(_NAMES, ())]
+        peer = self._credentials.accept(names)
+        if peer is None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate is none of this job")
+        return peer
+
+    def _messages(self, requests: _Requests, peer: Identity | None) -> Iterator[bytes]:
         assert self._handler is not None, "gRPC calls this only after `serve`"
         try:
-            frame = Receiver(requests.next, self.limits).next()
+            frame = Receiver(requests.next, self.limits, peer).next()
             if frame is None:
                 raise Malformed("the call has no frame")
         except Malformed as error:
@@ -251,16 +307,19 @@ class GrpcConnection(Connection):
     makes another TCP connection: the proxy would keep the old one, and answer it, when the server is back.
     """
 
-    def __init__(self, address: str, *, limits: Limits | None = None) -> None:
+    def __init__(
+        self, address: str, *, limits: Limits | None = None, credentials: Credentials | None = None
+    ) -> None:
         """Nothing is sent before the first call.
 
         Args:
             address: `host:port`.
             limits: what is accepted from the server.
+            credentials: to talk TLS with.
         """
-        self._address = address
+        self._address, self._credentials = address, credentials
         self._limits = limits or Limits()
-        self._line = _Line(address)
+        self._line = _Line(address, credentials)
         self._calls: weakref.WeakSet[_Answers] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._closed = False
@@ -281,7 +340,9 @@ class GrpcConnection(Connection):
             if self._closed or line is not self._line:
                 raise ConnectionLost(f"{what}: the connection was closed") from error
             raise
-        answers = _Answers(what, call, sending, self._limits, lambda: self._hang_up(line))
+        answers = _Answers(
+            what, call, sending, self._limits, lambda: self._hang_up(line), lambda: self._renew(line)
+        )
         with self._lock:
             self._calls.add(answers)
         return answers
@@ -291,8 +352,13 @@ class GrpcConnection(Connection):
         with self._lock:
             if self._closed or line is not self._line:
                 return
-            self._line = _Line(self._address)
+            self._line = _Line(self._address, self._credentials)
         line.channel.close()
+
+    def _renew(self, line: _Line) -> None:
+        """The connection was lost. A channel keeps the certificate that it was made with."""
+        if self._credentials is not None and self._credentials.current() is not line.shown:
+            self._hang_up(line)
 
     def close(self) -> None:
         """Cancel the calls that are under way, close the TCP connection and join the threads."""
@@ -307,8 +373,15 @@ class GrpcConnection(Connection):
 class _Line:
     """A TCP connection, made when it is needed, and how to call over it."""
 
-    def __init__(self, address: str) -> None:
-        self.channel = grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+    def __init__(self, address: str, credentials: Credentials | None) -> None:
+        if credentials is None:
+            self.shown = None
+            self.channel = grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+        else:
+            self.shown = shown = credentials.current()
+            security = grpc.ssl_channel_credentials(shown.ca, shown.key, shown.certificate)
+            name = ("grpc.ssl_target_name_override", credentials.server_name)
+            self.channel = grpc.secure_channel(address, security, options=(*_CLIENT_OPTIONS, name))
         # On the wire both are the same RPC; a frame of one message needs no thread to send it.
         self.send_one = self.channel.unary_stream(f"/{_SERVICE}/{_METHOD}", None, None)
         self.send_many = self.channel.stream_stream(f"/{_SERVICE}/{_METHOD}", None, None)
@@ -346,12 +419,13 @@ class _Answers(Iterator[Incoming]):
         sending: _Sending | None,
         limits: Limits,
         on_stranger: Callable[[], None],
+        on_lost: Callable[[], None],
     ) -> None:
         self._process = os.getpid()
         self._call = call
         self._sending = sending
         # Nothing below refers to this object, so that it is freed as soon as it is dropped.
-        self._receiver = Receiver(_Responses(what, call, on_stranger).next, limits)
+        self._receiver = Receiver(_Responses(what, call, on_stranger, on_lost).next, limits)
 
     def __next__(self) -> ReceivedFrame:
         try:
@@ -379,10 +453,16 @@ class _Answers(Iterator[Incoming]):
 class _Responses:
     """The messages of one call as its client receives them."""
 
-    def __init__(self, what: str, call: grpc.CallIterator[bytes], on_stranger: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        what: str,
+        call: grpc.CallIterator[bytes],
+        on_stranger: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
         self._what = what
         self._call = call
-        self._on_stranger = on_stranger
+        self._on_stranger, self._on_lost = on_stranger, on_lost
         self._messages = iter(call)
 
     def next(self) -> bytes | None:
@@ -401,6 +481,7 @@ class _Responses:
             self._on_stranger()
             return ConnectionLost(f"something else than a server of this job answers: {message}")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+            self._on_lost()
             return ConnectionLost(message)
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return DeadlineExceeded(message)

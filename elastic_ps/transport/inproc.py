@@ -224,6 +224,7 @@ class _Received:
     """A frame as the other side sees it; the body is still in the sender's memory."""
 
     transport = "inproc"
+    peer = None
 
     def __init__(self, call: _Call, frame: Frame, limits: Limits) -> None:
         self._call = call

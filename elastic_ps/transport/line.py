@@ -21,6 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed
+from elastic_ps.identity import Identity
+from elastic_ps.transport import sockets
 from elastic_ps.transport.base import Frame, Limits
 from elastic_ps.transport.memory import Handle, Mapped, place_of
 from elastic_ps.transport.views import flat, target_of
@@ -65,13 +67,13 @@ class Line:
     """A socket and what has been handed over on it. To be used by one thread, but for `hang_up`.
 
     Attributes:
-        transport: see `Incoming.transport`.
+        transport, peer: see `Incoming`.
     """
 
     def __init__(self, sock: socket.socket, what: str, *, stall: timedelta | None = None) -> None:
         """Args: what: for messages. stall: how long the other side may be silent in the middle of a frame."""
-        sock.setblocking(False)
-        self._sock = sock
+        self._socket, self._sock = sockets.of(sock), sock
+        self.peer: Identity | None = None
         self._what = what
         self._stall = stall
         self._process = os.getpid()
@@ -85,8 +87,7 @@ class Line:
     def hang_up(self) -> None:
         """End whatever waits on this socket, in any thread."""
         if os.getpid() == self._process:  # a forked child has a copy of the socket, and the parent uses it
-            with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+            self._socket.hang_up()
 
     def close(self) -> None:
         self.hang_up()
@@ -96,7 +97,7 @@ class Line:
     def alive(self) -> bool:
         """Whether the other side is still there, as far as can be seen."""
         try:
-            return bool(self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+            return self._socket.alive()
         except BlockingIOError:
             return True
         except OSError:
@@ -106,6 +107,25 @@ class Line:
         """Raises ConnectionLost."""
         if self._sock.fileno() < 0:
             raise self._lost()
+
+    def secure(self, timeout: timedelta) -> object:
+        """Agree on keys with a client, whose certificate is checked; returns it. Blocks.
+
+        Returns:
+            What `ssl.SSLSocket.getpeercert` does; None on a socket without TLS.
+
+        Raises:
+            ConnectionLost, DeadlineExceeded: the client has no certificate that holds, or says no more.
+        """
+        encrypted, deadline = self._socket, time.monotonic() + timeout.total_seconds()
+        if not isinstance(encrypted, sockets.Encrypted):
+            return None
+        try:
+            while events := encrypted.handshake():
+                self._wait(events, deadline)
+            return encrypted.sock.getpeercert()
+        except (OSError, ValueError) as error:
+            raise ConnectionLost(f"{self._what}: no handshake ({error})") from error
 
     # --- waiting
 
@@ -188,7 +208,7 @@ class Line:
         rest = [part for part in parts if len(part)]
         try:
             while rest:
-                sent = self._sock.sendmsg(rest, (), socket.MSG_NOSIGNAL)
+                sent = self._socket.send(rest)
                 while rest and sent >= len(rest[0]):
                     sent -= len(rest.pop(0))
                 if sent:
@@ -223,7 +243,7 @@ class Line:
         try:
             while target:
                 try:
-                    received = self._sock.recv_into(target)
+                    received = self._socket.receive_into(target)
                 except BlockingIOError:
                     self._wait_in_frame(select.POLLIN, deadline)
                     continue
@@ -289,7 +309,7 @@ class Line:
                     buffer[: len(data)] = data
                     received = len(data)
                 else:
-                    received, fds = self._sock.recv_into(buffer), []
+                    received, fds = self._socket.receive_into(buffer), []
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline)
                 continue
@@ -322,7 +342,7 @@ class Received:
 
     Attributes:
         method: what is called; "" in an answer.
-        header, size, transport: see `Incoming`.
+        header, size, transport, peer: see `Incoming`.
     """
 
     def __init__(
@@ -335,7 +355,7 @@ class Received:
         deadline: float | None,
     ) -> None:
         self.method, self.header, self.size = method, header, size
-        self.transport = line.transport
+        self.transport, self.peer = line.transport, line.peer
         self._line, self._view, self._deadline = line, view, deadline
         self._taken = False
 

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, TransportError
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
+from elastic_ps.transport.credentials import Credentials, names_of
 from elastic_ps.transport.line import Head, Kind, Line, Received
 from elastic_ps.transport.refusal import Kind as Blame
 from elastic_ps.transport.refusal import Refusal, answers
@@ -34,6 +35,9 @@ GREETING = PROTOCOL + b"\n"
 
 STALL = timedelta(seconds=5)
 """A client that sends or takes nothing for this long, in the middle of a frame, is cut off by a server."""
+
+HANDSHAKE = timedelta(seconds=10)
+"""How long a client may take to agree on keys."""
 
 JOIN = timedelta(seconds=10)
 """How long `close` waits for threads that nothing should hold up."""
@@ -62,6 +66,8 @@ class StreamServer(Server):
         stall: how long a client may send or take nothing in the middle of a frame.
         admit: whether to talk to who has connected.
         hello: what is said first on each socket.
+        credentials: with which the server talks TLS, to clients that have a certificate of the job; None: it
+            talks to everybody, in plain text.
     """
 
     def __init__(
@@ -73,10 +79,12 @@ class StreamServer(Server):
         stall: timedelta = STALL,
         admit: Callable[[socket.socket], bool] = lambda _: True,
         hello: bytes = b"",
+        credentials: Credentials | None = None,
     ) -> None:
         self.limits = limits or Limits()
         self._listener, self._address = listener, address
         self._stall, self._admit, self._hello = stall, admit, hello
+        self._credentials = credentials
         self._handler: Handler | None = None
         self._changed = threading.Condition()
         self._lines: dict[Line, threading.Thread] = {}
@@ -132,9 +140,13 @@ class StreamServer(Server):
                 _LOG.warning("%s takes no more connections for a moment: %s", self._address, error)
                 time.sleep(0.1)  # too many open files
                 continue
-            line = Line(sock, f"a client of {self._address}", stall=self._stall)
             if not self._admit(sock):
-                line.close()
+                sock.close()
+                continue
+            try:
+                line = Line(self._secured(sock), f"a client of {self._address}", stall=self._stall)
+            except OSError:  # the client has gone already
+                sock.close()
                 continue
             client = place[0] if isinstance(place, tuple) else ""  # within a host it is always this user
             thread = threading.Thread(
@@ -160,9 +172,26 @@ class StreamServer(Server):
         if client:
             self._shares.give_back(client)
 
+    def _secured(self, sock: socket.socket) -> socket.socket:
+        """The socket with TLS on it, if the server talks that; nothing is sent yet. Raises OSError."""
+        if self._credentials is None:
+            return sock
+        return self._credentials.accepting().wrap_socket(
+            sock, server_side=True, do_handshake_on_connect=False
+        )
+
+    def _identify(self, line: Line) -> None:
+        """Find out who the client is. Raises TransportError if it has no certificate of this job."""
+        if self._credentials is None:
+            return
+        line.peer = self._credentials.accept(names_of(line.secure(HANDSHAKE)))
+        if line.peer is None:
+            raise ConnectionLost(f"a client of {self._address} has no certificate of this job")
+
     def _answer_all(self, line: Line, client: str) -> None:
         """Answer one call after the other until the client goes."""
         try:
+            self._identify(line)
             line.send([self._hello], None)
             if line.receive(len(GREETING), None) == GREETING:
                 while self._answer_one(line):

@@ -5,19 +5,22 @@ copies. A server that clients reach over gRPC at a port answers the same calls o
 port*. A client that cannot connect to that port, because a firewall or a Service does not let it through,
 uses gRPC. The server speaks first, and says whose data port it is, so that a stranger is not taken for it.
 
-A host that vanished without closing its connections is noticed after `GONE`. Connections are not encrypted
-and not authenticated: they are meant for a cluster's own network.
+A host that vanished without closing its connections is noticed after `GONE`. With credentials, both sides
+agree on keys before anything is said (TLS 1.3, and both show a certificate); without, everybody who reaches
+the port is answered in plain text.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 import time
 from datetime import timedelta
 
 from elastic_ps.errors import CannotListen
 from elastic_ps.transport.base import Limits
+from elastic_ps.transport.credentials import Credentials
 from elastic_ps.transport.stream import PROTOCOL, STALL, StreamConnection, StreamServer
 
 BACKLOG = 512
@@ -43,6 +46,10 @@ _HELLO = PROTOCOL + b" %05d\n"
 """What a server says first: the port that its clients know."""
 
 
+class UntrustedError(ConnectionError):
+    """One of two sides does not accept the other's certificate."""
+
+
 class SilentError(TimeoutError):
     """A data port has taken a connection, and says nothing."""
 
@@ -63,7 +70,13 @@ class TcpServer(StreamServer):
     """Listens on a TCP port. Thread-safe."""
 
     def __init__(
-        self, bind: str, *, known: str = "", limits: Limits | None = None, stall: timedelta = STALL
+        self,
+        bind: str,
+        *,
+        known: str = "",
+        limits: Limits | None = None,
+        stall: timedelta = STALL,
+        credentials: Credentials | None = None,
     ) -> None:
         """Listen on `bind`, `host:port`; port 0 picks one. Every address is one of IPv4 and of IPv6.
 
@@ -71,10 +84,14 @@ class TcpServer(StreamServer):
             known: the address that clients know, if this is its data port. Default: `bind`.
             limits: what is accepted from clients; `limits` may be replaced later.
             stall: how long a client may send or take nothing in the middle of a frame.
+            credentials: see `StreamServer`.
 
         Raises:
             CannotListen: the port is taken, or the host is not an address of this machine.
+            UsageError: the credentials are none of a server.
         """
+        if credentials is not None:
+            credentials.accepting()
         host, port = split(bind)
         everywhere = host in ("", "0.0.0.0", "::")
         both = everywhere and socket.has_dualstack_ipv6()  # as gRPC does, whichever of them is named
@@ -87,7 +104,15 @@ class TcpServer(StreamServer):
         _, at, *_ = listener.getsockname()
         here = f"{'127.0.0.1' if everywhere else bind.rpartition(':')[0]}:{at}"
         _, number = split(known or here)
-        super().__init__(listener, here, limits=limits, stall=stall, admit=_admit, hello=_HELLO % number)
+        super().__init__(
+            listener,
+            here,
+            limits=limits,
+            stall=stall,
+            admit=_admit,
+            hello=_HELLO % number,
+            credentials=credentials,
+        )
 
 
 def _admit(sock: socket.socket) -> bool:
@@ -112,7 +137,13 @@ def _prepare(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def dial(address: str, *, known: str = "", speaks: timedelta | None = None) -> socket.socket:
+def dial(
+    address: str,
+    *,
+    known: str = "",
+    speaks: timedelta | None = None,
+    credentials: Credentials | None = None,
+) -> socket.socket:
     """A socket that is connected to the `TcpServer` at `address`, `host:port`.
 
     Blocks while the host's name is looked up, for `CONNECT` at most for each address that it has, and for
@@ -122,9 +153,11 @@ def dial(address: str, *, known: str = "", speaks: timedelta | None = None) -> s
         known: the address of which this must be the data port. Default: any server will do, since a relay,
             or a port that is forwarded, has another number.
         speaks: default: `CONNECT`.
+        credentials: to talk TLS with.
 
     Raises:
         SilentError.
+        UntrustedError: one of the two does not accept the other's certificate.
         OSError: nobody answers, or it is another server.
     """
     expected = _HELLO % split(known)[1] if known else _HELLO % 0
@@ -133,12 +166,20 @@ def dial(address: str, *, known: str = "", speaks: timedelta | None = None) -> s
         stack.callback(sock.close)
         _prepare(sock)
         said, until = b"", time.monotonic() + (speaks or CONNECT).total_seconds()
+        if credentials is not None:
+            sock.settimeout(max(until - time.monotonic(), _AT_ONCE))
+            sock = _secured(sock, address, credentials)
+            stack.callback(sock.close)
         while len(said) < len(expected):
             sock.settimeout(max(until - time.monotonic(), _AT_ONCE))
             try:
                 received = sock.recv(len(expected) - len(said))
             except TimeoutError:
                 raise SilentError(f"{address} says nothing") from None
+            except (
+                ssl.SSLError
+            ) as error:  # the other side looks at our certificate after it has shown its own
+                raise UntrustedError(f"{address} does not accept this process: {_reason(error)}") from error
             if not received:
                 raise ConnectionRefusedError(f"{address} hung up")
             said += received
@@ -148,6 +189,39 @@ def dial(address: str, *, known: str = "", speaks: timedelta | None = None) -> s
     return sock
 
 
-def connect(address: str, *, known: str = "", limits: Limits | None = None) -> StreamConnection:
+def _secured(sock: socket.socket, address: str, credentials: Credentials) -> socket.socket:
+    """The socket with TLS on it, after the handshake. Takes `sock` over. Raises OSError."""
+    context, name = credentials.current().client, credentials.server_name
+    encrypted = context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+    try:
+        encrypted.do_handshake()
+    except TimeoutError:
+        encrypted.close()
+        raise SilentError(f"{address} says nothing") from None
+    except ssl.SSLCertVerificationError as error:
+        encrypted.close()
+        raise UntrustedError(f"{address} is no server of this job: {error.verify_message}") from error
+    except ssl.SSLError as error:
+        encrypted.close()
+        raise UntrustedError(f"{address} and this process do not agree on TLS: {_reason(error)}") from error
+    except BaseException:
+        encrypted.close()
+        raise
+    return encrypted
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).lower().replace("_", " ")
+
+
+def connect(
+    address: str,
+    *,
+    known: str = "",
+    limits: Limits | None = None,
+    credentials: Credentials | None = None,
+) -> StreamConnection:
     """Calls to the `TcpServer` at `address`. Nothing is sent before the first one."""
-    return StreamConnection(lambda: dial(address, known=known, speaks=SPEAK), address, limits=limits)
+    return StreamConnection(
+        lambda: dial(address, known=known, speaks=SPEAK, credentials=credentials), address, limits=limits
+    )

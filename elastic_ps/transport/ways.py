@@ -27,6 +27,7 @@ from elastic_ps.errors import CannotListen, ConnectionLost, UsageError
 from elastic_ps.schemes import Scheme
 from elastic_ps.transport import local, tcp
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
+from elastic_ps.transport.credentials import Credentials
 
 logger = logging.getLogger(__name__)
 
@@ -52,37 +53,47 @@ def parse(address: str) -> tuple[str, str]:
     return scheme, place
 
 
-def listen(bind: str) -> Server:
+def listen(bind: str, *, credentials: Credentials | None = None) -> Server:
     """A server on `bind` that clients reach in every way there is, or in the way that its scheme names.
 
     On an address of this host alone there is no data port: everybody who reaches it reaches the transport
     within the host. Port 0 picks one.
+
+    Args:
+        credentials: with which the ports talk TLS, to clients that have a certificate of the job. Within the
+            host, the socket answers processes of the same user. None: the ports answer everybody.
 
     Raises:
         CannotListen: the port is taken, or the host is not an address of this machine.
         UsageError: see `parse`.
     """
     scheme, place = parse(bind)
+    if credentials is None and scheme != "shm" and not local.is_loopback(place.rpartition(":")[0]):
+        logger.warning(
+            "%s is open: whoever reaches it can read and change the model, because this process was started "
+            "without a certificate (docs/security.md)",
+            place,
+        )
     if scheme == "tcp":
-        return tcp.TcpServer(place)
+        return tcp.TcpServer(place, credentials=credentials)
     if scheme == "shm":
         return local.LocalServer(place)
     from elastic_ps.transport.grpc import GrpcServer  # takes long to import, and not every process needs it
 
     if scheme == "grpc":
-        return GrpcServer(place)
+        return GrpcServer(place, credentials=credentials)
     # Before the port, if it is known: a client that finds the port alone would go on with gRPC.
-    faster = [] if place.endswith(":0") else _listen_faster(place, place)
+    faster = [] if place.endswith(":0") else _listen_faster(place, place, credentials)
     try:
-        server = GrpcServer(place)
+        server = GrpcServer(place, credentials=credentials)
     except BaseException:
         for each in faster:
             each.close()
         raise
-    return _Everywhere(server, faster or _listen_faster(place, server.address))
+    return _Everywhere(server, faster or _listen_faster(place, server.address, credentials))
 
 
-def _listen_faster(bind: str, address: str) -> list[Server]:
+def _listen_faster(bind: str, address: str, credentials: Credentials | None) -> list[Server]:
     """Servers of the faster ways; what is not possible is left out."""
     ways: list[Callable[[], Server]] = []
     if local.name_of(address):
@@ -90,7 +101,8 @@ def _listen_faster(bind: str, address: str) -> list[Server]:
     host, _, _ = bind.rpartition(":")
     if not local.is_loopback(host):
         port = tcp.split(address)[1]  # in `bind` it may be 0
-        ways.append(lambda: tcp.TcpServer(tcp.data_address(f"{host}:{port}"), known=address))
+        data = tcp.data_address(f"{host}:{port}")
+        ways.append(lambda: tcp.TcpServer(data, known=address, credentials=credentials))
     servers = []
     for way in ways:
         try:
@@ -123,24 +135,29 @@ class _Everywhere(Server):
             thread.join()
 
 
-def connect(address: str, *, limits: Limits | None = None) -> Connection:
+def connect(
+    address: str, *, limits: Limits | None = None, credentials: Credentials | None = None
+) -> Connection:
     """A connection to the server at `address`. Nothing is sent before the first call.
+
+    Args:
+        credentials: to talk TLS with, but within the host, where the socket's user says who is there.
 
     Raises:
         UsageError: see `parse`.
     """
     scheme, place = parse(address)
-    return _make(scheme, place, limits) if scheme else _Fastest(place, limits)
+    return _make(scheme, place, limits, credentials) if scheme else _Fastest(place, limits, credentials)
 
 
-def _make(scheme: str, place: str, limits: Limits | None) -> Connection:
+def _make(scheme: str, place: str, limits: Limits | None, credentials: Credentials | None) -> Connection:
     if scheme == "shm":
         return local.connect(place, limits=limits)
     if scheme == "tcp":
-        return tcp.connect(place, limits=limits)
+        return tcp.connect(place, limits=limits, credentials=credentials)
     from elastic_ps.transport.grpc import GrpcConnection
 
-    return GrpcConnection(place, limits=limits)
+    return GrpcConnection(place, limits=limits, credentials=credentials)
 
 
 _Way = tuple[str, Callable[[], Connection]]
@@ -153,8 +170,8 @@ class _Fastest(Connection):
     Thread-safe.
     """
 
-    def __init__(self, address: str, limits: Limits | None) -> None:
-        self._address, self._limits = address, limits
+    def __init__(self, address: str, limits: Limits | None, credentials: Credentials | None) -> None:
+        self._address, self._limits, self._credentials = address, limits, credentials
         self._lock = threading.Lock()
         self._made: dict[str, Connection] = {}
         self._way: Connection | None = None
@@ -211,18 +228,19 @@ class _Fastest(Connection):
             raise ConnectionLost(f"{method} at {self._address}: nobody serves there ({error})") from error
         data = tcp.data_address(self._address)
         try:
-            tcp.dial(data, known=self._address).close()
+            tcp.dial(data, known=self._address, credentials=self._credentials).close()
         except OSError as error:
             if isinstance(error, tcp.SilentError) and "tcp" in self._made:
                 # It has spoken before: no stranger's, but a server that stands still, as gRPC's would, too.
                 raise ConnectionLost(f"{method} at {self._address}: {error}") from error
             return "grpc", partial(self._over_grpc, error)
-        return "tcp", partial(tcp.connect, data, known=self._address, limits=self._limits)
+        way = partial(tcp.connect, data, known=self._address, limits=self._limits)
+        return "tcp", partial(way, credentials=self._credentials)
 
     def _over_grpc(self, because: OSError) -> Connection:
         text = "%s is reached over gRPC, because not at its data port: %s"
         logger.info(text, self._address, because)
-        return _make("grpc", self._address, self._limits)
+        return _make("grpc", self._address, self._limits, self._credentials)
 
     def close(self) -> None:
         """See `Connection.close`."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from elastic_ps.errors import Malformed
+from elastic_ps.identity import Identity
 from elastic_ps.transport import frame_pb2
 from elastic_ps.transport.base import EMPTY, Frame, Limits
 from elastic_ps.transport.refusal import Refusal
@@ -59,10 +60,16 @@ def fits(frame: Frame) -> bool:
 class Receiver:
     """Reads frames out of a stream of messages. To be used by one thread."""
 
-    def __init__(self, next_message: Callable[[], bytes | None], limits: Limits) -> None:
-        """Read from `next_message`, which blocks, and returns None at the end of the stream."""
+    def __init__(
+        self, next_message: Callable[[], bytes | None], limits: Limits, peer: Identity | None = None
+    ) -> None:
+        """Read from `next_message`, which blocks, and returns None at the end of the stream.
+
+        Args:
+            peer: who sends the frames, see `Incoming`.
+        """
         self._next_message = next_message
-        self._limits = limits
+        self._limits, self._peer = limits, peer
         self._frame: ReceivedFrame | None = None
 
     def next(self) -> ReceivedFrame | None:
@@ -90,6 +97,7 @@ class Receiver:
         if len(body) > opening.body_size:
             raise Malformed("a body is longer than announced")
         self._frame = ReceivedFrame(opening.method, header, opening.body_size, body, self._next_message)
+        self._frame.peer = self._peer
         return self._frame
 
     def _header(self, piece: _Piece, size: int) -> tuple[bytes, memoryview]:
@@ -114,10 +122,11 @@ class ReceivedFrame:
 
     Attributes:
         method: what is called; "" in an answer.
-        header, size, transport: see `Incoming`.
+        header, size, transport, peer: see `Incoming`.
     """
 
     transport = "grpc"
+    peer: Identity | None = None
 
     def __init__(
         self,

@@ -28,16 +28,20 @@ def connect() -> Session:
         raise UsageError(
             f"only a worker may call elastic_ps.connect(), but this process was started as {what}"
         )
-    from elastic_ps.transport import ways
+    from elastic_ps.transport import credentials, ways
 
     global _current
     world = _local_world(environment)
     process = f"worker-{environment.index}"
+    connections = []
+    if world.leads:
+        own = credentials.of_process(environment)
+        connections = [ways.connect(address, credentials=own) for address in environment.addresses]
     _current = Session(
         environment.job,
         environment.spec,
         environment.index,
-        [ways.connect(address) for address in environment.addresses] if world.leads else [],
+        connections,
         trace=Trace(environment.trace if world.leads else None, process),
         history=History(environment.history if world.leads else None, process),
         on_hung=end_hung,

@@ -99,7 +99,7 @@ def test_a_killed_worker_is_replaced_and_told_about(tmp_path: Path) -> None:
     options = Options(
         root=tmp_path,
         programs=PROGRAMS,
-        on_worker_gone=lambda job, addresses, worker, instance: told.append((worker, instance)),
+        on_worker_gone=lambda job, addresses, worker, instance, tls: told.append((worker, instance)),
     )
     with launched(make_job(records=FOREVER, workers=2, spec=_limit(0)), tmp_path, options) as launcher:
         before = training(launcher, 2)

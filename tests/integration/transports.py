@@ -16,6 +16,7 @@ from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocConnection, InprocServer
 from elastic_ps.transport.local import LocalServer
 from elastic_ps.transport.tcp import TcpServer
+from tests import certificates
 
 _NUMBERS = itertools.count(os.getpid() * 1000)
 """They need not be ports."""
@@ -27,13 +28,23 @@ SHORT = timedelta(milliseconds=300)
 class GrpcTransport:
     """Makes servers and connections of the gRPC transport."""
 
+    tls = False
+
     def listen(self, *, again: Server | None = None, limits: Limits | None = None) -> Server:
         """A server that does not serve yet; at the address of the closed server `again`, if given."""
-        return GrpcServer(again.address if again else "127.0.0.1:0", limits=limits)
+        credentials = certificates.pair()[0] if self.tls else None
+        return GrpcServer(again.address if again else "127.0.0.1:0", limits=limits, credentials=credentials)
 
     def connect(self, server: Server, *, limits: Limits | None = None) -> Connection:
         """A connection to `server`."""
-        return GrpcConnection(server.address, limits=limits)
+        credentials = certificates.pair()[1] if self.tls else None
+        return GrpcConnection(server.address, limits=limits, credentials=credentials)
+
+
+class GrpcOverTls(GrpcTransport):
+    """The same with certificates."""
+
+    tls = True
 
 
 class InprocTransport:
@@ -64,17 +75,34 @@ class LocalTransport:
 class TcpTransport:
     """Makes servers and connections of the transport between hosts."""
 
+    tls = False
+
     def listen(self, *, again: Server | None = None, limits: Limits | None = None) -> Server:
         """See `GrpcTransport.listen`."""
-        return TcpServer(again.address if again else "127.0.0.1:0", limits=limits)
+        credentials = certificates.pair()[0] if self.tls else None
+        return TcpServer(again.address if again else "127.0.0.1:0", limits=limits, credentials=credentials)
 
     def connect(self, server: Server, *, limits: Limits | None = None) -> Connection:
         """A connection to `server`."""
-        return tcp.connect(server.address, limits=limits)
+        credentials = certificates.pair()[1] if self.tls else None
+        return tcp.connect(server.address, limits=limits, credentials=credentials)
+
+
+class TcpOverTls(TcpTransport):
+    """The same with certificates."""
+
+    tls = True
 
 
 Transport = GrpcTransport | InprocTransport | LocalTransport | TcpTransport
-TRANSPORTS: list[Callable[[], Transport]] = [GrpcTransport, InprocTransport, LocalTransport, TcpTransport]
+TRANSPORTS: list[Callable[[], Transport]] = [
+    GrpcTransport,
+    GrpcOverTls,
+    InprocTransport,
+    LocalTransport,
+    TcpTransport,
+    TcpOverTls,
+]
 
 
 def read(incoming: Incoming) -> bytes:

@@ -315,6 +315,7 @@ class _Received:
     """A frame as the receiver has it."""
 
     transport = "simulated"
+    peer = None
 
     def __init__(self, call: _Call, frame: Frame) -> None:
         self._call, self.header, self._body = call, bytes(frame.header), frame.body

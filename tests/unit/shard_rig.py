@@ -15,6 +15,7 @@ from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
+from elastic_ps.identity import Identity
 from elastic_ps.server.orders import Application
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import Trace
@@ -30,6 +31,7 @@ class Body:
 
     header = b""
     transport = "test"
+    peer: Identity | None = None
 
     def __init__(
         self, values: torch.Tensor, *, gate: threading.Event | None = None, cut_off: bool = False

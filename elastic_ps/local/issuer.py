@@ -1,0 +1,68 @@
+"""The certificates of one run on this machine: an authority in memory, and a directory for each process.
+
+The authority is as old as the run, and its key is never written. So a certificate of an earlier run, or of
+another job, is worth nothing here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from elastic_ps.certificates import issue, make_authority
+from elastic_ps.env import IDENTITIES, Role
+from elastic_ps.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
+
+LIFETIME = timedelta(days=3650)
+"""Longer than any run: the directory goes with the run, and nobody renews it."""
+
+
+class Issuer:
+    """Issues certificates for the processes of one run. Belongs to one thread.
+
+    Args:
+        run: names the run for all time, see `Identity.job`.
+        directory: for the processes' directories; made when it is needed, for this user alone.
+    """
+
+    def __init__(self, run: str, directory: Path) -> None:
+        self._run, self._directory = run, directory
+        self._authority = make_authority(run, now=datetime.now(UTC), lifetime=LIFETIME)
+
+    def own(self) -> Path:
+        """The directory of the launcher's own certificate. Raises OSError: it cannot be written."""
+        return self._written(Identity(self._run, "operator"))
+
+    def of(self, role: Role, index: int) -> Path:
+        """The directory of a process's certificate. Raises OSError: it cannot be written."""
+        return self._written(Identity(self._run, IDENTITIES[role], index))
+
+    def _written(self, identity: Identity) -> Path:
+        """The same directory for the process that takes the place of another one."""
+        directory = self._directory / f"{identity.role}-{identity.index}"
+        if not (directory / KEY_FILE).exists():
+            made = issue(self._authority, identity, now=datetime.now(UTC), lifetime=LIFETIME)
+            files = {
+                CA_FILE: self._authority.certificate,
+                CERTIFICATE_FILE: made.certificate,
+                KEY_FILE: made.key,
+            }
+            write(directory, files)
+        return directory
+
+
+def read(directory: Path) -> dict[str, bytes]:
+    """The files of a process, to be written for it elsewhere."""
+    return {name: (directory / name).read_bytes() for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE)}
+
+
+def write(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Write files that only this user can read, the last one last. Raises OSError."""
+    for part in (directory.parent, directory):
+        part.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, content in files.items():
+        descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)

@@ -1,0 +1,209 @@
+"""What this process shows to others, and whom it trusts: the files of `elastic_ps.identity`, as they are now.
+
+The files are looked at for each new connection and read again when they have changed, so certificates and
+authorities are replaced without a break. Both ends check the chain of the other's certificate, that it is
+valid now, and that it is of the same job; a client also checks that the other end serves
+(`identity.server_name`).
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastic_ps import env
+from elastic_ps.certificates import identity_of
+from elastic_ps.errors import UsageError
+from elastic_ps.identity import (
+    CA_FILE,
+    CERTIFICATE_FILE,
+    KEY_FILE,
+    SERVING,
+    Identity,
+    from_names,
+    server_name,
+)
+
+logger = logging.getLogger(__name__)
+
+_FILES = (CA_FILE, CERTIFICATE_FILE, KEY_FILE)
+
+_TRIES = 5
+"""How often the files are read again at once because they changed meanwhile."""
+
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Loaded:
+    """The files as they were at one time; they fit together.
+
+    Attributes:
+        identity: who this process is.
+        ca, certificate, key: PEM.
+        client: for sockets that connect.
+        server: for sockets that accept; None if the identity is none of a server.
+    """
+
+    identity: Identity
+    ca: bytes
+    certificate: bytes
+    key: bytes
+    client: ssl.SSLContext
+    server: ssl.SSLContext | None
+
+
+class Credentials:
+    """The files in a directory. Thread-safe.
+
+    Raises:
+        UsageError: they are not there, or do not fit together.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._stamp: _Stamp | None = None
+        self._unusable: _Stamp | None = None
+        try:
+            self._stamp, self._loaded = self._read()
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{directory} is no usable directory of certificates: {_words(error)}. Expected "
+                f"{', '.join(_FILES)}, as docs/security.md describes them"
+            ) from error
+
+    def current(self) -> Loaded:
+        """The files as they are now; as they were before if they cannot be used at the moment."""
+        with self._lock:
+            stamp = self._stat()
+            if stamp not in (self._stamp, self._unusable):
+                try:
+                    self._stamp, self._loaded = self._read()
+                    logger.info("the certificate was replaced; this process is %s", self._loaded.identity)
+                except (OSError, ValueError) as error:
+                    text = "the new certificate in %s cannot be used, so the old one still is: %s"
+                    logger.warning(text, self._directory, _words(error))
+                    self._unusable = stamp
+            return self._loaded
+
+    def accepting(self) -> ssl.SSLContext:
+        """For a socket that has been accepted.
+
+        Raises:
+            UsageError: this process's certificate is none of a server.
+        """
+        context = self.current().server
+        if context is None:
+            raise UsageError(
+                f"the certificate in {self._directory} is that of {self.identity}, and this process serves. "
+                f"Expected one of {' or '.join(SERVING)}"
+            )
+        return context
+
+    @property
+    def identity(self) -> Identity:
+        """Who this process is."""
+        return self._loaded.identity
+
+    @property
+    def server_name(self) -> str:
+        """What the certificate of every server of this job must hold."""
+        return server_name(self.identity.job)
+
+    def accept(self, names: Iterable[str]) -> Identity | None:
+        """Who has shown a certificate with these URIs, of which the chain was checked.
+
+        Returns:
+            None: nobody of this job.
+        """
+        found = from_names(names)
+        return found if found is not None and found.job == self.identity.job else None
+
+    def _stat(self) -> _Stamp:
+        return tuple(_stat(self._directory / name) for name in _FILES)
+
+    def _read(self) -> tuple[_Stamp, Loaded]:
+        """Raises OSError, ValueError."""
+        for left in reversed(range(_TRIES)):
+            before = self._stat()
+            try:
+                loaded = self._load()
+            except (OSError, ValueError):
+                if not left or self._stat() == before:
+                    raise
+                continue
+            if not left or self._stat() == before:
+                break
+        return before, loaded
+
+    def _load(self) -> Loaded:
+        ca, certificate, key = (self._directory / name for name in _FILES)
+        chain = certificate.read_bytes()
+        identity = identity_of(chain)
+        if identity is None:
+            raise ValueError(f"{certificate} names no identity (elastic-ps://JOB/ROLE/INDEX)")
+        client = _context(ssl.PROTOCOL_TLS_CLIENT, self._directory)
+        server = None
+        if identity.role in SERVING:
+            server = _context(ssl.PROTOCOL_TLS_SERVER, self._directory)
+            server.verify_mode = ssl.CERT_REQUIRED
+            # A ticket would let a client come back after its certificate has ended. And it would arrive by
+            # itself, while a client that still sends takes all that arrives for an answer.
+            server.num_tickets = 0
+        return Loaded(identity, ca.read_bytes(), chain, key.read_bytes(), client, server)
+
+
+def of_process(environment: env.ProcessEnvironment) -> Credentials | None:
+    """This process's; None if it was started without.
+
+    Raises:
+        UsageError: they cannot be used, or are those of another process of the job.
+    """
+    if environment.tls is None:
+        return None
+    credentials = Credentials(environment.tls)
+    role = env.IDENTITIES[environment.role]
+    expected = Identity(credentials.identity.job, role, environment.index)
+    if credentials.identity != expected:
+        raise UsageError(
+            f"the certificate in {environment.tls} is that of {credentials.identity}, and this process is "
+            f"{expected}. Give each process its own"
+        )
+    return credentials
+
+
+def _context(protocol: int, directory: Path) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.load_verify_locations(directory / CA_FILE)
+    context.load_cert_chain(directory / CERTIFICATE_FILE, directory / KEY_FILE)
+    return context
+
+
+def _stat(path: Path) -> tuple[int, int, int]:
+    """What changes when the file does."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return 0, 0, 0
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"the certificate, its key and the authority do not fit together ({error.reason or error})"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror}"
+    return str(error)
+
+
+def names_of(certificate: object) -> list[str]:
+    """The URIs in what `ssl.SSLSocket.getpeercert` has returned."""
+    if not isinstance(certificate, dict):
+        return []
+    return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]

@@ -1,0 +1,69 @@
+"""Directories of certificates for tests, as the launcher and the operator make them."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from elastic_ps.certificates import SKEW, KeyPair, issue, make_authority
+from elastic_ps.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity, Role
+from elastic_ps.transport.credentials import Credentials
+
+JOB = "job-1"
+HOUR = timedelta(hours=1)
+
+
+def authority(job: str = JOB) -> KeyPair:
+    """A new one."""
+    return make_authority(job, now=datetime.now(UTC), lifetime=HOUR)
+
+
+def write(
+    directory: Path,
+    ca: KeyPair,
+    role: Role,
+    index: int = 0,
+    *,
+    job: str = JOB,
+    lifetime: timedelta = HOUR,
+    trusts: Sequence[KeyPair] = (),
+) -> Path:
+    """A certificate in `directory`, which is returned; what was there is replaced in one step, as in a pod.
+
+    Args:
+        lifetime: negative: it has ended so long ago.
+        trusts: the authorities of `ca.crt`; default: `ca`.
+    """
+    now = datetime.now(UTC)
+    began = now if lifetime > -SKEW else now - HOUR
+    made = issue(ca, Identity(job, role, index), now=began, lifetime=now + lifetime - began)
+    directory.mkdir(exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(dir=directory, prefix="data-"))
+    content = {
+        CA_FILE: b"".join(each.certificate for each in trusts or (ca,)),
+        CERTIFICATE_FILE: made.certificate,
+        KEY_FILE: made.key,
+    }
+    for name, text in content.items():
+        (fresh / name).write_bytes(text)
+        if not (directory / name).is_symlink():
+            (directory / name).symlink_to(Path("data") / name)
+    link = directory / "data.new"
+    link.symlink_to(fresh.name)
+    link.replace(directory / "data")
+    return directory
+
+
+@functools.cache
+def pair() -> tuple[Credentials, Credentials]:
+    """A server's and a worker's, which last as long as this process."""
+    root = Path(tempfile.mkdtemp(prefix="elastic-ps-test-"))
+    atexit.register(shutil.rmtree, root)
+    ca = authority()
+    server, worker = write(root / "server", ca, "server"), write(root / "worker", ca, "worker")
+    return Credentials(server), Credentials(worker)
