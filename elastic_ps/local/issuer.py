@@ -59,7 +59,12 @@ def read(directory: Path) -> dict[str, bytes]:
 
 
 def write(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write files that only this user can read, the last one last. Raises OSError."""
+    """Write files that only this user can read, the last one last. Raises OSError.
+
+    Files that are there already are left alone: two hosts may share the directory.
+    """
+    if all((directory / name).is_file() and (directory / name).read_bytes() == files[name] for name in files):
+        return
     for part in (directory.parent, directory):
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name, content in files.items():

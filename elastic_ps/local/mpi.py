@@ -16,7 +16,6 @@ import contextlib
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -206,7 +205,8 @@ class Slots:
         Args:
             variables: the contract's; all others are those of the rank.
             log: where the process writes, on that rank's machine.
-            certificate: the files of the process's certificate, which the rank writes for it.
+            certificate: the files of the process's certificate, which the rank writes where `variables` says,
+                on that rank's machine.
 
         Raises:
             ElasticPSError: it cannot be started.
@@ -280,10 +280,7 @@ def _serve(world: World) -> None:
     children: dict[int, Child] = {}
     for number in (signal.SIGINT, signal.SIGTERM):  # mpirun sends them to all ranks, and rank 0 decides
         signal.signal(number, lambda *_: None)
-    with (
-        contextlib.closing(Lifeline()) as lifeline,
-        tempfile.TemporaryDirectory(prefix="elastic-ps-tls-") as tls,
-    ):
+    with contextlib.closing(Lifeline()) as lifeline:
         try:
             while True:
                 found = world.receive()
@@ -296,7 +293,7 @@ def _serve(world: World) -> None:
                     world.send(order, 0)
                     return
                 if isinstance(order, _Start):
-                    world.send(_start(order, children, lifeline, beside, Path(tls)), 0)
+                    world.send(_start(order, children, lifeline, beside), 0)
                 elif child := children.get(order.number):
                     (child.kill if order.kill else child.terminate)()
         finally:
@@ -304,14 +301,12 @@ def _serve(world: World) -> None:
                 child.kill()
 
 
-def _start(order: _Start, children: dict[int, Child], lifeline: Lifeline, beside: int, tls: Path) -> _Started:
+def _start(order: _Start, children: dict[int, Child], lifeline: Lifeline, beside: int) -> _Started:
     variables = {"PYTHONUNBUFFERED": "1", **inherited(), **order.variables}
     variables[f"{PREFIX}LIFELINE"] = str(lifeline.fd)
     try:
         if order.certificate is not None:
-            directory = tls / str(order.number)
-            issuer.write(directory, order.certificate)
-            variables[f"{PREFIX}TLS_DIRECTORY"] = str(directory)
+            issuer.write(Path(variables[f"{PREFIX}TLS_DIRECTORY"]), order.certificate)
         Path(order.log).parent.mkdir(parents=True, exist_ok=True)
         child = Child(
             [sys.executable, *order.argv[1:]],

@@ -180,7 +180,7 @@ def test_strangers_and_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
     """
     poisoned, history = tmp_path / "poisoned", tmp_path / "history"
     flooded = job("flooded", tmp_path, records=1200, poisoned=str(poisoned))
-    options = Options(root=tmp_path, history=history)
+    options = Options(root=tmp_path, history=history, tls=False)  # the strangers know the job's name, too
     with Launcher(flooded, options) as launcher, contextlib.ExitStack() as half_open:
         launcher.start()
         eventually(lambda: poisoned.exists() and launcher.status().failures, "a NaN, and its worker ends")

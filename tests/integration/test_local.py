@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -382,10 +383,10 @@ def test_who_finds_the_port_finds_the_way_within_the_host(monkeypatch: pytest.Mo
             ways.listen(address)
     found = []
 
-    def dialled(bind: str) -> Server:
+    def dialled(bind: str, **options: Any) -> Server:
         with contextlib.closing(local.dial(bind)) as sock:
             found.append(sock.getpeername())
-        return GrpcServer(bind)
+        return GrpcServer(bind, **options)
 
     monkeypatch.setattr("elastic_ps.transport.grpc.GrpcServer", dialled)
     ways.listen(address).close()
