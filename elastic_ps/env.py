@@ -121,6 +121,8 @@ class ProcessEnvironment:
         local_rank: which one of its worker's processes this is; 0 if there is one.
         links: for a worker of several processes, the file descriptors of two sockets each: in process 0 to
             each other one, in another one to process 0. Empty in the process that starts them.
+        tuning: for shard 0, a file with what is wanted of the running job (`tuning.Tuning`). The starter
+            replaces it when a person changes the job. None if nobody can.
     """
 
     job: str
@@ -141,6 +143,7 @@ class ProcessEnvironment:
     tls: Path | None = None
     local_rank: int = 0
     links: tuple[tuple[int, int], ...] = ()
+    tuning: Path | None = None
 
     def to_variables(self) -> dict[str, str]:
         """The environment variables that `read` turns back into this object."""
@@ -163,6 +166,7 @@ class ProcessEnvironment:
             "TLS_DIRECTORY": str(self.tls or ""),
             "LOCAL_RANK": str(self.local_rank or ""),
             "LINKS": ",".join(f"{questions}:{gradients}" for questions, gradients in self.links),
+            "TUNING": str(self.tuning or ""),
         }
         return {PREFIX + key: value for key, value in values.items() if value}
 
@@ -226,6 +230,7 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
                 pair.partition(":") for pair in source.get(PREFIX + "LINKS", "").split(",") if pair
             )
         ),
+        tuning=path("TUNING"),
     )
 
 

@@ -212,6 +212,16 @@ class Member(CamelModel):
         return ""
 
 
+class TuningStatus(CamelModel):
+    """What of the running job may change, as it is now."""
+
+    generation: int = Field(default=0, description="The number of the change that is in force.")
+    consistency: str = Field(default="", description="The consistency that is in force, in words.")
+    since: int = Field(default=0, description="The version after which it is in force.")
+    asked: int = Field(default=0, description="The number of the newest change that was asked for.")
+    problem: str = Field(default="", description="Why that one is not in force; empty if it is.")
+
+
 class ServerStatus(CamelModel):
     """What a parameter server answers on `GET /status`."""
 
@@ -234,6 +244,9 @@ class ServerStatus(CamelModel):
     checkpoint_pause_seconds: float = Field(
         default=0.0,
         description="How many seconds training has paused for checkpoints since the server's start.",
+    )
+    tuning: TuningStatus = Field(
+        default_factory=TuningStatus, description="How versions are made at the moment."
     )
     standbys: list[bool] = Field(
         default_factory=list,

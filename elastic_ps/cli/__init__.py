@@ -51,11 +51,12 @@ def main(arguments: Sequence[str] | None = None, *, programs: Programs | None = 
             from elastic_ps.cli.evaluate import evaluate
 
             return evaluate(parsed)
-        from elastic_ps.cli import control
+        from elastic_ps.cli import control, setting
 
         commands = {
             "status": control.status,
             "scale": control.scale,
+            "set": setting.set_fields,
             "logs": control.logs,
             "stop": control.stop,
         }

@@ -25,7 +25,7 @@ STOP_LIMIT = timedelta(seconds=60)
 def status(parsed: argparse.Namespace) -> int:
     """Show one job, or list all."""
     if parsed.job is not None:
-        found = _status_of(_directory(parsed.job))
+        found = status_of(directory_of(parsed.job))
         if parsed.json:
             print(found.model_dump_json(by_alias=True, indent=2))
         else:
@@ -43,8 +43,8 @@ def status(parsed: argparse.Namespace) -> int:
 
 def scale(parsed: argparse.Namespace) -> int:
     """Change the number of workers that a running job shall have."""
-    directory = _directory(parsed.job)
-    _status_of(directory)
+    directory = directory_of(parsed.job)
+    status_of(directory)
     if directory.launcher() is None:
         raise UserError(f"job {directory.job!r} is not running; start it with `elastic-ps run`")
     before = directory.scale(parsed.workers)
@@ -57,8 +57,8 @@ def scale(parsed: argparse.Namespace) -> int:
 
 def stop(parsed: argparse.Namespace) -> int:
     """Stop a job and wait until nothing of it runs."""
-    directory = _directory(parsed.job)
-    _status_of(directory)
+    directory = directory_of(parsed.job)
+    status_of(directory)
     launcher = directory.launcher()
     if launcher is None:
         print(f"{directory.job} is not running")
@@ -70,7 +70,7 @@ def stop(parsed: argparse.Namespace) -> int:
             limit = f"{STOP_LIMIT.total_seconds():g} s"
             raise ElasticPSError(f"{directory.job} (launcher pid {launcher}) is still running after {limit}")
         time.sleep(0.1)
-    found = _status_of(directory)
+    found = status_of(directory)
     print(f"{directory.job} is stopped")
     if any(Path(found.checkpoints).glob("version-*/manifest.json")):
         print(f"continue from its last checkpoint with: elastic-ps run FILE --resume {found.checkpoints}")
@@ -79,8 +79,8 @@ def stop(parsed: argparse.Namespace) -> int:
 
 def logs(parsed: argparse.Namespace) -> int:
     """Print the logs, and with --follow what is added to them until the job ends."""
-    directory = _directory(parsed.job)
-    _status_of(directory)
+    directory = directory_of(parsed.job)
+    status_of(directory)
     pattern = "*.log"
     for role in get_args(Role):
         index = getattr(parsed, role)
@@ -123,7 +123,7 @@ def _natural(path: Path) -> tuple[str, int]:
     return name, int(number) if re.fullmatch(r"\d+", number) else 0
 
 
-def _directory(job: str) -> JobDirectory:
+def directory_of(job: str) -> JobDirectory:
     """The directory of a job that is given by its name, its YAML file or its script."""
     if script.is_script(Path(job)):
         return JobDirectory(script.name_of(Path(job)))
@@ -132,7 +132,7 @@ def _directory(job: str) -> JobDirectory:
     return JobDirectory(job)
 
 
-def _status_of(directory: JobDirectory) -> LocalStatus:
+def status_of(directory: JobDirectory) -> LocalStatus:
     found = directory.read_status()
     if found is None:
         names = ", ".join(known.job for known in known_jobs()) or "none has run yet"

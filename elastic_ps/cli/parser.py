@@ -31,6 +31,8 @@ examples:
   elastic-ps run job.yaml --detach           train in the background. Then:
   elastic-ps status digits                   show the progress of the job named digits
   elastic-ps scale digits --workers 4        change the number of workers while it trains
+  elastic-ps set digits consistency.mode=async
+                                             change how workers agree while it trains
   elastic-ps logs digits -f --worker 0       show what worker 0 prints
   elastic-ps stop digits                     write a checkpoint and stop
   elastic-ps drill job.yaml --seed 7         inject faults, and check that nothing is lost
@@ -87,6 +89,13 @@ exit codes:
   1    anything else; the table shows what"""
 
 
+SET_EXAMPLES = """\
+examples:
+  elastic-ps set digits consistency.mode=bounded consistency.maxStaleness=8
+  elastic-ps set digits consistency.mode=sync
+  elastic-ps set digits parameterServer.checkpoint.interval=5m"""
+
+
 EXPORT_EXAMPLES = """\
 examples:
   elastic-ps export checkpoints model.safetensors      model.load_state_dict(load_file("model.safetensors"))
@@ -114,6 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_status(commands)
     _add_scale(commands)
+    _add_set(commands)
     _add_logs(commands)
     _add_stop(commands)
     _add_export(commands)
@@ -214,6 +224,25 @@ def _add_scale(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     scale.add_argument("job", metavar="JOB", help="the job's name or its YAML file")
     scale.add_argument(
         "--workers", type=_positive, metavar="N", required=True, help="the new number of workers"
+    )
+
+
+def _add_set(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    changes = commands.add_parser(
+        "set",
+        help="change how a running job makes versions",
+        description="Change fields of a job's consistency while it runs, and when it writes checkpoints.\n"
+        "The job continues from the version that it has: workers keep running, and their steps that\n"
+        "are under way are made again. The command says what cannot change, and then nothing happens.",
+        epilog=SET_EXAMPLES,
+        formatter_class=_Help,
+    )
+    changes.add_argument("job", metavar="JOB", help="the job's name or its YAML file")
+    changes.add_argument(
+        "assignments",
+        metavar="FIELD=VALUE",
+        nargs="+",
+        help="a field as in the YAML file, below spec; an empty value unsets it",
     )
 
 

@@ -30,6 +30,7 @@ EVENT_STYLES = {
     "hung": "red",
     "warning": "yellow",
     "scale": "bold",
+    "changed": "bold",
 }
 COLUMNS = {"process": 9, "pid": 7, "state": 9, "step": 8, "samples": 10, "step time": 9, "joined at": 9}
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -99,6 +100,13 @@ def frame(status: LocalStatus, record: Record | None = None, *, height: int = 10
         parts += [_bar(status), _numbers(status, record)]
         if record is None and (network := words.traffic(status.server.traffic)):
             parts.append(Text(network, style="dim"))
+        tuning = status.server.tuning
+        if record is None and tuning.generation:
+            parts.append(
+                Text(f"consistency: {tuning.consistency}, since version {tuning.since}", style="dim")
+            )
+        if record is None and tuning.problem:
+            parts.append(Text(f"the last change was refused: {tuning.problem}", style="yellow"))
     return Group(*parts)
 
 

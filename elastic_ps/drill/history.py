@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from elastic_ps.core.ledger import Range
+from elastic_ps.training import Consistency
 
 Kind: TypeAlias = Literal[
     "record missing",  # a record's gradient is not in the model
@@ -62,19 +63,27 @@ class Committed:
 
 @dataclass(frozen=True)
 class Started:
-    """A parameter server began a term. From then on an older one may commit nothing."""
+    """A parameter server began a term. From then on an older one may commit nothing.
+
+    `consistency`: how it makes versions; None if that is not recorded.
+    """
 
     time: float
     term: int
+    consistency: Consistency | None = None
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A term continues from a checkpoint of `version`: what older terms committed above it is undone."""
+    """A term continues from a checkpoint of `version`: what older terms committed above it is undone.
+
+    `consistency`: as of `Started`. A change of it begins a term, too.
+    """
 
     time: float
     term: int
     version: int
+    consistency: Consistency | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +180,8 @@ def check(
     Args:
         histories: of one run, from its first term on.
         data: the records of a job that has succeeded; None if it has not, so that records may be missing.
-        max_staleness: what the job allows, in versions; infinite if there is no bound.
+        max_staleness: what the job allows, in versions, in terms that do not say it themselves; infinite if
+            there is no bound.
         batch: how many records each version is to be made of, if that is constant.
     """
     surviving = fate(histories).surviving
@@ -205,6 +215,12 @@ def bases(histories: Histories) -> dict[int, int]:
         else:
             later = found[term]
     return found
+
+
+def consistencies(histories: Histories) -> dict[int, Consistency]:
+    """How each term made versions, as far as that is recorded."""
+    said: list[Started | Restored] = [*histories.started, *histories.restored]
+    return {each.term: each.consistency for each in said if each.consistency is not None}
 
 
 @dataclass(frozen=True)
@@ -285,10 +301,12 @@ def _steps(histories: Histories) -> Iterator[Violation]:
                 yield Violation("step in part", text, committed.time)
 
 
-def _staleness(histories: Histories, most: float) -> Iterator[Violation]:
-    """No step that was committed was computed on too old a version."""
+def _staleness(histories: Histories, default: float) -> Iterator[Violation]:
+    """No step that was committed was computed on an older version than its term allows."""
+    allowed = {term: said.most_stale for term, said in consistencies(histories).items()}
     stale = {(sent.step, sent.version): sent.stale for sent in histories.sent}
     for committed in histories.committed:
+        most = allowed.get(committed.term, default)
         for step in committed.steps:
             found = stale.get((step, committed.version - 1), 0)
             if not 0 <= found <= most:

@@ -19,6 +19,7 @@ from elastic_ps.drill.history import (
     StepId,
     Values,
 )
+from elastic_ps.training import Consistency
 
 
 def read(directory: Path) -> Histories:
@@ -59,9 +60,9 @@ def _add(histories: Histories, event: dict[str, Any]) -> None:
                 for bucket, version, found in event["values"]
             ]
         case "ps", "start":
-            histories.started.append(Started(time, event["term"]))
+            histories.started.append(Started(time, event["term"], _consistency(event)))
         case "ps", "restore":
-            histories.restored.append(Restored(time, event["term"], event["version"]))
+            histories.restored.append(Restored(time, event["term"], event["version"], _consistency(event)))
         case "ps", "join":
             histories.joined.append(Joined(time, event["worker"], event["incarnation"]))
         case "ps", "skip":
@@ -78,6 +79,11 @@ def _add(histories: Histories, event: dict[str, Any]) -> None:
             histories.acknowledged.append(
                 Acknowledged(time, _step(event), event["term"], event["version"], records)
             )
+
+
+def _consistency(event: dict[str, Any]) -> Consistency | None:
+    said = event.get("consistency")
+    return None if said is None else Consistency.model_validate(said)
 
 
 def _committed(time: float, event: dict[str, Any]) -> Committed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from elastic_ps.status import EvaluationStatus, Member, ServerStatus
+from elastic_ps.status import EvaluationStatus, Member, ServerStatus, TuningStatus
 
 MAX_POINTS = 4000
 
@@ -14,7 +14,7 @@ MAX_POINTS = 4000
 class Event:
     """Something worth telling.
 
-    `kind`: joined, left, lost, hung, scale, process, checkpoint, evaluated or warning.
+    `kind`: joined, left, lost, hung, scale, changed, process, checkpoint, evaluated or warning.
     """
 
     elapsed: float
@@ -58,6 +58,9 @@ class Record:
             self.events.append(Event(elapsed, version, kind, text))
         for kind, version, text in evaluation_changes(self._evaluation(), status.progress.evaluation):
             self.events.append(Event(elapsed, version, kind, text))
+        if self.last is not None:
+            for kind, version, text in tuning_changes(self.last.tuning, status.tuning):
+                self.events.append(Event(elapsed, version, kind, text))
         moved = self.last is None or status.progress.version != self.last.progress.version
         self.last = status
         if not (moved and status.ready):
@@ -122,6 +125,15 @@ def evaluation_changes(
             f"{count} checkpoint{'s' if count > 1 else ''} will not be evaluated: the evaluator is too slow, "
         )
         yield "warning", new.version or 0, text + "or dies over them (spec.evaluator.backlog)"
+
+
+def tuning_changes(before: TuningStatus, after: TuningStatus) -> Iterator[tuple[str, int, str]]:
+    """(kind, version, text) of how the job was changed between two answers, or was not."""
+    if before.consistency and after.consistency != before.consistency:
+        text = f"from version {after.since} on, consistency is ({after.consistency}); it was "
+        yield "changed", after.since, text + f"({before.consistency})"
+    if after.problem and after.problem != before.problem:
+        yield "warning", after.since, f"the job was not changed: {after.problem}"
 
 
 def live_members(status: ServerStatus) -> list[Member]:

@@ -3,7 +3,8 @@
 Each job has a directory below `env.state_directory()`::
 
     <job>/lock         held by the job's launcher while it lives; contains its pid
-    <job>/job.json     what is wanted; `elastic-ps scale` edits it and the launcher notices
+    <job>/job.json     what is wanted; `elastic-ps scale` and `set` edit it and the launcher notices
+    <job>/tuning.json  what of it the parameter server is to take over, written by the launcher
     <job>/status.json  what there is, written by the launcher about twice a second
     <job>/tls/         a directory for each process of the run: its certificate and key (`local.issuer`)
     <job>/logs/        ps-0.log, worker-0.log, ...: what the processes wrote, over restarts
@@ -22,7 +23,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -31,8 +32,9 @@ from pydantic.alias_generators import to_camel
 
 from elastic_ps.env import Role, state_directory
 from elastic_ps.errors import UserError
-from elastic_ps.job import TrainingJob, parse_job
+from elastic_ps.job import ObjectMeta, TrainingJob, parse_job
 from elastic_ps.status import Phase, ServerStatus
+from elastic_ps.tuning import Tuning
 
 KEEP_RUNS = 3
 """How many runs of a job keep their checkpoints in the job's directory."""
@@ -180,6 +182,28 @@ class JobDirectory:
                 self.write_job(job)
         return before
 
+    def edit(self, change: Callable[[TrainingJob], TrainingJob]) -> tuple[TrainingJob, TrainingJob]:
+        """Replace what is wanted; returns what it was and what it is. A change has a number of its own.
+
+        Args:
+            change: may raise; then nothing happens.
+        """
+        with self._editing():
+            before = self.read_job()
+            after = change(before)
+            if after == before:
+                return before, after
+            metadata = {**after.metadata.model_dump(), "generation": generation_of(before) + 1}
+            after = after.model_copy(update={"metadata": ObjectMeta.model_validate(metadata)})
+            self.write_job(after)
+        return before, after
+
+    def write_tuning(self, job: TrainingJob) -> Path:
+        """What the parameter server is to take over of a job; returns the file."""
+        path = self.path / "tuning.json"
+        write_atomically(path, Tuning.of(job.spec, generation=generation_of(job)).to_json() + "\n")
+        return path
+
     def read_status(self) -> LocalStatus | None:
         """The last status, with the phase Failed if the launcher died without ending the job; None if
         the job was never started here."""
@@ -222,6 +246,12 @@ class JobDirectory:
         for path in (self.logs, self.tls, *self.path.glob("trace-*")):
             shutil.rmtree(path, ignore_errors=True)
         self.logs.mkdir()
+
+
+def generation_of(job: TrainingJob) -> int:
+    """How often the job was edited since it was started, as Kubernetes counts it."""
+    number = (job.metadata.model_extra or {}).get("generation", 0)
+    return number if isinstance(number, int) else 0
 
 
 def known_jobs(root: Path | None = None) -> list[JobDirectory]:

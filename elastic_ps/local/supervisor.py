@@ -34,9 +34,10 @@ from elastic_ps.local.poller import Poller, fetch_evaluations, fetch_loss
 from elastic_ps.local.processes import Child, Lifeline, Started, bound_to, free_ports, with_threads
 from elastic_ps.local.record import Record
 from elastic_ps.local.snapshot import phase_of, process_statuses, stuck, useful
-from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
+from elastic_ps.local.state import JobDirectory, LocalStatus, generation_of, start_time
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.status import ServerStatus
+from elastic_ps.tuning import Tuning
 
 TICK = timedelta(milliseconds=50)
 STATUS_INTERVAL = timedelta(milliseconds=500)
@@ -63,6 +64,7 @@ class Launcher:
         self._lock_file = self.directory.claim()
         self.checkpoints = self._choose_checkpoints()
         self.directory.write_job(job)
+        self._tuning = self.directory.write_tuning(job)
         self._stamp = self.directory.job_stamp()
         self._schedule = self.options.schedule
         self._most_workers = max([job.spec.worker.replicas, *(at.workers for at in self._schedule)])
@@ -222,13 +224,15 @@ class Launcher:
         )
 
     def _read_edits(self) -> bool:
-        """Take over a new number of workers; the rest of a job does not change while it runs."""
+        """Take over a new number of workers, and what else may change while the job runs (`tuning`)."""
         try:
             stamp = self.directory.job_stamp()
             if stamp == self._stamp:
                 return False
             self._stamp = stamp
-            wanted = self.directory.read_job().spec.worker.replicas
+            edited = self.directory.read_job()
+            wanted = edited.spec.worker.replicas
+            self._tune(edited)
         except (OSError, ValueError, InvalidJob) as error:
             self._event("warning", f"the job's state cannot be read: {error}")
             return False
@@ -240,6 +244,15 @@ class Launcher:
                 f"scaled from {before} to {wanted} workers at version {self._observed.progress.version}",
             )
         return wanted != before
+
+    def _tune(self, edited: TrainingJob) -> None:
+        """Hand what is wanted to the parameter server. Processes that start later begin with it."""
+        tuning = Tuning.of(edited.spec, generation=generation_of(edited))
+        if tuning.replaces(Tuning.of(self.job.spec, generation=generation_of(self.job))):
+            self.job = self.job.model_copy(
+                update={"metadata": edited.metadata, "spec": tuning.applied_to(self.job.spec)}
+            )
+            self.directory.write_tuning(self.job)
 
     def _reap(self, now: float) -> bool:
         """Take note of the processes that have ended."""
@@ -386,6 +399,7 @@ class Launcher:
             run=self.run,
             instance=uuid.uuid4().hex,
             tls=self._issuer.of(action.role, action.index) if self._issuer is not None else None,
+            tuning=self._tuning if (action.role, action.index) == ("ps", 0) else None,
         )
 
     def _reached_at(self, addresses: Sequence[str]) -> tuple[str, ...]:

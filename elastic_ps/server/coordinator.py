@@ -22,6 +22,7 @@ from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.state import JobState, Model, Taken
 from elastic_ps.telemetry import History
+from elastic_ps.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Joined:
     layout: Layout
     initialise: bool
     settings: Settings
+    tuning: Tuning
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,8 @@ class Coordinator:
         state = self.job.state
         assert state.model is not None
         initialise = not state.initialised and state.initialiser == stay.worker
-        return Joined(stay, state.term, state.version, state.model.layout, initialise, state.settings)
+        layout, tuning = state.model.layout, self.job.tuning
+        return Joined(stay, state.term, state.version, layout, initialise, state.settings, tuning)
 
     def initialised(self, worker: int, incarnation: int) -> None:
         """The first worker has sent its values: they are kept, and the model can be trained.

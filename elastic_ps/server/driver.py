@@ -34,7 +34,7 @@ from elastic_ps.errors import (
     UserError,
 )
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.keeper import PATIENCE, Keeper
+from elastic_ps.server.keeper import PATIENCE, Keeper, tuning_of
 from elastic_ps.server.orders import Advance, Application, Configuration, Report, ShardControl, Standing
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
@@ -163,7 +163,7 @@ class Driver:
         try:
             layout = self._partition(tensors, settings)
             for shard in self._shards:
-                shard.configure(Configuration(layout, optimizer, settings, job.term, None))
+                shard.configure(Configuration(layout, optimizer, settings, job.term, None, tuning=job.tuning))
             model = Model(layout, optimizer)
         except UserError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
@@ -206,7 +206,7 @@ class Driver:
             if self._driving or job.closing != closing or model is None:
                 return False
             spoiled = job.spoiled
-            contributions = job.state.begin_commit() if job.state.ready else []
+            contributions = job.state.begin_commit() if job.state.ready and not job.held else []
             if not (spoiled or contributions or job.stale):
                 return False
             self._driving = True
@@ -302,7 +302,7 @@ class Driver:
                 job.spoiled = True
 
     def _roll_back(self) -> bool:
-        """Take all shards back to the newest checkpoint, in a new term, because one has lost the model."""
+        """Take all shards back to the newest checkpoint, in a new term; see `Guarded.spoiled`."""
         job = self._job
         try:
             if self._keeper is None:
@@ -330,15 +330,20 @@ class Driver:
     def _restore(self, found: Manifest, term: int) -> None:
         """Configure all shards from a checkpoint and take its state over.
 
+        The term has the tuning that the checkpoint names, unless a newer one is known.
+
         Raises:
             Fenced: a shard obeys a newer term.
         """
         job = self._job
         settings = Settings.from_json(found.state["settings"])
         layout = self._partition(found.specs, settings)
+        tuning = tuning_of(found, job.tuning)
         try:
             for shard in self._shards:
-                shard.configure(Configuration(layout, found.optimizer, settings, term, found.version))
+                shard.configure(
+                    Configuration(layout, found.optimizer, settings, term, found.version, tuning=tuning)
+                )
         except Refused as refusal:
             if refusal.code is RefusalCode.STALE_TERM:
                 raise Fenced(str(refusal)) from refusal
@@ -347,15 +352,22 @@ class Driver:
             found.state,
             term=term,
             lease=job.lease,
-            consistency=job.spec.consistency,
+            consistency=tuning.consistency,
             data=job.spec.data,
             version=found.version,
             model=Model(layout, found.optimizer),
+            change="it joins again, since the job has changed" if tuning.needs_term(job.tuning) else "",
         )
-        self._history.record("restore", term=term, version=found.version, round=state.last_round)
+        said = tuning.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        self._history.record(
+            "restore", term=term, version=found.version, round=state.last_round, consistency=said
+        )
         self._prepared, self._ordered = None, 0
+        if self._keeper is not None and tuning.replaces(job.tuning):
+            self._keeper.tune(tuning.checkpoint)
         with job.changed:
             job.state = state
+            job.tune(tuning)
             self.standings = [Standing.NONE for _ in self._standbys]  # of this term nothing is known yet
             job.changed.notify_all()
         logger.info("term %d continues from version %d", term, found.version)

@@ -12,6 +12,7 @@ from datetime import timedelta
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.state import JobState
+from elastic_ps.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -26,26 +27,42 @@ class Guarded:
     changed only by a thread that holds it.
 
     Attributes:
-        spec: how to train the job.
+        spec: how to train the job, with `tuning`.
+        tuning: what of it may change, as it is in this term.
         clock: the time in seconds, which only grows.
         changed: the lock, and the threads that wait for a change.
         state: another one after the job has gone back to a checkpoint.
         configuring: the model of the first worker is being laid out over the shards.
         stale: the shards do not know yet who takes part in the open round.
-        spoiled: a shard has lost the model: all go back to a checkpoint.
+        spoiled: all shards go back to the newest checkpoint, in a new term: one has lost the model, or
+            another tuning takes effect.
+        held: no round is committed, and calls of workers wait: the version is being kept, to continue from.
         closing: the parameter server ends, and answers no calls.
     """
 
-    def __init__(self, spec: TrainingJobSpec, term: int, *, clock: Callable[[], float] | None = None) -> None:
-        self.spec = spec
+    def __init__(
+        self,
+        spec: TrainingJobSpec,
+        term: int,
+        *,
+        clock: Callable[[], float] | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        self.tuning = tuning or Tuning.of(spec)
+        self.spec = self.tuning.applied_to(spec)
         self.clock = clock or time.monotonic
         self.changed = threading.Condition()
         self.state = self.blank(term)
-        self.configuring = self.stale = self.spoiled = self.closing = False
+        self.configuring = self.stale = self.spoiled = self.closing = self.held = False
 
     def blank(self, term: int) -> JobState:
         """The state of a job that begins in this term."""
-        return JobState(term, self.lease, self.spec.consistency, self.spec.data)
+        return JobState(term, self.lease, self.spec.consistency, self.spec.data, tuning=self.tuning)
+
+    def tune(self, tuning: Tuning) -> None:
+        """`tuning` is in force. The lock is held."""
+        self.tuning = self.state.tuning = tuning
+        self.spec = tuning.applied_to(self.spec)
 
     @property
     def term(self) -> int:
@@ -84,13 +101,14 @@ class Guarded:
         """
         with self.changed:
             settled = self.changed.wait_for(
-                lambda: self.closing or not (self.state.rounds.committing or self.spoiled),
+                lambda: self.closing or not (self.state.rounds.committing or self.spoiled or self.held),
                 timeout=SETTLED.total_seconds(),
             )
             if self.closing:
                 raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
             if not settled:
-                doing = "going back to a checkpoint" if self.spoiled else "committing a round"
+                back, kept = "going back to a checkpoint", "writing one to continue from"
+                doing = back if self.spoiled else kept if self.held else "committing a round"
                 raise Refused(RefusalCode.NOT_READY, f"the parameter server is still {doing}; ask again")
             yield self.state
 

@@ -22,6 +22,7 @@ from elastic_ps.errors import (
 )
 from elastic_ps.server.desk import Desk
 from elastic_ps.server.orders import Written
+from elastic_ps.tuning import Times, Tuning, read_tuning
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,11 @@ class Keeper:
         self._queue: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
         self._thread.start()
+
+    def tune(self, times: Times) -> None:
+        """From now on checkpoints are taken at these times, and so many stay on disk."""
+        with self._lock:
+            self._interval, self._every, self._keep = times.interval, times.every_versions, times.keep
 
     @property
     def durable_version(self) -> int | None:
@@ -340,7 +346,9 @@ class Keeper:
             problem, fenced = "", False
             try:
                 held = self._desk.held if self._desk is not None else ()
-                self._store.commit(manifest, keep=self._keep, held=held)
+                with self._lock:
+                    keep = self._keep
+                self._store.commit(manifest, keep=keep, held=held)
                 logger.info("version %d is on disk", manifest.version)
             except CheckpointError as error:
                 problem, fenced = str(error), isinstance(error, Fenced)
@@ -360,6 +368,19 @@ class Keeper:
         """Finish the checkpoint whose parts are all there, and end the thread. Blocks."""
         self._queue.put(None)
         self._thread.join()
+
+
+def tuning_of(found: Manifest, ours: Tuning) -> Tuning:
+    """How a term makes versions that continues from a checkpoint: as that says, unless ours is newer.
+
+    A parameter server begins with the word of its environment, which has no number. The one before it may
+    have had a newer one.
+    """
+    said = found.state.get("tuning") or ""
+    recorded = read_tuning(said, source="the checkpoint's tuning") if said else ours
+    if not ours.replaces(recorded) and recorded.run == ours.run:
+        return recorded
+    return ours.model_copy(update={"since": found.version}) if ours.needs_term(recorded) else ours
 
 
 def _beside_model(state: dict[str, Any]) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:

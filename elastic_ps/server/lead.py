@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.core.evaluation import Evaluation
 from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server.changes import Changes
 from elastic_ps.server.coordinator import TICK, Coordinator
 from elastic_ps.server.desk import Desk
 from elastic_ps.server.driver import Driver
@@ -18,8 +19,10 @@ from elastic_ps.server.orders import ShardControl, Standing
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.safekeeping import Safekeeping
-from elastic_ps.status import ServerStatus
+from elastic_ps.server.wishes import Wishes
+from elastic_ps.status import ServerStatus, TuningStatus
 from elastic_ps.telemetry import History
+from elastic_ps.tuning import Tuning, describe
 
 
 class Lead:
@@ -35,6 +38,8 @@ class Lead:
             `close`.
         desk: of the job's evaluator; None if it has none.
         history: where commits, joins and skipped records are recorded.
+        tuning: what of the spec may change, as it is now; None for what the spec says.
+        wishes: what a person wants of the running job; None if nobody can change it.
 
     Attributes:
         coordinator: answers the workers.
@@ -52,11 +57,14 @@ class Lead:
         desk: Desk | None = None,
         history: History,
         clock: Callable[[], float] | None = None,
+        tuning: Tuning | None = None,
+        wishes: Wishes | None = None,
     ) -> None:
         self._name, self._shards, self._keeper, self._desk = name, len(shards), keeper, desk
-        self._job = Guarded(spec, term, clock=clock)
+        self._job = Guarded(spec, term, clock=clock, tuning=tuning)
         self._driver = Driver(self._job, shards, standbys=standbys, keeper=keeper, history=history)
         self._safekeeping = Safekeeping(self._job, self._driver, keeper)
+        self._changes = Changes(self._job, self._driver, self._safekeeping, keeper, wishes)
         self.coordinator = Coordinator(self._job, self._driver, self._safekeeping, history)
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
@@ -113,6 +121,7 @@ class Lead:
                 job.stale |= self._driver.asks_shards
             self._driver.drive()
             self._safekeeping.keep_what_must_be()
+            self._changes.look()
 
     def status(self) -> ServerStatus:
         """Progress and members, at this moment."""
@@ -133,6 +142,13 @@ class Lead:
                 durable_age_seconds=None if durable is None else max(0.0, time.time() - durable[1]),
                 problem=keeper.problem(state.version, now) if keeper else "",
                 checkpoint_pause_seconds=keeper.paused.total_seconds() if keeper else 0.0,
+                tuning=TuningStatus(
+                    generation=job.tuning.generation,
+                    consistency=describe(job.tuning.consistency),
+                    since=job.tuning.since,
+                    asked=self._changes.asked,
+                    problem=self._changes.problem,
+                ),
                 standbys=[standing is Standing.FOLLOWING for standing in self._driver.standings],
                 members=[state.member(stay, now) for stay in state.members.stays()],
             )

@@ -54,6 +54,7 @@ class Node:
     """The shard of this process, once it is configured, and the thread that writes its checkpoints.
 
     Args:
+        consistency: of a term whose configuration does not say another.
         history: where it is recorded which values the shard has got, made and kept; closed by the caller.
         follower: the shard's standby; closed by `close`.
         codecs: the job's; they say which values workers get. Without them, the shard's own.
@@ -127,7 +128,7 @@ class Node:
             self.index,
             configuration.term,
             (configuration.optimizer, configuration.settings),
-            consistency=self._consistency,
+            consistency=configuration.tuning.consistency if configuration.tuning else self._consistency,
             trace=self._trace,
             follows=configuration.follows,
             codecs=self._codecs,

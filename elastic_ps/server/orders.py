@@ -14,9 +14,10 @@ from typing import Protocol
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings, read_settings
-from elastic_ps.errors import Malformed
+from elastic_ps.errors import InvalidJob, Malformed
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message, layout_to_message
+from elastic_ps.tuning import Tuning, read_tuning
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,12 @@ class Application:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a shard needs to know to begin; `follows`: its state comes from the shard whose standby it is."""
+    """What a shard needs to know to begin.
+
+    Attributes:
+        follows: its state comes from the shard whose standby it is.
+        tuning: how the term makes versions; None: as the process was told when it started.
+    """
 
     layout: Layout
     optimizer: str
@@ -43,6 +49,7 @@ class Configuration:
     term: int
     load_version: int | None
     follows: bool = False
+    tuning: Tuning | None = None
 
 
 @dataclass(frozen=True)
@@ -159,13 +166,14 @@ def configuration_to_message(job: str, configuration: Configuration, order: Orde
         term=configuration.term,
         load_version=configuration.load_version,
         follows=configuration.follows,
+        tuning=configuration.tuning.to_json() if configuration.tuning is not None else "",
         source=order.source,
         number=order.number,
     )
 
 
 def configuration_from_message(message: pb.ConfigureRequest) -> Configuration:
-    """Raises Malformed for a layout or settings that cannot be."""
+    """Raises Malformed for a layout, settings or tuning that cannot be."""
     return Configuration(
         layout=layout_from_message(message.layout),
         optimizer=message.optimizer.name,
@@ -173,6 +181,7 @@ def configuration_from_message(message: pb.ConfigureRequest) -> Configuration:
         term=message.term,
         load_version=message.load_version if message.HasField("load_version") else None,
         follows=message.follows,
+        tuning=_tuning(message.tuning) if message.tuning else None,
     )
 
 
@@ -271,6 +280,13 @@ def _written(part: pb.Written) -> Written:
     file = None if part.error else ShardFile(part.file, part.sha256, part.size)
     pause = timedelta(microseconds=part.pause_us)
     return Written(part.term, part.number, part.version, file, part.error, pause)
+
+
+def _tuning(text: str) -> Tuning:
+    try:
+        return read_tuning(text, source="tuning")
+    except InvalidJob as error:
+        raise Malformed(str(error)) from error
 
 
 def settings_from_message(text: str) -> Settings:

@@ -25,9 +25,11 @@ from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.saved import require_usable
 from elastic_ps.server.service import Calls, Service
+from elastic_ps.server.wishes import Wishes
 from elastic_ps.status import ServerStatus
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import Connection, Server
+from elastic_ps.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +136,10 @@ class ParameterServer:
                 for shard in range(self._shards)
             ]
         self._remotes = [*remotes, *standbys]
-        self._history.record("start", term=self.term)
+        wishes = Wishes(environment.tuning, environment.run) if environment.tuning is not None else None
+        tuning = Tuning.of(environment.spec, run=environment.run)
+        said = tuning.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        self._history.record("start", term=self.term, consistency=said)
         lead = Lead(
             environment.job,
             environment.spec,
@@ -144,6 +149,8 @@ class ParameterServer:
             keeper=keeper,
             desk=self._desk,
             history=self._history,
+            tuning=tuning,
+            wishes=wishes,
         )
         lead.start(found, self._patience)
         self.lead = lead

@@ -111,11 +111,14 @@ class Safekeeping:
                     self._not_before = job.clock() + PAUSE.total_seconds()
                 job.changed.notify_all()
 
-    def keep_now(self) -> bool:
+    def keep_now(self, *, amend: bool = False) -> bool:
         """Write a checkpoint of the current version, and its end. Blocks; returns whether both are on disk.
 
         A failed call is repeated for `PATIENCE`. A checkpoint that is being written is finished first: two at
         a time would delete each other's files.
+
+        Args:
+            amend: what is said of the version has changed: write that also if the version is on disk already.
         """
         job, keeper = self._job, self._keeper
         if keeper is None:
@@ -123,7 +126,7 @@ class Safekeeping:
         deadline = job.clock() + PATIENCE.total_seconds()
         while True:
             try:
-                self._keep(keeper)
+                self._keep(keeper, amend=amend)
             except TransportError as error:
                 if job.clock() < deadline and not keeper.fenced:
                     time.sleep(RETRY.total_seconds())
@@ -131,10 +134,12 @@ class Safekeeping:
                 logger.warning("no checkpoint of the current version was written: %s", error)
             except (Refused, CheckpointError) as error:
                 logger.warning("no checkpoint of the current version was written: %s", error)
+                if amend:
+                    return False
             with job.changed:
                 return self._holds(keeper)
 
-    def _keep(self, keeper: Keeper) -> None:
+    def _keep(self, keeper: Keeper, *, amend: bool) -> None:
         """See `keep_now`. Raises TransportError, Refused, CheckpointError."""
         job, orders = self._job, self._orders
 
@@ -152,7 +157,7 @@ class Safekeeping:
                 state, end = job.state.to_checkpoint(), job.state.end
             if not whole:
                 keeper.begin(current.version, job.clock(), state, number=number)
-            elif end not in (None, self._durable_end):
+            elif amend or end not in (None, self._durable_end):
                 keeper.amend(current.version, state)
         keeper.await_whole(ask)
         with job.changed:

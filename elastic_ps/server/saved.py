@@ -21,6 +21,7 @@ from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints, chec
 from elastic_ps.errors import CheckpointCorrupt, UserError
 from elastic_ps.job import Data, TrainingJobSpec
 from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
+from elastic_ps.tuning import read_tuning
 
 
 class _Saved(BaseModel):
@@ -37,6 +38,7 @@ class _Saved(BaseModel):
     chiefs: list[tuple[int, int]]
     stopped: str = ""
     assigned: int = 0
+    tuning: str = ""
 
 
 def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
@@ -85,6 +87,8 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
         version=manifest.version,
         model=Model(layout, manifest.optimizer),
     )
+    if saved.tuning:
+        read_tuning(saved.tuning, source="tuning")
     _try_optimizer(reader, Settings.from_json(saved.settings))
 
 

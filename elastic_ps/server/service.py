@@ -375,6 +375,7 @@ class Service:
                 initialise=joined.initialise,
                 lease_ms=round(self._members.job.lease.total_seconds() * 1000),
                 settings=joined.settings.to_json(),
+                tuning=joined.tuning.to_json(),
             )
         )
 

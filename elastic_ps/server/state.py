@@ -28,6 +28,7 @@ from elastic_ps.errors import InvalidJob, RefusalCode, Refused
 from elastic_ps.job import Data
 from elastic_ps.status import Member, Progress, Staleness
 from elastic_ps.training import Consistency
+from elastic_ps.tuning import Tuning
 
 INCARNATIONS_PER_TERM = 1 << 32
 """Incarnations start at a multiple of this in each term, so that none is given twice after a roll-back."""
@@ -86,7 +87,9 @@ class JobState:
         early: workers that wait for records, and whose scripts have not begun the last epoch. They will not
             come to its end if training ends now.
         staleness: of all steps that are in the model.
+        batch: how many records a worker has in a batch, as the last one to ask has said; 0 before.
         starved: workers that have asked for records when there were none to hand out.
+        tuning: what a checkpoint of the present version says of how the next ones are made; None for nothing.
         last_round: what the histories record of the version's commit; {} if it has not been made here.
     """
 
@@ -113,12 +116,14 @@ class JobState:
     staleness: Distribution = field(default_factory=Distribution)
     last_round: dict[str, Any] = field(default_factory=dict)
     early: set[int] = field(default_factory=set)
+    batch: int = 0
     starved: set[int] = field(default_factory=set)
     waiting: Waiting = field(default_factory=Waiting)
     lagging: Waiting = field(default_factory=Waiting)
     pace: Pace = field(default_factory=Pace)
     balance: Balance = field(default_factory=Balance)
     calls: Calls[Taken] = field(default_factory=Calls)
+    tuning: Tuning | None = None
 
     def __post_init__(self) -> None:
         first = self.term * INCARNATIONS_PER_TERM
@@ -274,6 +279,7 @@ class JobState:
         was written. The first worker to take records decides.
         """
         assert self.ledger is not None
+        self.batch = batch
         if self.resumed and records == self.ledger.records and epochs > self.ledger.epochs:
             self.stopped = ""
             self.ledger.extend(epochs)
@@ -291,7 +297,7 @@ class JobState:
         )
 
     def _match_version(self, batch: int) -> str:
-        """With a number of steps or records for each version: whether the job has so many."""
+        """With a number of steps or records for each version: whether a job that begins has so many."""
         assert self.ledger is not None
         records, epochs = self.ledger.records, self.ledger.epochs
         if (self.consistency.global_batch_size or 0) > records:
@@ -301,7 +307,7 @@ class JobState:
                 f"{records} or less"
             )
         steps = -(-records // batch) * epochs
-        if (self.consistency.gradients or 0) <= steps:
+        if (self.consistency.gradients or 0) <= steps or self.version:
             return ""
         return (
             f"consistency.gradients is {self.consistency.gradients}, but the job has only {steps} steps: "
@@ -588,6 +594,7 @@ class JobState:
             "stopped": self.stopped,
             "assigned": self.assigned,
             "chiefs": [list(each) for each in self.chiefs.items()],
+            "tuning": self.tuning.to_json() if self.tuning is not None else "",
         }
 
     @classmethod
@@ -601,8 +608,12 @@ class JobState:
         data: Data,
         version: int,
         model: Model,
+        change: str = "",
     ) -> JobState:
         """The state of `version` as a new term begins with it: members are gone, the rest is as before.
+
+        Args:
+            change: why the term begins, if nothing was lost.
 
         Raises:
             InvalidJob: `data` has another order of records, in which other ones would have been trained.
@@ -619,7 +630,8 @@ class JobState:
         state.settings = Settings.from_json(saved["settings"])
         for stay in (Stay(**stay) for stay in saved["members"]):
             if not stay.outcome:
-                stay.outcome, stay.left_version = "lost", version
+                stay.outcome, stay.left_version = "left" if change else "lost", version
+                stay.reason = change
             stay.ended = None
             state.members.departed.append(stay)
         state.rounds.version = version

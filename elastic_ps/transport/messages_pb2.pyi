@@ -106,7 +106,7 @@ class JoinRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., again: bool = ..., instance: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("term", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending")
+    __slots__ = ("term", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending", "tuning")
     TERM_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class JoinReply(_message.Message):
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
+    TUNING_FIELD_NUMBER: _ClassVar[int]
     term: int
     incarnation: int
     version: int
@@ -123,7 +124,8 @@ class JoinReply(_message.Message):
     lease_ms: int
     settings: str
     pending: bool
-    def __init__(self, term: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: bool = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: bool = ...) -> None: ...
+    tuning: str
+    def __init__(self, term: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: bool = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: bool = ..., tuning: _Optional[str] = ...) -> None: ...
 
 class InitRequest(_message.Message):
     __slots__ = ("caller", "bucket")
@@ -512,7 +514,7 @@ class GoneRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
-    __slots__ = ("job", "layout", "optimizer", "term", "load_version", "source", "number", "follows")
+    __slots__ = ("job", "layout", "optimizer", "term", "load_version", "source", "number", "follows", "tuning")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
@@ -521,6 +523,7 @@ class ConfigureRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FOLLOWS_FIELD_NUMBER: _ClassVar[int]
+    TUNING_FIELD_NUMBER: _ClassVar[int]
     job: str
     layout: Layout
     optimizer: Optimizer
@@ -529,7 +532,8 @@ class ConfigureRequest(_message.Message):
     source: str
     number: int
     follows: bool
-    def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., term: _Optional[int] = ..., load_version: _Optional[int] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., follows: bool = ...) -> None: ...
+    tuning: str
+    def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., term: _Optional[int] = ..., load_version: _Optional[int] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., follows: bool = ..., tuning: _Optional[str] = ...) -> None: ...
 
 class AdvanceRequest(_message.Message):
     __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint", "term", "prepare", "state", "next", "source", "number", "last", "rescue")

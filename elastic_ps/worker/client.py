@@ -40,6 +40,7 @@ from elastic_ps.transport.convert import (
     ranges_to_message,
     tensors_to_message,
 )
+from elastic_ps.tuning import read_tuning
 from elastic_ps.worker.dialogue import Answers, Ending, Granted, Membership, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Payload
 from elastic_ps.worker.traffic import Traffic
@@ -186,6 +187,7 @@ class Client:
             initialise=reply.initialise,
             lease=timedelta(milliseconds=reply.lease_ms),
             settings=Settings.from_json(reply.settings),
+            tuning=read_tuning(reply.tuning, source="the parameter server") if reply.tuning else None,
         )
 
     def initialise(self, bucket: int, shard: int, values: memoryview) -> None:

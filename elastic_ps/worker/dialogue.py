@@ -11,6 +11,7 @@ from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
+from elastic_ps.tuning import Tuning
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,10 @@ class Stay:
 
 @dataclass(frozen=True)
 class Membership:
-    """What the parameter server says to a worker that it has admitted."""
+    """What the parameter server says to a worker that it has admitted.
+
+    `tuning`: how versions are made; None for what this worker was told when it was started.
+    """
 
     stay: Stay
     layout: Layout
@@ -39,6 +43,7 @@ class Membership:
     initialise: bool
     lease: timedelta
     settings: Settings
+    tuning: Tuning | None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.tuning import describe
 from elastic_ps.worker.batches import Batches
 from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, expelled
@@ -92,6 +93,7 @@ class Engine:
 
     Attributes:
         slices: this process's of the batches.
+        spec: how to train the job, as of the last time that this worker has joined.
         batches: what the script has in hand for the next step.
         generation: changes when this worker had to join again, so that all records in hand were dropped.
         stopped: why a script has ended the training, as far as this worker knows; "" if none has.
@@ -185,6 +187,7 @@ class Engine:
         local = self.spec.consistency.mode == "local"
         self.schedule = Schedule(optimizer, own=local)
         membership = self.member.join(described, self.schedule.current())
+        self._adopt(membership)
         flat = Flat(membership.layout, described.tensors, stepped_here=local, world=self.world)
         self.exchange = self._make_exchange(flat)
         membership = self._initialise(membership, flat, brought)
@@ -243,6 +246,17 @@ class Engine:
                 logger.warning("joining again: %s", refusal)
             exchange.reset()
             membership = self.member.join_again(self.schedule.current(), trained=not own)
+            self._adopt(membership)
+
+    def _adopt(self, membership: Membership) -> None:
+        """Make versions as this term of the job does; it may be another way than that of the term before."""
+        if membership.tuning is None:
+            return
+        if membership.tuning.consistency != self.spec.consistency:
+            self.spec = membership.tuning.applied_to(self.spec)
+            logger.info("consistency is %s now", describe(self.spec.consistency))
+        if self.exchange is not None:
+            self.exchange.adopt(self.spec.consistency)
 
     def _bring(self, flat: Flat, brought: Brought | None) -> None:
         for bucket in flat.layout.buckets:
@@ -262,6 +276,7 @@ class Engine:
             self._drop_step()
             membership = self.member.join_again(self.schedule.current(), trained=True)
             exchange.reset()
+            self._adopt(membership)
             try:
                 exchange.fetch(membership.version, contributor=False)
                 if self.stopped:  # the parameter server may have been lost before it has kept that

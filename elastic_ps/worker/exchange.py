@@ -128,10 +128,7 @@ class Exchange:
         self._encoder = encoder
         self._values = values
         self._flat = flat
-        self._may_be_stale = consistency.may_be_stale
-        self._may_be_late = consistency.may_be_late
-        self._holds_up = consistency.each_alone and consistency.reads_one_version
-        self._accumulates = consistency.several_steps
+        self._sends_ahead = ahead
         self._asking = threading.Lock()
         self._let_in: Step | None = None
         self._trace = trace
@@ -139,9 +136,8 @@ class Exchange:
         self._pushed = flat.layout.pushed
         # With a single bucket of gradients nothing is there to be sent before backward ends.
         gradients = sum(bucket.rule is Rule.GRADIENT for bucket in self._pushed)
-        self._at_once = client.shards == 1 and gradients == 1 and not self._accumulates
-        self._waits_for_all = consistency.waits_for_all
-        self._may_ask_ahead = ahead and self._waits_for_all and not self._at_once
+        self._small = client.shards == 1 and gradients == 1
+        self.adopt(consistency)
         self._to_ask: dict[int, _Pull] | None = None  # the rest, if some were asked when the step began
         self._ahead = Ahead()
         self._stepped = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
@@ -193,6 +189,16 @@ class Exchange:
             thread.join()
 
     # --- the main thread
+
+    def adopt(self, consistency: Consistency) -> None:
+        """The job's consistency is this one from now on; there is no step under way."""
+        self._may_be_stale = consistency.may_be_stale
+        self._may_be_late = consistency.may_be_late
+        self._holds_up = consistency.each_alone and consistency.reads_one_version
+        self._accumulates = consistency.several_steps
+        self._at_once = self._small and not self._accumulates
+        self._waits_for_all = consistency.waits_for_all
+        self._may_ask_ahead = self._sends_ahead and self._waits_for_all and not self._at_once
 
     def reset(self) -> None:
         """Forget the step under way and what went wrong: this worker has joined again."""

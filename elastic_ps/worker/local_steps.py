@@ -89,7 +89,8 @@ class LocalSteps:
         """How many steps there are between the last exchange and the next one."""
         exchange = self._engine.exchange
         steps = exchange.steps if exchange is not None else 0
-        return steps_before(self._exchanges, steps or self._consistency.steps or 1, len(self._fragments))
+        said = self._engine.spec.consistency.steps  # it may change while the job runs
+        return steps_before(self._exchanges, steps or said or 1, len(self._fragments))
 
     @property
     def _asks(self) -> bool:

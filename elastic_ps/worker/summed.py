@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_ps.core.partition import Bucket, Rule
+from elastic_ps.training import Consistency
 from elastic_ps.worker.dialogue import Ending, Step
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.local_world import LocalWorld
@@ -138,6 +139,9 @@ class Following:
     def reset(self) -> None:
         """Forget the step under way."""
         self.under_way = None
+
+    def adopt(self, consistency: Consistency) -> None:
+        """Process 0 sends and asks."""
 
     def computes_on(self, version: int) -> None:
         """Process 0 says so."""

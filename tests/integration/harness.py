@@ -17,12 +17,15 @@ import torch
 
 from elastic_ps.env import ProcessEnvironment, Resume
 from elastic_ps.job import TrainingJobSpec, parse_spec
+from elastic_ps.local.state import write_atomically
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.telemetry import History, Trace
+from elastic_ps.training import Consistency
 from elastic_ps.transport.base import Connection, Server
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocServer, connect
+from elastic_ps.tuning import Tuning
 from elastic_ps.worker.local_world import Links, LocalWorld
 from elastic_ps.worker.session import Session
 from tests.polling import LIMIT, eventually, while_moving
@@ -47,9 +50,20 @@ class Job:
     restart: Callable[[int], None]
     restart_standby: Callable[[int], None]
     rival: Callable[[], AbstractContextManager[ParameterServer]]
+    wishes: Path
     threads: list[threading.Thread] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
+
+    def change(self, generation: int, **consistency: Any) -> None:
+        """Let a person want another consistency; `consistency` are its fields, as in YAML."""
+        wanted = Tuning.of(self.spec, generation=generation)
+        wanted = wanted.model_copy(update={"consistency": Consistency.model_validate(consistency)})
+        write_atomically(self.wishes, wanted.to_json())
+
+    def changed(self, generation: int) -> bool:
+        """Whether that is in force."""
+        return int(self.status().tuning.generation) >= generation
 
     def session(self, worker: int, world: LocalWorld | None = None) -> Session:
         """A new session, to be used in the calling thread. `world`: of a worker with several processes."""
@@ -176,7 +190,7 @@ def running_job(
     """A job with its parameter servers and their standbys running; everything is closed at the end."""
     spec = make_spec(**fields)
     shards = spec.parameter_server.replicas
-    history = tmp_path / "history"
+    history, wishes = tmp_path / "history", tmp_path / "tuning.json"
     roles: list[Literal["ps", "standby"]] = ["ps"]
     if spec.parameter_server.durability == "standby":
         roles.append("standby")
@@ -205,6 +219,7 @@ def running_job(
             checkpoints=checkpoints,
             resume=resume,
             history=history if (role, shard) == ("ps", 0) else None,
+            tuning=wishes if (role, shard) == ("ps", 0) else None,
             trace=traces,
         )
         to_standby = to("standby") if "standby" in roles else None
@@ -248,6 +263,7 @@ def running_job(
             lambda shard: restart("ps", shard),
             lambda shard: restart("standby", shard),
             rival,
+            wishes,
         )
         yield job
     finally:

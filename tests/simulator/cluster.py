@@ -19,13 +19,26 @@ from elastic_ps.job import TrainingJobSpec, parse_spec
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.telemetry import History, Trace
+from elastic_ps.training import Consistency
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import unary
+from elastic_ps.tuning import Tuning, describe
 from elastic_ps.worker.local_world import Drained
 from elastic_ps.worker.session import Session
 from tests.simulator.network import Network, SimConnection, SimServer, Weather
 from tests.simulator.patches import Disk
 from tests.simulator.world import Killed, Process, World, world
+
+CHANGES: list[dict[str, Any]] = [
+    {"mode": "sync"},
+    {"mode": "sync", "backupWorkers": 1},
+    {"mode": "bounded", "maxStaleness": 1},
+    {"mode": "bounded", "maxStaleness": 3},
+    {"mode": "async"},
+    {"mode": "async", "reads": "inconsistent"},
+    {"mode": "accumulate", "gradients": 3},
+]
+"""What a person may want of a running job that is not in mode local."""
 
 PARAMETERS = 4
 MOMENTUM = 0.5
@@ -115,6 +128,8 @@ class Cluster:
         self.spec = self._spec()
         self.checkpoints = directory / "checkpoints"
         self.history = directory / "history"
+        self.wishes = directory / "tuning.json"
+        self.changes = 0
         disk.root = self.checkpoints
         self.processes: dict[tuple[Role, int], Process] = {}
         self.wanted = plan.workers
@@ -231,7 +246,21 @@ class Cluster:
             checkpoints=self.checkpoints,
             resume="auto",
             history=self.history,
+            tuning=self.wishes if (role, index) == ("ps", 0) else None,
         )
+
+    def change(self) -> None:
+        """A person wants another consistency; whoever starts the processes hands it over."""
+        local = self.plan.consistency["mode"] == "local"
+        if self.plan.consistency.get("deterministic") or self.plan.assigning:
+            return
+        steps = self.here.random.choice([1, 2, 5])
+        others = [{**self.plan.consistency, "steps": steps}] if local else CHANGES
+        wanted = Consistency.model_validate(self.here.random.choice(others))
+        self.changes += 1
+        self.spec = self.spec.model_copy(update={"consistency": wanted})
+        self.here.note(f"change {self.changes} to {describe(wanted)}")
+        self.wishes.write_text(Tuning.of(self.spec, generation=self.changes).to_json())
 
     def _serve(self, role: Role, index: int) -> bool:
         process = self.here.process

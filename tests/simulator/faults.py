@@ -106,6 +106,15 @@ def grow(cluster: Any) -> None:
     cluster.start("worker", cluster.wanted - 1)
 
 
+def change(cluster: Any) -> None:
+    """A person wants another consistency, sometimes another one again soon."""
+    random = cluster.here.random
+    for _ in range(random.choice([1, 1, 2])):
+        if random.random() < 0.5:
+            cluster.here.sleep(random.choice([0.05, 0.5]) * random.random())
+        cluster.change()
+
+
 FAULTS: dict[str, Fault] = {
     f.__name__: f
     for f in (
@@ -120,5 +129,6 @@ FAULTS: dict[str, Fault] = {
         fill_disk,
         fail_reads,
         grow,
+        change,
     )
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -34,9 +33,11 @@ def judge(cluster: Cluster) -> list[str]:
         violations = [v for v in violations if v.kind != "acknowledged step lost"]
     found += [str(v) for v in violations]
     replayed = Replay(cluster, histories)
+    said = history.consistencies(histories)
+    whole = {term for term, consistency in said.items() if consistency.reads_one_version}
     for sight in cluster.sights:
         if not _equal_rows(sight.values) and (
-            sight.what.startswith(("end", "checkpoint")) or _reads_one_version(plan)
+            sight.what.startswith(("end", "checkpoint")) or sight.term in whole
         ):
             versions = [replayed.version_like(row) for row in sight.values]
             found.append(
@@ -61,10 +62,6 @@ def judge(cluster: Cluster) -> list[str]:
     if completed or (cluster.stopped_well and not found):
         found += _last_checkpoint(cluster, histories)
     return found
-
-
-def _reads_one_version(plan: Any) -> bool:
-    return Consistency.model_validate(plan.consistency).reads_one_version
 
 
 def _equal_rows(values: torch.Tensor) -> bool:

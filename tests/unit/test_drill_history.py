@@ -32,6 +32,7 @@ from elastic_ps.drill.history import (
 )
 from elastic_ps.drill.recorded import read
 from elastic_ps.telemetry import History
+from elastic_ps.training import Consistency
 
 DATA = Data(records=40, epochs=2)
 BUCKETS = 3
@@ -360,3 +361,21 @@ def test_a_process_goes_on_in_the_file_of_one_that_was_killed(tmp_path: Path) ->
         with file.open("a") as cut:
             cut.write('{"event": "commi')
     assert [started.term for started in read(tmp_path).started] == [1, 2]
+
+
+def test_each_term_has_the_bound_of_its_own_consistency() -> None:
+    """A stale step of the bounded term is no violation; one of the synchronous term after it is."""
+    bounded = Consistency(mode="bounded", max_staleness=2)
+    steps = [StepId(0, 1, 0), StepId(0, 2, 0)]
+    histories = Histories(
+        started=[Started(0.0, 1, bounded)],
+        restored=[Restored(5.0, 2, 1, Consistency())],
+        sent=[Sent(1.0, steps[0], 0, 0, 0, 0), Sent(6.0, steps[1], 0, 1, 0, 1)],
+        committed=[
+            Committed(2.0, 1, 1, {steps[0]: (Range(0, 0, 2),)}, 1.5),
+            Committed(7.0, 2, 2, {steps[1]: (Range(0, 2, 4),)}, 6.5),
+        ],
+    )
+    assert [v.kind for v in check(histories, None)] == ["step too stale"]
+    allowed = replace(histories, restored=[Restored(5.0, 2, 1, bounded)])
+    assert check(allowed, None) == []

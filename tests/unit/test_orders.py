@@ -27,6 +27,7 @@ from elastic_ps.server.orders import (
     settings_from_message,
 )
 from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.tuning import Tuning
 from tests.unit.shard_rig import one_bucket, tensor
 
 SETTINGS = Settings(({"lr": 0.5},))
@@ -55,7 +56,8 @@ def test_an_order_arrives_as_it_was_given(order: Advance) -> None:
 @pytest.mark.parametrize("follows", [False, True])
 def test_a_model_arrives_as_it_was_described(load_version: int | None, follows: bool) -> None:
     layout = one_bucket(tensor("w", 4), tensor("v", 2))
-    configuration = Configuration(layout, "Adam", SETTINGS, 3, load_version, follows)
+    tuning = Tuning(generation=4) if follows else None
+    configuration = Configuration(layout, "Adam", SETTINGS, 3, load_version, follows, tuning)
     message = configuration_to_message("job", configuration, ORDER)
     assert (message.job, message.source, message.number) == ("job", "a", 7)
     message = pb.ConfigureRequest.FromString(message.SerializeToString())

@@ -1,0 +1,119 @@
+"""`elastic-ps set`: change what a running job may change, from another terminal."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import yaml
+
+from elastic_ps.cli.control import directory_of, status_of
+from elastic_ps.errors import UserError
+from elastic_ps.job import TrainingJob, parse_job
+from elastic_ps.local.state import JobDirectory, generation_of
+from elastic_ps.status import TuningStatus
+from elastic_ps.tuning import Tuning, without_options_of_other_modes
+
+LIMIT = timedelta(seconds=60)
+"""For how long the command waits until the change is in force."""
+
+GROUPS = ("consistency", "parameterServer.checkpoint")
+TIMES = ("interval", "everyVersions", "keep")
+
+
+def set_fields(parsed: argparse.Namespace) -> int:
+    """Change fields of a running job, and wait until that is in force."""
+    directory = directory_of(parsed.job)
+    status_of(directory)
+    if directory.launcher() is None:
+        raise UserError(f"job {directory.job!r} is not running; change its file, and start it")
+    assigned = dict(assignment(text) for text in parsed.assignments)
+    before, after = directory.edit(lambda job: changed(job, assigned))
+    if before == after:
+        print(f"{directory.job} is like that already")
+        return 0
+    return _await(directory, generation_of(after), before)
+
+
+def _back(job: TrainingJob, generation: int, before: TrainingJob) -> TrainingJob:
+    """The job as it was before a change that was refused, unless somebody has changed it since."""
+    if generation_of(job) != generation:
+        return job
+    return job.model_copy(update={"spec": Tuning.of(before.spec).applied_to(job.spec)})
+
+
+def _await(directory: JobDirectory, generation: int, before: TrainingJob) -> int:
+    """Say when the change is in force. Takes it back, and raises UserError, if it is refused."""
+    deadline = time.monotonic() + LIMIT.total_seconds()
+    while directory.launcher() is not None and time.monotonic() < deadline:
+        server = status_of(directory).server
+        tuning = server.tuning if server is not None else TuningStatus()
+        if tuning.asked == generation and tuning.problem:
+            directory.edit(lambda job: _back(job, generation, before))
+            raise UserError(f"{directory.job} is not changed: {tuning.problem}")
+        if tuning.generation >= generation:
+            print(
+                f"{directory.job} has changed; since version {tuning.since}, consistency is "
+                f"({tuning.consistency})"
+            )
+            return 0
+        time.sleep(0.1)
+    print(f"{directory.job}: the parameter server takes the change over as soon as it can")
+    return 0
+
+
+def assignment(text: str) -> tuple[str, Any]:
+    """A field's path and its value; an empty value stands for none.
+
+    Raises:
+        UserError: the text is not of the form FIELD=VALUE, or the field cannot be changed while a job runs.
+    """
+    path, equals, value = text.partition("=")
+    if not (equals and path):
+        raise UserError(f"{text!r} is not of the form FIELD=VALUE, as in consistency.mode=async")
+    path = path.removeprefix("spec.")
+    group, _, name = path.rpartition(".")
+    if path == "worker.replicas":
+        raise UserError("the number of workers is changed with `elastic-ps scale JOB --workers N`")
+    if group not in GROUPS or (group != "consistency" and name not in TIMES):
+        times = ", ".join(f"parameterServer.checkpoint.{each}" for each in TIMES)
+        raise UserError(
+            f"{path} cannot change while a job runs. What can: the fields of consistency, as in "
+            f"consistency.mode; {times}; and the number of workers, with `elastic-ps scale`"
+        )
+    try:
+        return path, yaml.safe_load(value) if value else None
+    except yaml.YAMLError:
+        raise UserError(f"{path}: {value!r} is not a value") from None
+
+
+def changed(job: TrainingJob, assigned: Mapping[str, Any]) -> TrainingJob:
+    """The job with other values of fields. What belongs to the mode of before alone goes with that mode.
+
+    Raises:
+        UserError: the values do not fit together, or a running job cannot change so.
+    """
+    document = job.model_dump(mode="json", by_alias=True, exclude_none=True)
+    mode = job.spec.consistency.mode
+    for path, value in assigned.items():
+        *parents, name = path.split(".")
+        _within(document["spec"], parents)[name] = value
+    given = {path.rpartition(".")[2] for path in assigned if path.startswith("consistency.")}
+    consistency = {k: v for k, v in document["spec"]["consistency"].items() if v is not None}
+    if consistency.get("mode", mode) != mode:
+        usual = without_options_of_other_modes(consistency)
+        consistency = {k: v for k, v in consistency.items() if k in usual or k in given}
+    document["spec"]["consistency"] = consistency
+    after = parse_job(document, source=job.name)
+    if refusal := Tuning.of(job.spec).refusal(Tuning.of(after.spec)):
+        raise UserError(f"{job.name}: {refusal}")
+    return after
+
+
+def _within(document: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    for name in path:
+        document = document.setdefault(name, {})
+    return document

@@ -1,0 +1,137 @@
+"""Changes of a running job: takes over what a person wants, at a version.
+
+What only says when checkpoints are written takes effect at once. A change of the consistency takes effect in
+a new term: the version that the model has is written to disk, with the new tuning, and all shards and workers
+continue from it, as they do when a shard has lost the model (docs/protocol.md). So steps that are under way
+are in no version, and their records are handed out again; no message of the old way can be taken for one of
+the new; and a parameter server that is lost meanwhile comes back with the one or the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+from elastic_ps.errors import InvalidJob
+from elastic_ps.server.driver import Driver
+from elastic_ps.server.guarded import Guarded
+from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.safekeeping import Safekeeping
+from elastic_ps.server.state import JobState
+from elastic_ps.server.wishes import Wishes
+from elastic_ps.tuning import Tuning, describe
+
+logger = logging.getLogger(__name__)
+
+PAUSE = timedelta(seconds=10)
+"""After a change that could not be written to disk, the time until the next try. Training waits for each."""
+
+
+class Changes:
+    """Carries out what is wanted. `look` belongs to one thread.
+
+    Args:
+        job: which is changed.
+        driver: takes the shards to the new term.
+        safekeeping, keeper: write the version that the new term continues from. Without a keeper nothing is
+            written, and nothing but the times of checkpoints can change.
+        wishes: None if nobody can change the job.
+
+    Attributes:
+        asked: the number of the newest wish; 0 for none.
+        problem: why the newest wish is not in force, in words; "" if it is, or is about to be.
+    """
+
+    def __init__(
+        self,
+        job: Guarded,
+        driver: Driver,
+        safekeeping: Safekeeping,
+        keeper: Keeper | None,
+        wishes: Wishes | None,
+    ) -> None:
+        self.asked, self.problem = 0, ""
+        self._job, self._driver, self._safekeeping, self._keeper = job, driver, safekeeping, keeper
+        self._wishes = wishes
+        self._wanted: Tuning | None = None
+        self._not_before = 0.0
+
+    def look(self) -> None:
+        """Take the newest wish over if there is one and it can be done now. Blocks while it is written."""
+        if self._wishes is None:
+            return
+        job = self._job
+        try:
+            newest = self._wishes.newest()
+        except InvalidJob as error:
+            newest = None
+            with job.changed:
+                self._refuse(str(error))
+        self._wanted = newest or self._wanted
+        if (wanted := self._wanted) is None:
+            return
+        with job.changed:
+            if newest is not None:
+                self.asked, self.problem = newest.generation, ""
+            state, before = job.state, job.tuning
+            if not wanted.replaces(before):
+                self._done()
+                return
+            refusal = before.refusal(wanted) or self._unreachable(wanted, state)
+            if refusal:
+                self._refuse(refusal)
+                return
+            if not wanted.needs_term(before):
+                job.tune(wanted.model_copy(update={"since": before.since}))
+                if self._keeper is not None:
+                    self._keeper.tune(wanted.checkpoint)
+                self._done()
+                return
+            if state.finished or not self._may_begin(state):
+                return
+            job.held = True
+            state.tuning = wanted.model_copy(update={"since": state.version})
+        kept = self._keeper is not None and self._safekeeping.keep_now(amend=True)
+        with job.changed:
+            job.held = False
+            if kept:
+                job.spoiled = True
+            else:
+                state.tuning = before
+                self._not_before = job.clock() + PAUSE.total_seconds()
+                self.problem = self._safekeeping.problem or "the current version could not be written to disk"
+            job.changed.notify_all()
+        if kept:
+            text = "from version %d on, consistency is %s; before, it was %s"
+            now, then = describe(wanted.consistency), describe(before.consistency)
+            logger.info(text, state.version, now, then)
+            self._driver.drive()
+
+    def _may_begin(self, state: JobState) -> bool:
+        """Whether a new term can begin from the version that the model has. The lock is held."""
+        job, rounds = self._job, state.rounds
+        busy = job.closing or job.spoiled or rounds.committing or rounds.decided
+        return state.initialised and not busy and job.clock() >= self._not_before
+
+    def _unreachable(self, wanted: Tuning, state: JobState) -> str:
+        """Why no version could be made as is wanted, as far as is known; the lock is held."""
+        if self._keeper is None and wanted.needs_term(self._job.tuning):
+            return "consistency cannot change in a job that writes no checkpoints"
+        wanted_steps, ledger = wanted.consistency.gradients or 0, state.ledger
+        if ledger is None or not state.batch:
+            return ""
+        steps = -(-ledger.records // state.batch) * ledger.epochs
+        if wanted_steps <= steps:
+            return ""
+        return (
+            f"consistency.gradients cannot be {wanted_steps}: the job has only {steps} steps, "
+            f"{ledger.records} records for {ledger.epochs} epochs in batches of {state.batch}"
+        )
+
+    def _refuse(self, reason: str) -> None:
+        if reason != self.problem:
+            logger.warning("the job is not changed: %s", reason)
+        self.problem, self._wanted = reason, None
+
+    def _done(self) -> None:
+        self.problem, self._wanted = "", None

@@ -1,0 +1,268 @@
+"""A running job gets another consistency: nothing is lost, and each version is made as its term says."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.cli.setting import assignment, changed
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
+from elastic_ps.errors import UserError
+from elastic_ps.job import TrainingJob, parse_job
+from elastic_ps.local import Launcher, Options
+from elastic_ps.local.state import write_atomically
+from elastic_ps.tuning import Tuning
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Job, Numbers, events, make_mlp, running_job
+from tests.integration.launching import wait_for_workers
+from tests.integration.oracle import assert_each_record_once, mse
+from tests.polling import eventually
+
+SYNC: dict[str, Any] = {"mode": "sync"}
+BOUNDED: dict[str, Any] = {"mode": "bounded", "maxStaleness": 3}
+ASYNC: dict[str, Any] = {"mode": "async"}
+ACCUMULATE: dict[str, Any] = {"mode": "accumulate", "gradients": 5}
+BACKUP: dict[str, Any] = {"backupWorkers": 1}
+
+
+EVERY = 10
+"""Versions between two changes."""
+
+
+class Changing:
+    """A training script whose worker 0 has the job changed now and then, and waits until it is.
+
+    Args:
+        plan: the consistencies that it gets.
+        kill: called at each change, before the job has been changed.
+    """
+
+    def __init__(
+        self,
+        data: Numbers,
+        plan: list[dict[str, Any]],
+        kill: Callable[[Job, int], object] = lambda *_: None,
+    ) -> None:
+        self.data, self.kill = data, kill
+        self.job: Job
+        self.plan = list(enumerate(plan, 1))
+        self.next = EVERY
+
+    def __call__(self, session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+        for x, y in session.loader(self.data, 4):
+            if session.worker == 0 and self.plan and session.version >= self.next:
+                self.change(*self.plan.pop(0))
+                self.next = self.job.version + EVERY
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    def change(self, generation: int, consistency: dict[str, Any]) -> None:
+        self.job.change(generation, **consistency)
+        self.kill(self.job, generation)
+        eventually(lambda: self.job.changed(generation), f"change {generation} is in force")
+
+
+def consistencies(job: Job) -> list[dict[str, Any]]:
+    """Of the terms, in order."""
+    return [e["consistency"] for e in events(job.history, "ps-0") if e["event"] in ("start", "restore")]
+
+
+def assert_nothing_lost(job: Job, data: Numbers) -> None:
+    assert_each_record_once(job.commits(), records=len(data), epochs=1)
+    assert check(read(job.history), Data(len(data), 1)) == []
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_job_goes_through_all_modes(tmp_path: Path, shards: int) -> None:
+    data = Numbers(1200)
+    plan = [BOUNDED, {**BOUNDED, "maxStaleness": 1}, ASYNC, ACCUMULATE, BACKUP, SYNC]
+    script = Changing(data, plan)
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        worker={"replicas": 3},
+        data={"shardRecords": 8},
+        parameterServer={"replicas": shards, "bucketBytes": 1024},
+    ) as job:
+        script.job = job
+        for worker in range(3):
+            job.start(worker, script)
+        job.join()
+        status = job.status()
+    assert not script.plan
+    assert consistencies(job) == [{}, *plan[:-1], {}]
+    assert (status.tuning.generation, status.tuning.consistency) == (len(plan), "mode: sync")
+    assert status.term == len(plan) + 1
+    assert [c["version"] for c in job.commits()] == list(range(1, len(job.commits()) + 1))
+    assert_nothing_lost(job, data)
+    terms = {term: list(each) for term, each in itertools.groupby(job.commits(), lambda c: c["term"])}
+    assert all(len(c["contributions"]) == 1 for c in terms[4]), "each version of mode async is one step"
+    assert max(len(c["contributions"]) for c in terms[5]) == 5
+
+
+@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
+def test_a_parameter_server_that_dies_at_a_change(tmp_path: Path, durability: str) -> None:
+    """It comes back with the newest wish, or takes that over as soon as it is back."""
+    data = Numbers(800)
+    plan = [BOUNDED, ASYNC, SYNC, BOUNDED, SYNC]
+
+    def kill(job: Job, generation: int) -> None:
+        held = [job.servers[0].lead]
+        if generation % 2:  # in the middle of the change
+            eventually(lambda: job.changed(generation) or held[0]._job.held, "the change has begun")  # type: ignore[union-attr]
+        job.restart(0)
+
+    script = Changing(data, plan, kill)
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        worker={"replicas": 2},
+        data={"shardRecords": 8},
+        parameterServer={"replicas": 2, "bucketBytes": 1024, "durability": durability},
+    ) as job:
+        script.job = job
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        assert job.status().tuning.generation == len(plan)
+    assert not script.plan
+    assert check(read(job.history), Data(len(data), 1)) == []
+    assert {str(c) for c in consistencies(job)} == {str(c) for c in ({}, BOUNDED, ASYNC)}
+
+
+def test_local_steps_get_more(tmp_path: Path) -> None:
+    data = Numbers(600)
+    script = Changing(data, [{"mode": "local", "steps": 8, "outer": "average"}])
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        worker={"replicas": 2},
+        consistency={"mode": "local", "steps": 2, "outer": "average"},
+        data={"shardRecords": 32},
+    ) as job:
+        script.job = job
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+    assert_nothing_lost(job, data)
+    most = {
+        term: max(sum(b - a for _, a, b in c["records"]) for each in commits for c in each["contributions"])
+        for term, commits in itertools.groupby(job.commits(), lambda c: c["term"])
+    }
+    assert most == {1: 2 * 4, 2: 8 * 4}
+
+
+REFUSED = [
+    ({"mode": "sync", "deterministic": True}, "deterministic stays what it is"),
+    ({"mode": "local", "steps": 5}, "mode local stays what it is"),
+    ({"mode": "accumulate", "gradients": 1000}, "the job has only 100 steps"),
+]
+
+
+def test_a_change_that_cannot_be_is_refused_and_the_job_goes_on(tmp_path: Path) -> None:
+    data, told = Numbers(400), list[str]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+        for x, y in session.loader(data, 4):
+            if len(told) < len(REFUSED) and session.version >= EVERY:
+                asked, why = REFUSED[len(told)]
+                job.change(len(told) + 1, **asked)
+                told.append(
+                    eventually(lambda why=why: why in (p := job.status().tuning.problem) and p, why)  # type: ignore[misc]
+                )
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", data={"shardRecords": 8}) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().term == 1
+    assert len(told) == len(REFUSED)
+    assert_nothing_lost(job, data)
+
+
+def test_times_of_checkpoints_change_at_once(tmp_path: Path) -> None:
+    data = Numbers(400)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+        for x, y in session.loader(data, 4):
+            if session.version == EVERY:
+                wanted = Tuning.of(job.spec, generation=1)
+                wanted.checkpoint.every_versions = 5
+                write_atomically(job.wishes, wanted.to_json())
+                eventually(lambda: job.changed(1), "the change is in force")
+            if session.version == 2 * EVERY:
+                eventually(lambda: job.status().progress.durable_version >= EVERY, "a checkpoint is written")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints") as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().term == 1
+    assert_nothing_lost(job, data)
+
+
+def test_a_running_job_is_changed_and_begins_so_when_its_parameter_server_is_killed(tmp_path: Path) -> None:
+    """As `elastic-ps set` does it: the wish goes into the job's directory."""
+
+    def wanted(launcher: Launcher, generation: int) -> str:
+        def in_force() -> str:
+            server = launcher.status().server
+            return server.tuning.consistency if server and server.tuning.generation >= generation else ""
+
+        return eventually(in_force, f"change {generation} is in force")
+
+    def change(text: str) -> Callable[[TrainingJob], TrainingJob]:
+        return lambda job: changed(job, dict(assignment(each) for each in text.split()))
+
+    job = parse_job(
+        {
+            "apiVersion": "elastic-ps.dev/v1alpha1",
+            "kind": "TrainingJob",
+            "metadata": {"name": "changing"},
+            "spec": {
+                "entrypoint": "tests.integration.scripts.steady:main",
+                "arguments": {"records": 1_000_000, "seconds": 0.02},
+                "worker": {"replicas": 2},
+            },
+        },
+        source="test",
+    )
+
+    def training(launcher: Launcher) -> dict[int, int]:
+        return wait_for_workers(launcher, lambda workers: len(workers) == 2, "both workers train")
+
+    with Launcher(job, Options(root=tmp_path)) as launcher:
+        launcher.start()
+        before = training(launcher)
+        launcher.directory.edit(change("consistency.mode=bounded consistency.maxStaleness=3"))
+        assert wanted(launcher, 1) == "mode: bounded, maxStaleness: 3"
+        with pytest.raises(UserError, match="deterministic stays"):
+            launcher.directory.edit(change("consistency.mode=sync consistency.deterministic=true"))
+        launcher.directory.edit(change("consistency.mode=async"))
+        server = next(p.pid for p in launcher.status().processes if p.role == "ps")
+        os.kill(server, signal.SIGKILL)
+        assert wanted(launcher, 2) == "mode: async"
+        assert training(launcher) == before, "the workers' processes are the same"
+        launcher.stop("enough")
+        launcher.wait()
+        outcome = launcher.outcome()
+    assert [event.text for event in outcome.record.events if event.kind == "changed"]

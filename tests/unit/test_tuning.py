@@ -1,0 +1,147 @@
+"""What of a running job may change: which of two wishes is newer, and what is refused."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.cli.setting import assignment, changed
+from elastic_ps.errors import InvalidJob, UserError
+from elastic_ps.job import parse_job, parse_spec
+from elastic_ps.server.keeper import tuning_of
+from elastic_ps.server.wishes import Wishes
+from elastic_ps.training import Consistency
+from elastic_ps.tuning import Tuning, describe, read_tuning
+
+ALIKE: list[dict[str, Any]] = [
+    {},
+    {"backupWorkers": 1},
+    {"mode": "bounded", "maxStaleness": 2},
+    {"mode": "bounded", "maxStaleness": 9},
+    {"mode": "async", "reads": "inconsistent"},
+    {"mode": "accumulate", "gradients": 4},
+]
+"""Each may become each other one."""
+
+
+def tuning(generation: int = 0, run: str = "", **consistency: Any) -> Tuning:
+    return Tuning(generation=generation, run=run, consistency=Consistency.model_validate(consistency))
+
+
+@pytest.mark.parametrize("before", ALIKE)
+@pytest.mark.parametrize("after", ALIKE)
+def test_what_a_running_job_may_become(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert tuning(**before).refusal(tuning(**after)) == ""
+    assert tuning(**after).needs_term(tuning(**before)) == (before != after)
+
+
+LOCAL = {"mode": "local", "steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        ({}, {"deterministic": True}, "deterministic stays"),
+        ({"deterministic": True}, {"mode": "async"}, "deterministic stays"),
+        ({}, {"globalBatchSize": 8}, "globalBatchSize stays"),
+        ({}, LOCAL, "mode local stays"),
+        (LOCAL, {"mode": "async"}, "mode local stays"),
+        (LOCAL, {**LOCAL, "outer": "average"}, "everything but steps stays"),
+        (LOCAL, {**LOCAL, "outerLearningRate": 0.5}, "everything but steps stays"),
+        (LOCAL, {"mode": "local", "steps": 9}, ""),
+    ],
+)
+def test_what_it_may_not_become(before: dict[str, Any], after: dict[str, Any], why: str) -> None:
+    found = tuning(**before).refusal(tuning(**after))
+    assert why in found
+    assert bool(found) == bool(why)
+
+
+def test_a_tuning_says_what_a_spec_says() -> None:
+    document = {
+        "entrypoint": "train:main",
+        "consistency": {"mode": "bounded", "maxStaleness": 8},
+        "parameterServer": {"replicas": 2, "checkpoint": {"interval": "5m", "everyVersions": 7, "path": "x"}},
+    }
+    spec = parse_spec(document, source="test")
+    again = read_tuning(Tuning.of(spec, generation=3, run="r").to_json(), source="test")
+    other = parse_spec({"entrypoint": "train:main", "parameterServer": {"replicas": 2}}, source="test")
+    applied = again.applied_to(other)
+    assert (again.generation, again.run) == (3, "r")
+    assert applied.consistency == spec.consistency
+    assert applied.parameter_server.checkpoint.interval == timedelta(minutes=5)
+    assert applied.parameter_server.checkpoint.every_versions == 7
+    assert applied.parameter_server.checkpoint.path is None
+    assert describe(spec.consistency) == "mode: bounded, maxStaleness: 8"
+
+
+def found(said: Tuning | None, version: int = 40) -> Manifest:
+    state = {"tuning": said.to_json()} if said is not None else {}
+    return Manifest(job="j", version=version, term=1, tensors=[], optimizer="SGD", state=state)
+
+
+def test_the_newer_word_counts_of_checkpoint_and_process() -> None:
+    recorded = tuning(5, "a", mode="async").model_copy(update={"since": 9})
+    assert tuning_of(found(recorded), tuning(0, "a")) == recorded, "the process was started with an old word"
+    newer = tuning(6, "a")
+    assert tuning_of(found(recorded), newer) == newer.model_copy(update={"since": 40})
+    another = tuning(0, "b")
+    assert tuning_of(found(recorded), another).consistency == another.consistency, "another run's is its own"
+    assert tuning_of(found(None), newer) == newer
+
+
+def test_wishes_are_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    wishes = Wishes(path, "r")
+    assert wishes.newest() is None
+    path.write_text(tuning(2, mode="async").to_json())
+    assert wishes.newest() == tuning(2, "r", mode="async")
+    assert wishes.newest() is None
+    path.write_text('{"consistency": {"mode": "quick"}}')
+    with pytest.raises(InvalidJob, match=r"tuning.json: consistency.mode"):
+        wishes.newest()
+    assert wishes.newest() is None
+
+
+JOB = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "digits"}}
+
+
+def set_(before: dict[str, Any], *texts: str) -> dict[str, Any]:
+    job = parse_job({**JOB, "spec": {"entrypoint": "train:main", "consistency": before}}, source="test")
+    after = changed(job, dict(assignment(text) for text in texts))
+    return after.spec.consistency.model_dump(by_alias=True, exclude_defaults=True)
+
+
+def test_a_change_of_mode_drops_what_belonged_to_the_mode_before() -> None:
+    bounded = {"mode": "bounded", "maxStaleness": 8}
+    assert set_({}, "consistency.mode=bounded", "spec.consistency.maxStaleness=8") == bounded
+    assert set_(bounded, "consistency.maxStaleness=2") == {**bounded, "maxStaleness": 2}
+    assert set_(bounded, "consistency.mode=sync") == {}
+    assert set_({"backupWorkers": 1}, "consistency.mode=async") == {"mode": "async"}
+    assert set_({"mode": "async", "reads": "inconsistent"}, "consistency.reads=") == {"mode": "async"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("consistency.mode", "not of the form FIELD=VALUE"),
+        ("=3", "not of the form FIELD=VALUE"),
+        ("data.seed=3", "data.seed cannot change while a job runs"),
+        ("parameterServer.checkpoint.path=x", "cannot change while a job runs"),
+        ("worker.replicas=3", "elastic-ps scale"),
+        ("consistency.mode=quick", "consistency.mode"),
+        ("consistency.mode=bounded", "maxStaleness"),
+        ("consistency.gradients=3", "has no meaning with mode sync"),
+        ("consistency.maxStalenes=3", "did you mean 'maxStaleness'?"),
+        ("consistency.mode=[", "is not a value"),
+        ("parameterServer.checkpoint.interval=soon", "is not a duration"),
+        ("consistency.deterministic=true", "deterministic stays what it is"),
+    ],
+)
+def test_what_cannot_be_set_is_said_before_anything_happens(text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says.replace("?", r"\?")):
+        set_({}, text)
