@@ -155,8 +155,12 @@ def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(
 
 @pytest.mark.parametrize(
     "consistency",
-    [{"mode": "bounded", "maxStaleness": 3}, {"mode": "async"}],
-    ids=["bounded", "async"],
+    [
+        {"mode": "bounded", "maxStaleness": 3},
+        {"mode": "async"},
+        {"mode": "local", "steps": 4, "fragments": 2, "quorum": 1},
+    ],
+    ids=["bounded", "async", "local"],
 )
 def test_workers_parameter_server_and_evaluator_are_killed_in_other_modes(
     tmp_path: Path, consistency: dict[str, Any]
