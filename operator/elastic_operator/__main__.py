@@ -91,7 +91,8 @@ def main() -> int:
 def _leadership(api: Api, given: Settings) -> Leadership | None:
     if given.lease is None:
         return None
-    return Leadership(api, *given.lease, given.identity or socket.gethostname())
+    me = given.identity or socket.gethostname()
+    return Leadership(api, *given.lease, me, duration=given.lease_duration)
 
 
 def _lost() -> None:

@@ -117,12 +117,14 @@ class Api:
             ApiError: the API server refused.
             ConnectionLost: no answer; the request may or may not have taken effect.
         """
-        if self._left == 0 and verb not in ("get", "list"):
+        # Who holds a lease is no work on a job.
+        counts = verb not in ("get", "list") and resource != "leases"
+        if self._left == 0 and counts:
             self._end()
         response = self._send(verb, resource, path, body=body, query=query, timeout=self._timeout)
         if not 200 <= response.status < 300:
             raise self._error(verb, resource, response.status, response.data)
-        if verb not in ("get", "list"):
+        if counts:
             self._written()
         answer = json.loads(response.data)
         return answer if isinstance(answer, dict) else {}

@@ -16,18 +16,19 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from elastic_operator.api import Api, ApiError
+from elastic_operator.settings import Settings
 from elastic_ps.errors import ConnectionLost
 
 logger = logging.getLogger(__name__)
 
-DURATION = timedelta(seconds=15)
-"""For how long a lease counts that is not renewed."""
+DURATION = Settings.lease_duration
+"""By default: for how long a lease counts that is not renewed."""
 
-RENEW = timedelta(seconds=3)
-"""Between two looks at the lease, and two renewals."""
+RENEW = 1 / 5
+"""Of a lease's duration: between two looks at it, and two renewals."""
 
-GIVE_UP = timedelta(seconds=10)
-"""A holder that could not renew its lease for this long stops."""
+GIVE_UP = 2 / 3
+"""Of a lease's duration: a holder that could not renew it for this long stops."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,26 @@ def read(manifest: Mapping[str, Any]) -> Record:
     )
 
 
-def may_take(record: Record | None, me: str, unchanged: timedelta) -> bool:
+def may_take(record: Record | None, me: str, unchanged: timedelta, duration: timedelta = DURATION) -> bool:
     """Whether a lease that has not changed for this long is mine, or may become so. Pure."""
-    return record is None or record.holder in ("", me) or unchanged >= DURATION
+    return record is None or record.holder in ("", me) or unchanged >= duration
 
 
 class Leadership:
     """The lease `name` in `namespace`, as the operator `me` sees it. Used from one thread at a time."""
 
     def __init__(
-        self, api: Api, namespace: str, name: str, me: str, *, clock: Callable[[], float] = time.monotonic
+        self,
+        api: Api,
+        namespace: str,
+        name: str,
+        me: str,
+        *,
+        duration: timedelta = DURATION,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._api, self._namespace, self._name, self._me = api, namespace, name, me
-        self._clock = clock
+        self._clock, self._duration = clock, duration
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._seen: Record | None = None
         self._since = clock()
@@ -72,7 +80,7 @@ class Leadership:
         """Block until the lease is mine."""
         logger.info("waiting for the lease %s/%s as %s", self._namespace, self._name, self._me)
         while not self.attempt():
-            sleep(RENEW.total_seconds())
+            sleep(RENEW * self._duration.total_seconds())
         logger.info("the lease %s/%s is mine", self._namespace, self._name)
 
     def attempt(self) -> bool:
@@ -81,7 +89,8 @@ class Leadership:
             record = self._read()
             if record != self._seen:
                 self._seen, self._since = record, self._clock()
-            if not may_take(record, self._me, timedelta(seconds=self._clock() - self._since)):
+            unchanged = timedelta(seconds=self._clock() - self._since)
+            if not may_take(record, self._me, unchanged, self._duration):
                 return False
             self._write(record, self._me)
         except (ApiError, ConnectionLost) as error:
@@ -100,11 +109,11 @@ class Leadership:
         self._thread.start()
 
     def _renew(self, lost: Callable[[], None]) -> None:
-        renewed = self._clock()
-        while not self._ended.wait(RENEW.total_seconds()):
+        renewed, duration = self._clock(), self._duration.total_seconds()
+        while not self._ended.wait(RENEW * duration):
             if self.attempt():
                 renewed = self._clock()
-            elif self._clock() - renewed > GIVE_UP.total_seconds():
+            elif self._clock() - renewed > GIVE_UP * duration:
                 logger.error("the lease %s/%s is lost", self._namespace, self._name)
                 lost()
                 return
@@ -134,7 +143,7 @@ class Leadership:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec: dict[str, Any] = {
             "holderIdentity": holder,
-            "leaseDurationSeconds": round(DURATION.total_seconds()),
+            "leaseDurationSeconds": max(1, round(self._duration.total_seconds())),
             "renewTime": now,
         }
         if record is None or (holder and record.holder != holder):

@@ -30,6 +30,7 @@ class Settings:
         request_timeout: deadline of a request to the API server.
         status_timeout: deadline of a request to a parameter server.
         lease: (namespace, name) of the Lease that this operator has to hold to work; None: it works at once.
+        lease_duration: for how long a lease counts that is not renewed.
         identity: this operator's name, as the lease's holder; empty: the host's.
         fail_after_writes: end the process, as if killed, right after so many writes (for tests).
     """
@@ -43,6 +44,7 @@ class Settings:
     request_timeout: timedelta = timedelta(seconds=15)
     status_timeout: timedelta = timedelta(seconds=2)
     lease: tuple[str, str] | None = None
+    lease_duration: timedelta = timedelta(seconds=15)
     identity: str = ""
     fail_after_writes: int | None = None
     log_level: str = "info"
@@ -86,6 +88,12 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         type=_lease,
         help="namespace/name of a Lease: of several operators, the one that holds it works",
     )
+    add(
+        "--lease-duration",
+        type=_duration,
+        default=defaults.lease_duration,
+        help="another operator may take a lease that was not renewed for this long",
+    )
     add("--identity", default="", help="this operator's name for the lease; by default the host's")
     add(
         "--template-permissions",
@@ -111,6 +119,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         resync=given.resync,
         watch_limit=given.watch_limit,
         lease=given.lease,
+        lease_duration=given.lease_duration,
         identity=given.identity,
         fail_after_writes=given.fail_after_writes,
         log_level=given.log_level,

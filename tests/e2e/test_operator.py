@@ -6,14 +6,12 @@ import json
 import os
 import signal
 import time
-from datetime import timedelta
-from subprocess import TimeoutExpired
 from typing import Any
 
 import pytest
 
-from elastic_operator.api import EXIT_TEST
 from tests.e2e.cluster import Cluster, ClusterError, GivenCluster, wait_for
+from tests.e2e.cluster.layout import NODE
 from tests.e2e.operator_process import LIMIT, Jobs, OperatorProcess, requests, writes
 
 CLAIM = {"checkpoint": {"volumeClaim": {"storage": "10Mi"}}}
@@ -98,49 +96,6 @@ def test_watches_alone_tell_of_every_change(jobs: Jobs, idle: OperatorProcess) -
     assert jobs.pods("watch") == {}
 
 
-def test_killed_between_any_two_writes(jobs: Jobs, idle: OperatorProcess) -> None:
-    """Each start ends after one more write, so that the operator dies after every write there is."""
-    jobs.apply("killed", parameterServer=CLAIM, worker={"replicas": 3})
-    deaths = 0
-    while deaths < 40:
-        idle.start("--fail-after-writes=1")
-        try:
-            assert idle.wait(timedelta(seconds=12)) == EXIT_TEST
-        except TimeoutExpired:
-            break
-        deaths += 1
-    idle.close()
-    assert 5 <= deaths < 40
-    idle.start()
-    jobs.wait_status("killed", phase="Running", workers="3/3")
-    wanted = {"killed-ps-0", *(f"killed-worker-{index}" for index in range(3))}
-    assert set(jobs.identities("killed")) == wanted
-    print(f"the operator died {deaths} times, once after each of its writes")
-
-
-@pytest.mark.parametrize("count", range(1, 7))
-def test_failure_is_counted_once(jobs: Jobs, idle: OperatorProcess, count: int) -> None:
-    """Wherever between counting a failed worker and replacing it the operator dies."""
-    once = "import os, sys, time; time.sleep(1); sys.exit(1)"
-    jobs.apply("dies", command=["python3", "-c", once], worker={"replicas": 1}, runPolicy={"backoffLimit": 1})
-    deaths = 0
-    for _ in range(12):
-        idle.start(f"--fail-after-writes={count}")
-        wait_for(
-            lambda: not idle.alive or jobs.condition("dies", "Failed").get("status") == "True",
-            what="the operator dies, or has nothing left to count",
-            timeout=LIMIT,
-        )
-        if idle.alive:
-            idle.close(signal.SIGKILL)
-            break
-        deaths += 1
-    assert deaths >= 2
-    idle.start()
-    jobs.wait_condition("dies", "Failed", "BackoffLimitExceeded")
-    assert jobs.job("dies")["status"]["worker"]["failures"] == 2
-
-
 def test_operator_away(jobs: Jobs, operator: OperatorProcess) -> None:
     for name in ("scaled", "edited", "deleted"):
         jobs.apply(name, worker={"replicas": 1})
@@ -168,7 +123,7 @@ def test_api_server_away(jobs: Jobs, operator: OperatorProcess, local_cluster: C
     before = jobs.identities("api")
     local_cluster.stop("kube-apiserver")
     try:
-        time.sleep(60)
+        time.sleep(30)
         assert operator.alive
         assert operator.get("/healthz") == "ok"
     finally:
@@ -281,6 +236,48 @@ def test_worker_that_is_evicted(jobs: Jobs, operator: OperatorProcess) -> None:
     jobs.wait_replaced("evict", "evict-worker-0", evicted)
     assert jobs.job("evict")["status"]["worker"]["failures"] == 0
     assert jobs.job("drain")["status"]["worker"].get("restarts") == 0
+
+
+def test_a_drain_of_the_only_node_keeps_to_a_budget(
+    jobs: Jobs, operator: OperatorProcess, local_cluster: Cluster
+) -> None:
+    """A budget counts the workers that the job wants; with nowhere else to go, the second one stays."""
+    jobs.apply("drained")
+    workers = {"elastic-ps.dev/job": "drained", "elastic-ps.dev/role": "worker"}
+    budget = {"maxUnavailable": 1, "selector": {"matchLabels": workers}}
+    version = "v1" if "policy/v1\n" in jobs.kubectl("api-versions").stdout else "v1beta1"
+    metadata = {
+        "apiVersion": f"policy/{version}",
+        "kind": "PodDisruptionBudget",
+        "metadata": {"name": "drained"},
+    }
+    jobs.cluster.apply({**metadata, "spec": budget}, namespace=jobs.namespace)
+    jobs.wait_status("drained", phase="Running", workers="2/2")
+    before = jobs.identities("drained")
+    wait_for(
+        lambda: (
+            jobs.cluster.get("-n", jobs.namespace, "pdb", "drained")
+            .get("status", {})
+            .get("disruptionsAllowed")
+            == 1
+        ),
+        what="the budget lets one worker go",
+        timeout=LIMIT,
+    )
+    drain = ("drain", NODE, "--delete-emptydir-data", "--pod-selector=elastic-ps.dev/job=drained")
+    try:
+        told = jobs.kubectl(*drain, "--timeout=12s", check=False)
+        assert "violate the pod's disruption budget" in told.stderr
+        left = [name for name, identity in jobs.identities("drained").items() if identity == before.get(name)]
+        assert len(left) == 1
+        assert left[0].startswith("drained-worker-")
+        jobs.wait_condition("drained", "Degraded", "Unschedulable")
+    finally:
+        jobs.kubectl("uncordon", NODE)
+    jobs.wait_status("drained", phase="Running", workers="2/2")
+    after = jobs.identities("drained")
+    assert after[left[0]] == before[left[0]], "who stayed is not restarted"
+    assert jobs.job("drained")["status"]["worker"]["failures"] == 0
 
 
 def test_deadline_and_what_is_left_after_it(jobs: Jobs, operator: OperatorProcess) -> None:
