@@ -46,6 +46,7 @@ EVERYTHING = {
         },
     ],
     "podMonitor": {"enabled": True},
+    "podDisruptionBudget": {"enabled": True},
 }
 
 
@@ -201,6 +202,8 @@ def test_what_is_set_is_rendered() -> None:
     zone, host = spec["topologySpreadConstraints"]
     assert zone["labelSelector"] == deployment["spec"]["selector"]
     assert host["labelSelector"] == {"matchLabels": {"a": "b"}}
+    (budget,) = (d for d in found if d["kind"] == "PodDisruptionBudget")
+    assert budget["spec"] == {"maxUnavailable": 1, "selector": deployment["spec"]["selector"]}
     (monitor,) = (d for d in found if d["kind"] == "PodMonitor")
     assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["one", "two"]}
 
