@@ -312,7 +312,7 @@ class Operator:
 
     def __init__(self, kubeconfig: Path, log: Path, *arguments: str) -> None:
         command = [sys.executable, "-m", "elastic_operator", f"--kubeconfig={kubeconfig}"]
-        command += [f"--health=127.0.0.1:{METRICS}", *arguments]
+        command += [f"--health=127.0.0.1:{METRICS}", "--tls-secret=default/authority", *arguments]
         with log.open("wb") as stream:
             self._child = subprocess.Popen(command, stderr=stream, cwd=ROOT)
 

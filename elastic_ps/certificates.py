@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from elastic_ps.errors import UsageError
@@ -22,6 +23,10 @@ from elastic_ps.identity import SERVING, Identity, from_names, server_name
 
 SKEW = timedelta(minutes=5)
 """Certificates are valid from so long before they are made: clocks differ."""
+
+
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+"""Of P-256 (SEC 2, 2.4.2)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,15 +40,17 @@ class KeyPair:
         return "KeyPair(...)"
 
 
-def make_authority(job: str, *, now: datetime, lifetime: timedelta) -> KeyPair:
+def make_authority(job: str, *, now: datetime, lifetime: timedelta, seed: bytes | None = None) -> KeyPair:
     """A new authority for a job, which trusts itself.
 
     Args:
         job: see `Identity.job`.
         now: with a time zone.
         lifetime: what it issues is valid no longer than that, either.
+        seed: a secret, from which the key follows together with `job` (HKDF, RFC 5869). So it need not be
+            kept: whoever trusts what was made before trusts what is made again. Default: a random key.
     """
-    key = ec.generate_private_key(ec.SECP256R1())
+    key = ec.generate_private_key(ec.SECP256R1()) if seed is None else _derived(seed, job)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"elastic-ps {job}"[:64])])
     builder = (
         _builder(name, name, key.public_key(), now, now + lifetime)
@@ -106,6 +113,19 @@ def issue(
     return KeyPair(_pem(builder.sign(ca_key, hashes.SHA256())), _key_pem(key))
 
 
+def trusts_itself(certificate: bytes) -> bool:
+    """Whether the first certificate of a PEM text is its own issuer, a root.
+
+    Raises:
+        UsageError: it is no certificate.
+    """
+    try:
+        parsed = x509.load_pem_x509_certificate(certificate)
+    except ValueError as error:
+        raise UsageError(f"the authority cannot be read: {error}") from error
+    return parsed.issuer == parsed.subject
+
+
 def identity_of(certificate: bytes) -> Identity | None:
     """The identity in the first certificate of a PEM text; None if it holds none.
 
@@ -128,6 +148,13 @@ def validity_of(certificate: bytes) -> tuple[datetime, datetime]:
     """
     parsed = x509.load_pem_x509_certificate(certificate)
     return parsed.not_valid_before_utc, parsed.not_valid_after_utc
+
+
+def _derived(seed: bytes, job: str) -> ec.EllipticCurvePrivateKey:
+    """A key on P-256 from 48 bytes, so that its distribution is even but for 2^-128 (FIPS 186-5, A.2.1)."""
+    information = b"elastic-ps authority " + job.encode()
+    material = HKDF(hashes.SHA256(), length=48, salt=None, info=information).derive(seed)
+    return ec.derive_private_key(int.from_bytes(material, "big") % (_ORDER - 1) + 1, ec.SECP256R1())
 
 
 def _builder(

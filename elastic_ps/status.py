@@ -350,6 +350,14 @@ class Summary(CamelModel):
     loss: str = Field(default="", description="The last reported training loss.")
 
 
+class CertificatesStatus(CamelModel):
+    """The certificates of the job's processes, as they were issued last."""
+
+    issued: str = Field(default="", description="When they were issued.")
+    expires: str = Field(default="", description="When they end. New ones are issued before.")
+    workers: int = Field(default=0, description="How many workers there are certificates for.")
+
+
 class TrainingJobStatus(CamelModel):
     """What the operator reports on the resource."""
 
@@ -363,6 +371,9 @@ class TrainingJobStatus(CamelModel):
     revision: str = Field(
         default="",
         description="The fields of the spec that stay as they were when the job started, as JSON.",
+    )
+    certificates: CertificatesStatus | None = Field(
+        default=None, description="Of a job whose processes talk to each other over TLS."
     )
     start_time: str | None = None
     completion_time: str | None = None

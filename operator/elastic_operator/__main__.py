@@ -14,6 +14,7 @@ import kopf
 
 from elastic_operator import handlers, settings
 from elastic_operator.api import Api
+from elastic_operator.authority import Authority
 from elastic_operator.cluster import Cluster
 from elastic_operator.controller import Controller
 from elastic_operator.leader import Leadership
@@ -50,7 +51,8 @@ def main() -> int:
         return 2
     store = Store()
     reflectors = Reflectors(api, store, given)
-    controller = Controller(Cluster(api, store), store, reflectors, given, metrics)
+    authority = None if given.tls_secret is None else Authority(api, given.tls_secret)
+    controller = Controller(Cluster(api, store, authority), store, reflectors, given, metrics)
     passes = handlers.Passes(controller, given)
     queue = passes.queue
     metrics.queue.set_function(lambda: len(queue))

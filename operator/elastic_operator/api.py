@@ -34,6 +34,7 @@ _METHODS = {
     "list": "GET",
     "watch": "GET",
     "create": "POST",
+    "update": "PUT",
     "patch": "PATCH",
     "delete": "DELETE",
 }

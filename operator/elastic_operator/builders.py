@@ -1,4 +1,4 @@
-"""Plain dicts for the objects that make up a job: pods, Services, volume claims, Events. Pure.
+"""Plain dicts for the objects that make up a job: pods, volume claims, Events. Pure.
 
 Pods satisfy Pod Security "restricted" by default. A user's template is merged over the default pod
 (`merging`). What the operator relies on (owner, labels, restart policy, the contract) is set after the merge.
@@ -11,10 +11,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from elastic_operator import names
+from elastic_operator import names, probes
+from elastic_operator.manifests import Manifest
+from elastic_operator.manifests import metadata as metadata_of
 from elastic_operator.merging import merge
+from elastic_operator.wiring import HEADLESS, Wiring
 from elastic_ps.env import (
     DEFAULT_DATA_PORT,
     DEFAULT_HTTP_PORT,
@@ -25,8 +28,6 @@ from elastic_ps.env import (
 )
 from elastic_ps.job import API_VERSION, KIND, TrainingJobSpec
 from elastic_ps.policies import RunPolicy
-
-Manifest: TypeAlias = dict[str, Any]
 
 USER_ID = 65532
 WORKER_GRACE_SECONDS = 60
@@ -103,6 +104,12 @@ def has_standbys(spec: TrainingJobSpec) -> bool:
     return spec.parameter_server.durability == "standby"
 
 
+def servers(spec: TrainingJobSpec) -> list[tuple[Role, int]]:
+    """Role and index of each server: the shards and their standbys."""
+    roles: tuple[Role, ...] = SERVERS if has_standbys(spec) else ("ps",)
+    return [(role, shard) for role in roles for shard in range(spec.parameter_server.replicas)]
+
+
 def share(spec: TrainingJobSpec) -> bool:
     """Whether several servers use the job's checkpoints: each may have to read the parts of all shards."""
     return has_standbys(spec) or spec.parameter_server.replicas > 1
@@ -113,48 +120,6 @@ def template(spec: TrainingJobSpec, role: Role) -> Mapping[str, Any]:
     if role == "evaluator":
         return spec.evaluator.template if spec.evaluator is not None else {}
     return spec.worker.template if role == "worker" else spec.parameter_server.template
-
-
-def owner(job: Mapping[str, Any]) -> Manifest:
-    """The reference by which garbage collection finds what belongs to the job."""
-    metadata = job["metadata"]
-    return {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "name": metadata["name"],
-        "uid": metadata["uid"],
-        "controller": True,
-    }
-
-
-def service(job: Mapping[str, Any], spec: TrainingJobSpec, shard: int, role: Role = "ps") -> Manifest:
-    """The stable address of one shard or its standby.
-
-    Workers initialise the model, so it answers before it is ready.
-    """
-    name = job["metadata"]["name"]
-    annotations: dict[str, str] = {}
-    if (role, shard) == ("ps", 0):
-        annotations[names.SPEC_ANNOTATION] = revision(spec)
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(job, names.service(name, shard, role), names.pod_labels(name, role, shard))
-        | {"annotations": annotations},
-        "spec": {
-            "selector": {
-                names.JOB_LABEL: name,
-                names.ROLE_LABEL: role,
-                names.INDEX_LABEL: str(shard),
-            },
-            "publishNotReadyAddresses": True,
-            "ports": [
-                {"name": "grpc", "port": DEFAULT_PORT, "targetPort": DEFAULT_PORT},
-                {"name": "data", "port": DEFAULT_DATA_PORT, "targetPort": DEFAULT_DATA_PORT},
-                {"name": "http", "port": DEFAULT_HTTP_PORT, "targetPort": DEFAULT_HTTP_PORT},
-            ],
-        },
-    }
 
 
 def claim(job: Mapping[str, Any], spec: TrainingJobSpec) -> Manifest:
@@ -173,7 +138,7 @@ def claim(job: Mapping[str, Any], spec: TrainingJobSpec) -> Manifest:
     }
     if wanted.storage_class_name is not None:
         body["storageClassName"] = wanted.storage_class_name
-    metadata = _metadata(job, names.claim(name), names.pod_labels(name, "ps", 0))
+    metadata = metadata_of(job, names.claim(name), names.pod_labels(name, "ps", 0))
     if wanted.retain:
         # Without an owner the garbage collector leaves it alone.
         del metadata["ownerReferences"]
@@ -187,7 +152,13 @@ def claim(job: Mapping[str, Any], spec: TrainingJobSpec) -> Manifest:
 
 
 def pod(
-    job: Mapping[str, Any], spec: TrainingJobSpec, role: Role, index: int, *, avoid: Sequence[str] = ()
+    job: Mapping[str, Any],
+    spec: TrainingJobSpec,
+    role: Role,
+    index: int,
+    *,
+    avoid: Sequence[str] = (),
+    wiring: Wiring = HEADLESS,
 ) -> Manifest:
     """The pod of one shard, standby or worker, or of the evaluator: the user's template over the default.
 
@@ -195,14 +166,16 @@ def pod(
     """
     name = job["metadata"]["name"]
     own = template(spec, role)
-    pod_spec = merge(_default_pod_spec(name, spec, role, index), own.get("spec") or {})
+    default = _default_pod_spec(name, spec, role, index)
+    wiring.mount(default, name, role, index)
+    pod_spec = merge(default, own.get("spec") or {})
     pod_spec["tolerations"] = with_tolerations(pod_spec.get("tolerations") or [])
     if avoid:
         _prefer_others(pod_spec, avoid)
     pod_spec["restartPolicy"] = {"worker": "Never", "evaluator": "OnFailure"}.get(role, "Always")
     more = own.get("metadata")
     extra: Mapping[str, Any] = more if isinstance(more, Mapping) else {}
-    metadata = _metadata(job, names.pod(name, role, index), names.pod_labels(name, role, index))
+    metadata = metadata_of(job, names.pod(name, role, index), names.pod_labels(name, role, index))
     metadata["labels"] = {**(extra.get("labels") or {}), **metadata["labels"]}
     metadata["annotations"] = {
         **(extra.get("annotations") or {}),
@@ -211,7 +184,9 @@ def pod(
     for container in pod_spec["containers"]:
         if container["name"] == names.CONTAINER[role]:
             given = with_threads(container.get("env") or [], container.get("resources") or {})
-            container["env"] = _contract(job, spec, role, index, given)
+            container["env"] = _contract(job, spec, role, index, wiring, given)
+    if role in SERVERS and wiring.headless:
+        pod_spec["hostname"], pod_spec["subdomain"] = metadata["name"], names.service(name)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
 
 
@@ -286,17 +261,13 @@ def event(job: Mapping[str, Any], *, name: str, kind: str, reason: str, message:
     }
 
 
-def _metadata(job: Mapping[str, Any], name: str, labels: dict[str, str]) -> Manifest:
-    return {
-        "name": name,
-        "namespace": job["metadata"]["namespace"],
-        "labels": labels,
-        "ownerReferences": [owner(job)],
-    }
-
-
 def _contract(
-    job: Mapping[str, Any], spec: TrainingJobSpec, role: Role, index: int, given: list[Any]
+    job: Mapping[str, Any],
+    spec: TrainingJobSpec,
+    role: Role,
+    index: int,
+    wiring: Wiring,
+    given: list[Any],
 ) -> list[Manifest]:
     """The container's variables: the user's, then those of the process contract, which win."""
     name = job["metadata"]["name"]
@@ -316,7 +287,7 @@ def _contract(
 
     def addresses(of: Role) -> tuple[str, ...]:
         shards = range(spec.parameter_server.replicas)
-        return tuple(f"{names.service(name, shard, of)}:{DEFAULT_PORT}" for shard in shards)
+        return tuple(f"{wiring.host(name, of, shard)}:{DEFAULT_PORT}" for shard in shards)
 
     environment = ProcessEnvironment(
         job=name,
@@ -328,6 +299,7 @@ def _contract(
         checkpoints=Path(names.CHECKPOINT_DIRECTORY) if role in SERVERS else None,
         resume="require" if spec.parameter_server.checkpoint.resume_from is not None else "auto",
         run=job["metadata"]["uid"],
+        tls=Path(names.TLS_DIRECTORY) if wiring.secured else None,
     )
     variables = environment.to_variables()
     kept = [item for item in given if item["name"] not in variables]
@@ -365,7 +337,9 @@ def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -
     if spec.image is not None:
         container["image"] = spec.image
     if serves:
-        container |= _server_probes()
+        ports = {"grpc": DEFAULT_PORT, "data": DEFAULT_DATA_PORT, "http": DEFAULT_HTTP_PORT}
+        container["ports"] = [{"name": port, "containerPort": number} for port, number in ports.items()]
+        container |= probes.of_server()
     affinity = _affinity(job, spec, role, index) if serves and share(spec) else {}
     return {
         "automountServiceAccountToken": False,
@@ -409,19 +383,3 @@ def _affinity(job: str, spec: TrainingJobSpec, role: Role, shard: int) -> Manife
 def _checkpoint_volume(job: str, spec: TrainingJobSpec) -> Manifest:
     name = claim_name(job, spec)
     return {"emptyDir": {}} if name is None else {"persistentVolumeClaim": {"claimName": name}}
-
-
-def _server_probes() -> Manifest:
-    def get(path: str, **timing: int) -> Manifest:
-        return {"httpGet": {"path": path, "port": DEFAULT_HTTP_PORT}, **timing}
-
-    return {
-        "ports": [
-            {"name": "grpc", "containerPort": DEFAULT_PORT},
-            {"name": "data", "containerPort": DEFAULT_DATA_PORT},
-            {"name": "http", "containerPort": DEFAULT_HTTP_PORT},
-        ],
-        "startupProbe": get("/healthz", periodSeconds=2, failureThreshold=150, timeoutSeconds=2),
-        "livenessProbe": get("/healthz", periodSeconds=10, failureThreshold=6, timeoutSeconds=5),
-        "readinessProbe": get("/readyz", periodSeconds=2, failureThreshold=3, timeoutSeconds=2),
-    }

@@ -12,12 +12,14 @@ from typing import Any
 
 from elastic_operator import builders, names
 from elastic_operator.api import NAMESPACE_TERMINATING, Api, ApiError
+from elastic_operator.authority import Authority
+from elastic_operator.certificates import REFUSED, secrets
 from elastic_operator.documents import over
-from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Kind, Note, Observed, stamp
+from elastic_operator.plan import Action, Certify, Create, DeleteJob, DeletePod, Kind, Note, Observed, stamp
 from elastic_operator.pods import Problem
 from elastic_operator.status import dump_status
 from elastic_operator.store import Resource, Store, is_owned, path_of
-from elastic_ps.errors import ConnectionLost
+from elastic_ps.errors import ConnectionLost, UsageError
 from elastic_ps.status import TrainingJobStatus
 
 logger = logging.getLogger(__name__)
@@ -33,8 +35,9 @@ _RESOURCES: dict[Kind, Resource] = {
 class Cluster:
     """What the operator does in the cluster. Blocking; thread-safe. What it has written is in the store."""
 
-    def __init__(self, api: Api, store: Store) -> None:
+    def __init__(self, api: Api, store: Store, authority: Authority | None = None) -> None:
         self._api, self._store = api, store
+        self._authority = authority
 
     def execute(self, job: Mapping[str, Any], actions: Sequence[Action]) -> list[Problem]:
         """Carry out a plan; what the API server refuses for good comes back in words.
@@ -45,7 +48,12 @@ class Cluster:
         refused = []
         done: list[Action] = []
         for action in actions:
-            problem = self._create(job, action) if isinstance(action, Create) else self._delete(job, action)
+            if isinstance(action, Create):
+                problem = self._create(job, action)
+            elif isinstance(action, Certify):
+                problem = self._certify(job, action)
+            else:
+                problem = self._delete(job, action)
             if problem is None:
                 done.append(action)
             else:
@@ -55,10 +63,7 @@ class Cluster:
         for note in _summaries(done):
             self.post(job, note)
         for action in done:
-            what = "created" if isinstance(action, Create) else "deleted"
-            kind = action.kind if isinstance(action, Create) else type(action).__name__[len("Delete") :]
-            name = getattr(action, "name", metadata["name"])
-            logger.info("%s: %s %s %s: %s", identity, what, kind, name, action.reason)
+            logger.info("%s: %s: %s", identity, _words(action, metadata["name"]), action.reason)
         for problem in refused:
             logger.warning("%s: refused: %s", identity, problem.message)
         return refused
@@ -83,6 +88,43 @@ class Cluster:
             raise
         self._store.put(resource, made, ours=True)
         return None
+
+    def _certify(self, job: Mapping[str, Any], action: Certify) -> Problem | None:
+        """Issue certificates, and write them over the job's Secrets without reading those."""
+        metadata = job["metadata"]
+        wanted = {
+            (role, index): action.wiring.names(metadata["name"], metadata["namespace"], role, index)
+            for role, count in action.processes.items()
+            for index in range(count)
+        }
+        now = datetime.now(UTC)
+        try:
+            if self._authority is None:
+                raise UsageError("this operator was started without --tls-secret, and the job uses TLS")
+            issued = self._authority.issue(metadata["uid"], wanted, now=now, lifetime=action.lifetime)
+            for manifest in secrets(job, action, issued):
+                self._write_secret(manifest, there=not action.first)
+        except UsageError as error:
+            return Problem(REFUSED, str(error))
+        except ApiError as error:
+            if error.status not in (403, 422):
+                raise
+            return Problem(REFUSED, error.message)
+        return None
+
+    def _write_secret(self, manifest: Mapping[str, Any], *, there: bool) -> None:
+        """Whatever the Secret holds. One of another type is refused (422), since types never change."""
+        metadata = manifest["metadata"]
+        path = f"/api/v1/namespaces/{metadata['namespace']}/secrets"
+        for update in (there, not there):
+            try:
+                verb, place = ("update", f"{path}/{metadata['name']}") if update else ("create", path)
+                self._api.request(verb, "secrets", place, body=manifest)
+                return
+            except ApiError as error:
+                missing = error.status == 404 if update else error.reason == "AlreadyExists"
+                if not missing or update is not there:
+                    raise
 
     def _check_owner(self, job: Mapping[str, Any], resource: Resource, name: str) -> Problem | None:
         path = f"{path_of(resource, job['metadata']['namespace'])}/{name}"
@@ -163,6 +205,14 @@ class Cluster:
         written = self._api.request("patch", f"{names.PLURAL}/status", path, body=body)
         self._store.put("trainingjobs", written, ours=True)
         return True
+
+
+def _words(action: Action, job: str) -> str:
+    if isinstance(action, Create):
+        return f"created {action.kind} {action.name}"
+    if isinstance(action, Certify):
+        return f"issued certificates for {sum(action.processes.values())} processes"
+    return f"deleted Pod {action.name}" if isinstance(action, DeletePod) else f"deleted Job {job}"
 
 
 def _source(action: Create) -> str:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from elastic_operator import builders, documents, names
+from elastic_operator import builders, documents, names, wiring
 from elastic_operator.permissions import Policy, refusal, violations
 from elastic_operator.plan import Observed
 from elastic_operator.pods import Pod
+from elastic_operator.wiring import HEADLESS, Wiring
 from elastic_ps.env import Role
 from elastic_ps.errors import InvalidJob
 from elastic_ps.job import TrainingJobSpec, parse_spec
@@ -27,6 +28,7 @@ class Desired:
         replicas: wanted workers, within the bounds.
         ignored: why `spec` is not quite what the resource says; empty if it is.
         restart: what was made before then is to be made again; None if nobody has asked for that.
+        wiring: how its processes find each other.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Desired:
     replicas: int
     ignored: tuple[str, ...] = ()
     restart: datetime | None = None
+    wiring: Wiring = HEADLESS
 
     def outdated(self, pod: Pod) -> bool:
         """Whether a pod was made from another image or template, or before a restart was asked for."""
@@ -41,8 +44,10 @@ class Desired:
         return changed or pod.older_than(self.restart)
 
 
-def read_desired(job: Mapping[str, Any], observed: Observed, policy: Policy) -> Desired:
-    """What to work towards. `policy`: what templates may hold.
+def read_desired(
+    job: Mapping[str, Any], observed: Observed, policy: Policy, *, secured: bool = False
+) -> Desired:
+    """What to work towards. `policy`: what templates may hold. `secured`: jobs that start now use TLS.
 
     Raises:
         InvalidJob: the spec cannot be followed; each line of the message names a field.
@@ -71,18 +76,25 @@ def read_desired(job: Mapping[str, Any], observed: Observed, policy: Policy) -> 
     _check_claim(name, spec)
     restart = _restart(job, ignored)
     return Desired(
-        name=name, spec=spec, replicas=spec.worker.replicas, ignored=tuple(ignored), restart=restart
+        name=name,
+        spec=spec,
+        replicas=spec.worker.replicas,
+        ignored=tuple(ignored),
+        restart=restart,
+        wiring=wiring.of(name, observed.services, secured=observed.secured if observed.services else secured),
     )
 
 
 def revision(job: Mapping[str, Any], observed: Observed) -> str:
     """The fixed part of the spec as it was recorded when the job started; "" if it has not started.
 
-    The status has it, and so has the Service of shard 0, which exists from the very first.
+    The status has it, and so has the job's Service, which exists from the very first: in a job that an
+    earlier version has started, that of shard 0.
     """
     name, status = job["metadata"]["name"], job.get("status")
     kept = status.get("revision") if isinstance(status, Mapping) else None
-    texts = (observed.services.get(names.service(name, 0)), kept)
+    services = (names.service(name), names.service_of(name, 0))
+    texts = (*map(observed.services.get, services), kept)
     return next((text for text in texts if isinstance(text, str) and _is_revision(text)), "")
 
 

@@ -14,7 +14,7 @@ from elastic_ps.job import GROUP
 
 PLURAL = "trainingjobs"
 SPEC_ANNOTATION = f"{GROUP}/spec"
-"""On the Service of shard 0: the part of the spec that stays as it was when the job started."""
+"""On the job's Service: the part of the spec that stays as it was when the job started."""
 
 TEMPLATE_ANNOTATION = f"{GROUP}/template-hash"
 """On each pod: what of the spec it was made from."""
@@ -24,6 +24,20 @@ RESTART_ANNOTATION = f"{GROUP}/restartedAt"
 
 RUN_ANNOTATION = f"{GROUP}/run"
 """On a volume claim that outlives its job, in the place of an owner: the job's uid."""
+
+SERVER_LABEL = {"app.kubernetes.io/component": CONTAINER["ps"]}
+"""What the pods of parameter servers and standbys have, and no others."""
+
+TLS_ANNOTATION = f"{GROUP}/tls"
+"""On the job's Service, with the value `true`: its processes talk to each other over TLS."""
+
+SECRET_TYPE = f"{GROUP}/certificates"
+"""Of the Secrets that the operator makes. A Secret's type never changes, so it writes over no other one."""
+
+PART = 256
+"""Processes in a Secret, which holds 1 MiB at most; a certificate and its key take about 1.3 KB."""
+
+TLS_DIRECTORY = "/etc/elastic-ps/tls"
 
 PATTERN = "^[a-z]([-a-z0-9]{0,50}[a-z0-9])?$"
 EXPECTED = (
@@ -40,14 +54,24 @@ def pod(job: str, role: Role, index: int) -> str:
     return f"{job}-{role}-{index}"
 
 
-def service(job: str, shard: int, role: Role = "ps") -> str:
-    """The Service in front of one shard or its standby; it has the name of its pod."""
+def service(job: str) -> str:
+    """The headless Service of the job's servers: `digits-servers`."""
+    return f"{job}-servers"
+
+
+def service_of(job: str, shard: int, role: Role = "ps") -> str:
+    """The Service in front of one server, of a job that an earlier version has started: the pod's name."""
     return pod(job, role, shard)
 
 
 def claim(job: str) -> str:
     """The volume claim that holds the checkpoints; it has the name of the first server that mounts it."""
     return pod(job, "ps", 0)
+
+
+def certificates(job: str, role: Role, index: int) -> str:
+    """The Secret with the certificate of a process, and others of its role; no two jobs have the same."""
+    return f"{job}-tls-{role}-{index // PART}"
 
 
 def network_policy(job: str) -> str:

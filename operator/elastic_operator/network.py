@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from elastic_operator import names
-from elastic_operator.builders import Manifest, owner
+from elastic_operator.manifests import Manifest, metadata
 from elastic_ps.env import DEFAULT_DATA_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT
 
 
 def policy(job: Mapping[str, Any], http_from: Sequence[Mapping[str, Any]]) -> Manifest:
     """The policy, owned by the job. `http_from`: the NetworkPolicyPeers that may read status and metrics."""
-    metadata = job["metadata"]
-    name = metadata["name"]
+    name = job["metadata"]["name"]
     ingress = [
         {
             "from": [{"podSelector": {"matchLabels": {names.JOB_LABEL: name}}}],
@@ -31,12 +30,7 @@ def policy(job: Mapping[str, Any], http_from: Sequence[Mapping[str, Any]]) -> Ma
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": {
-            "name": names.network_policy(name),
-            "namespace": metadata["namespace"],
-            "labels": names.labels(name),
-            "ownerReferences": [owner(job)],
-        },
+        "metadata": metadata(job, names.network_policy(name), names.labels(name)),
         "spec": {
             "podSelector": {"matchLabels": {names.JOB_LABEL: name}, "matchExpressions": [servers]},
             "policyTypes": ["Ingress"],

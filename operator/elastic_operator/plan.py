@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from elastic_operator.permissions import Policy
 from elastic_operator.pods import Pod, Problem
+from elastic_operator.wiring import Wiring
 from elastic_ps.env import Role
 from elastic_ps.status import ServerStatus, TrainingJobStatus
 
@@ -21,18 +22,23 @@ class Options:
 
     Attributes:
         policy: what jobs' templates may hold, by namespace.
+        secured: whether the processes of a job that starts now talk to each other over TLS.
+        certificate_lifetime: how long a certificate is valid; another one is issued in the last third.
         http_from: who may read a job's status, as peers of its NetworkPolicy; None: jobs get no policy.
         poll: how often the parameter server of a job is asked for its progress, at most.
         look: a job is looked at again after that time at the latest, though nothing has changed.
         retry: how long to wait after the API server refused to create something.
         answer_limit: how long the PS may stay silent after the last worker has ended, before that is told.
         restart_base, restart_limit: delay before a failed worker is replaced; doubles with each failure.
+        place_limit: a pod that fits on no node is a problem after that time; its volume may be on its way.
         short_life: a worker killed before it lived this long is replaced only after `short_life_delay`.
         follow_limit: a standby that does not follow is a problem once the job has been Running for this long.
         force_after: a pod that outlives its grace period by this much (its node is gone) is removed.
     """
 
     policy: Policy = field(default_factory=Policy)
+    secured: bool = False
+    certificate_lifetime: timedelta = timedelta(days=90)
     http_from: Sequence[Mapping[str, Any]] | None = None
     poll: timedelta = timedelta(seconds=10)
     look: timedelta = timedelta(minutes=10)
@@ -40,6 +46,7 @@ class Options:
     answer_limit: timedelta = timedelta(seconds=30)
     restart_base: timedelta = timedelta(seconds=1)
     restart_limit: timedelta = timedelta(seconds=60)
+    place_limit: timedelta = timedelta(seconds=10)
     short_life: timedelta = timedelta(seconds=60)
     short_life_delay: timedelta = timedelta(seconds=5)
     follow_limit: timedelta = timedelta(seconds=30)
@@ -53,6 +60,7 @@ class Observed:
     Attributes:
         pods: its pods.
         services: names of its Services, with the spec annotation of the one that has it.
+        secured: whether one of them says that the job's processes talk to each other over TLS.
         claims: names of its volume claims.
         policies: names of its network policies; looked for only if there is to be one.
         server: what shard 0 answered; None if it did not.
@@ -61,6 +69,7 @@ class Observed:
 
     pods: tuple[Pod, ...] = ()
     services: Mapping[str, str | None] = field(default_factory=dict)
+    secured: bool = False
     claims: frozenset[str] = frozenset()
     policies: frozenset[str] = frozenset()
     server: ServerStatus | None = None
@@ -90,6 +99,20 @@ class Create:
 
 
 @dataclass(frozen=True)
+class Certify:
+    """Issue new certificates for all processes of the job, into its Secrets.
+
+    `processes`: how many there are of each role. `first`: there are no Secrets yet.
+    """
+
+    processes: Mapping[Role, int]
+    wiring: Wiring
+    lifetime: timedelta
+    reason: str
+    first: bool = False
+
+
+@dataclass(frozen=True)
 class DeletePod:
     """Delete exactly this pod (by uid).
 
@@ -116,7 +139,7 @@ class DeleteJob:
     reason: str
 
 
-Action: TypeAlias = Create | DeletePod | DeleteJob
+Action: TypeAlias = Create | Certify | DeletePod | DeleteJob
 
 
 @dataclass(frozen=True)

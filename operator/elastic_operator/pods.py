@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias, cast
 
 from pydantic import ValidationError
@@ -37,6 +37,7 @@ _IMAGE_REASONS = {
     "ImageInspectError",
 }
 _CONFIG_REASONS = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+UNSCHEDULABLE = "Unschedulable"
 _NOT_FOUND = "ContainerStatusUnknown"
 _LOST_SIGHT = {_NOT_FOUND, "Unknown"}
 _CANNOT_START = {"StartError", "ContainerCannotRun"}
@@ -120,6 +121,11 @@ class Pod:
     def stuck(self) -> bool:
         """It cannot run, or does not yet, so that nothing is lost with it."""
         return self.active and not self.ready and (self.pending or self.problem is not None)
+
+    def unplaced(self, now: datetime) -> timedelta | None:
+        """For how long no node has been found for it; None if one has."""
+        waits = self.problem is not None and self.problem.reason == UNSCHEDULABLE
+        return now - self.created if waits and self.created is not None else None
 
     def older_than(self, moment: datetime | None) -> bool:
         """Whether it was made before then."""
@@ -289,8 +295,8 @@ def _said(what: str, end: Mapping[str, Any]) -> str:
 def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> Problem | None:
     name, status = manifest["metadata"]["name"], manifest.get("status") or {}
     scheduled = _condition(status, "PodScheduled")
-    if scheduled.get("reason") == "Unschedulable":
-        return Problem("Unschedulable", f"{name} fits on no node: {scheduled.get('message', '')}")
+    if scheduled.get("reason") == UNSCHEDULABLE:
+        return Problem(UNSCHEDULABLE, f"{name} fits on no node: {scheduled.get('message', '')}")
     waiting = (container.get("state") or {}).get("waiting") or {}
     reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
     if reason in _IMAGE_REASONS:

@@ -13,10 +13,10 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from elastic_operator import builders, names, network
-from elastic_operator.desired import Desired, read_desired, restart_of, revision, started
+from elastic_operator import builders, certificates, names, network
+from elastic_operator.desired import Desired, read_desired, revision, started
 from elastic_operator.documents import read_status
-from elastic_operator.failures import consequence, counted
+from elastic_operator.failures import counted
 from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, Options, Plan, stamp
 from elastic_operator.pods import Pod, Problem, parse_time
 from elastic_operator.renewal import (
@@ -36,13 +36,12 @@ from elastic_operator.status import (
     with_condition,
     with_counts,
 )
+from elastic_operator.timing import ZERO, asked_restart, next_look, restart_in
 from elastic_operator.verdict import Verdict, health, verdict
 from elastic_ps.env import Role
 from elastic_ps.errors import InvalidJob
 from elastic_ps.status import TrainingJobStatus
 
-_ZERO = timedelta(0)
-_ADDRESS: dict[Role, str] = {"ps": "the address of the shard", "standby": "the address of the standby"}
 _NEED: dict[Role, str] = {
     "ps": "every shard needs its parameter server",
     "standby": "every shard needs its standby",
@@ -61,13 +60,13 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
             return _finished(job, observed, old, now)
         status = begun_again(status, now)
     try:
-        desired = read_desired(job, observed, options.policy)
+        desired = read_desired(job, observed, options.policy, secured=options.secured)
     except InvalidJob as error:
         return _invalid(old, status, str(error), started=started(job, observed), now=now)
     if desired.restart is not None and desired.restart > now:
         desired = replace(desired, restart=None)
     if left := left_over(desired, observed):
-        return Plan(actions=left, status=status, requeue=_ZERO)
+        return Plan(actions=left, status=status, requeue=ZERO)
     status, notes = counted(status, desired, observed)
     status = _with_counts(status, observed, desired)
     if desired.spec.run_policy.suspend:
@@ -76,7 +75,11 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
     end = verdict(status, desired, observed, now)
     if end is not None:
         return _conclude(old, status, end, notes, now)
-    actions = [*_network(job, observed, options), *_servers(job, desired, old, status, observed)]
+    actions = [*_network(job, observed, options), *_services(job, desired, observed)]
+    certify = certificates.due(desired, status, observed, now, options)
+    status = certificates.renewed(status, certify, observed, now)
+    actions += [certify] if certify is not None else []
+    actions += _servers(job, desired, old, status, observed)
     actions += _workers(job, desired, old, status, observed, now, options)
     actions += _evaluator(job, desired, status, observed)
     status = status.model_copy(
@@ -87,7 +90,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
         actions=tuple(actions),
         status=status,
         notes=(*notes, *turned(old, status)),
-        requeue=_next_look(job, status, desired, observed, now, options),
+        requeue=next_look(job, status, desired, observed, now, options),
     )
 
 
@@ -125,7 +128,7 @@ def _conclude(
     for kind in ("Running", "Degraded"):
         if condition(status, kind) is not None:
             status = with_condition(status, kind, False, over, now=now)
-    return Plan(status=status, notes=(*notes, *turned(old, status)), requeue=_ZERO)
+    return Plan(status=status, notes=(*notes, *turned(old, status)), requeue=ZERO)
 
 
 def _finished(job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus, now: datetime) -> Plan:
@@ -138,14 +141,14 @@ def _finished(job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus
         if pod.deleting is None and (clean == "All" or (clean == "Running" and pod.live)):
             actions.append(DeletePod.of(pod, reason))
     requeue = None
-    restart = _asked_restart(job)
+    restart = asked_restart(job)
     if restart is not None and restart > now:
         requeue = restart - now
     ttl, completed = policy.get("ttlSecondsAfterFinished"), parse_time(old.completion_time)
     if ttl is not None and completed is not None:
-        left = max(_ZERO, completed + timedelta(seconds=ttl) - now)
+        left = max(ZERO, completed + timedelta(seconds=ttl) - now)
         requeue = left if requeue is None else min(left, requeue)
-        if left == _ZERO:
+        if left == ZERO:
             why = f"ttlSecondsAfterFinished ({ttl} s) has passed"
             return Plan(actions=(DeleteJob(job["metadata"]["uid"], why),))
     workers, servers = observed.of("worker"), observed.of("ps")
@@ -230,6 +233,15 @@ def _network(job: Mapping[str, Any], observed: Observed, options: Options) -> It
         yield Create("NetworkPolicy", name, manifest, "only the job's own pods reach its data ports")
 
 
+def _services(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
+    """They record how the job is wired, and with what spec it has started, so they come before all others."""
+    revision = builders.revision(desired.spec)
+    wanted = desired.wiring.services(job, builders.servers(desired.spec), revision=revision)
+    for address, manifest in wanted.items():
+        if address not in observed.services:
+            yield Create("Service", address, manifest, "the address of the job's servers")
+
+
 def _servers(
     job: Mapping[str, Any],
     desired: Desired,
@@ -237,18 +249,13 @@ def _servers(
     status: TrainingJobStatus,
     observed: Observed,
 ) -> Iterator[Action]:
-    """Services, claim and pods of the parameter servers and their standbys."""
+    """Claim and pods of the parameter servers and their standbys."""
     spec, name = desired.spec, desired.name
-    roles: tuple[Role, ...] = ("ps", "standby") if builders.has_standbys(spec) else ("ps",)
-    every = [(role, shard) for role in roles for shard in range(spec.parameter_server.replicas)]
-    for role, shard in every:
-        if (address := names.service(name, shard, role)) not in observed.services:
-            yield Create("Service", address, builders.service(job, spec, shard, role), _ADDRESS[role])
     if spec.parameter_server.checkpoint.volume_claim is not None and names.claim(name) not in observed.claims:
         claim = builders.claim(job, spec)
         yield Create("PersistentVolumeClaim", names.claim(name), claim, "for checkpoints")
-    there = {(pod.role, pod.index): pod for pod in observed.of(*roles)}
-    for role, shard in every:
+    there = {(pod.role, pod.index): pod for pod in observed.of("ps", "standby")}
+    for role, shard in builders.servers(spec):
         pod = there.get((role, shard))
         if pod is None:
             yield _create(job, desired, status, role, shard, _NEED[role])
@@ -305,8 +312,8 @@ def _workers(
         if pod.deleting is not None:
             continue
         if pod.over:
-            restart = _restart_in(pod, status, desired, now, options)
-            if pod.uid in old.worker.counted_pods and restart == _ZERO:
+            restart = restart_in(pod, status, desired, now, options)
+            if pod.uid in old.worker.counted_pods and restart == ZERO:
                 yield DeletePod.of(pod, "it has ended and is replaced")
         elif pod.active and (why := _given_up(pod, desired, observed, now)):
             yield DeletePod.of(pod, why)
@@ -332,9 +339,8 @@ def _create(
     index: int,
     reason: str,
 ) -> Create:
-    manifest = builders.pod(
-        job, desired.spec, role, index, avoid=sorted(filter(None, status.worker.invalid_on))
-    )
+    avoid = sorted(filter(None, status.worker.invalid_on))
+    manifest = builders.pod(job, desired.spec, role, index, avoid=avoid, wiring=desired.wiring)
     return Create("Pod", names.pod(desired.name, role, index), manifest, reason)
 
 
@@ -350,62 +356,3 @@ def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[
             yield DeletePod.of(pod, "its processes have ended", force=True)
         elif pod.unheard or (pod.deleting is not None and now - pod.deleting > options.force_after):
             yield DeletePod.of(pod, "its node does not confirm that it ended", force=True)
-
-
-def _restart_in(
-    pod: Pod, status: TrainingJobStatus, desired: Desired, now: datetime, options: Options
-) -> timedelta:
-    """How long the replacement of an ended worker still has to wait."""
-    delay = _ZERO
-    if consequence(pod, desired.spec.run_policy.pod_failure_policy) == "Count":
-        exponent = min(16, max(0, status.worker.failures - 1))  # mutant: equal
-        doubled = options.restart_base * 2**exponent
-        delay = min(options.restart_limit, doubled)
-    elif pod.started and pod.ended and pod.ended - pod.started < options.short_life:
-        delay = options.short_life_delay
-    return max(_ZERO, delay - (now - (pod.ended or now - delay)))
-
-
-def _next_look(
-    job: Mapping[str, Any],
-    status: TrainingJobStatus,
-    desired: Desired,
-    observed: Observed,
-    now: datetime,
-    options: Options,
-) -> timedelta:
-    """When time alone may ask for something. What changes, asks for a pass by itself."""
-    times = [options.look]
-    if observed.refusals:
-        times = [options.retry]
-    workers = observed.of("worker")
-    times += [_restart_in(pod, status, desired, now, options) for pod in workers if pod.over]
-    ends = [pod.deleting for pod in observed.pods if pod.deleting is not None]
-    times += [max(options.retry, end + options.force_after - now) for end in ends]
-    done = [pod for pod in workers if pod.ending == "done"]
-    if done:
-        last = max((pod.ended for pod in done if pod.ended), default=now)
-        times.append(timedelta(seconds=2) if now - last < options.answer_limit * 2 else options.poll)
-    if any(
-        member.state in ("hung", "lost")
-        for pod in workers
-        if pod.active
-        for member in stays(pod, observed, now)
-    ):
-        times.append(options.poll)
-    if builders.has_standbys(desired.spec):
-        times.append(options.poll)
-    restart = _asked_restart(job)
-    if restart is not None and restart > now:
-        times.append(restart - now)
-    deadline, start = desired.spec.run_policy.active_deadline_seconds, parse_time(status.start_time)
-    if deadline is not None and start is not None:
-        times.append(max(_ZERO, start + timedelta(seconds=deadline) - now))
-    return min(times)
-
-
-def _asked_restart(job: Mapping[str, Any]) -> datetime | None:
-    try:
-        return restart_of(job)
-    except ValueError:
-        return None

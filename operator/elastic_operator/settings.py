@@ -15,6 +15,8 @@ from elastic_operator.plan import Options
 from elastic_ps.errors import UsageError
 from elastic_ps.fields import parse_duration
 
+_SHORTEST = timedelta(seconds=60)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -29,6 +31,8 @@ class Settings:
         watch_limit: the operator is unhealthy when a watch misses a change for this long.
         request_timeout: deadline of a request to the API server.
         status_timeout: deadline of a request to a parameter server.
+        tls_secret: (namespace, name) of the Secret with which certificates of jobs are signed; None: jobs
+            that start now use no TLS.
         lease: (namespace, name) of the Lease that this operator has to hold to work; None: it works at once.
         lease_duration: for how long a lease counts that is not renewed.
         identity: this operator's name, as the lease's holder; empty: the host's.
@@ -43,6 +47,7 @@ class Settings:
     watch_limit: timedelta = timedelta(seconds=120)
     request_timeout: timedelta = timedelta(seconds=15)
     status_timeout: timedelta = timedelta(seconds=2)
+    tls_secret: tuple[str, str] | None = None
     lease: tuple[str, str] | None = None
     lease_duration: timedelta = timedelta(seconds=15)
     identity: str = ""
@@ -84,8 +89,20 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         help="time between two reads of a job's progress",
     )
     add(
+        "--tls-secret",
+        type=_place,
+        help="namespace/name of the Secret with which the certificates of jobs are signed; it is made if it "
+        "is missing. Without it, jobs use no TLS",
+    )
+    add(
+        "--certificate-lifetime",
+        type=_lifetime,
+        default=defaults.options.certificate_lifetime,
+        help="how long the certificates of jobs are valid; new ones are issued in the last third",
+    )
+    add(
         "--lease",
-        type=_lease,
+        type=_place,
         help="namespace/name of a Lease: of several operators, the one that holds it works",
     )
     add(
@@ -118,12 +135,19 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         concurrency=given.concurrency,
         resync=given.resync,
         watch_limit=given.watch_limit,
+        tls_secret=given.tls_secret,
         lease=given.lease,
         lease_duration=given.lease_duration,
         identity=given.identity,
         fail_after_writes=given.fail_after_writes,
         log_level=given.log_level,
-        options=Options(poll=given.poll, policy=given.template_permissions, http_from=given.http_from),
+        options=Options(
+            poll=given.poll,
+            policy=given.template_permissions,
+            http_from=given.http_from,
+            secured=given.tls_secret is not None,
+            certificate_lifetime=given.certificate_lifetime,
+        ),
     )
 
 
@@ -134,7 +158,7 @@ def _address(text: str) -> tuple[str, int]:
     return host or "0.0.0.0", int(port)
 
 
-def _lease(text: str) -> tuple[str, str]:
+def _place(text: str) -> tuple[str, str]:
     namespace, _, name = text.partition("/")
     if not namespace or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not namespace/name")
@@ -165,6 +189,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
     return int(text)
+
+
+def _lifetime(text: str) -> timedelta:
+    lifetime = _duration(text)
+    if lifetime < _SHORTEST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is too short: pods see a new certificate up to two minutes after it was issued; "
+            f"expected {_SHORTEST.total_seconds():g}s at least"
+        )
+    return lifetime
 
 
 def _duration(text: str) -> timedelta:

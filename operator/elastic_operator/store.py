@@ -145,7 +145,8 @@ class Store:
         services = {place[2]: other.value for place, other in owned if place[0] == "services"}
         observed = Observed(
             pods=tuple(sorted(found, key=lambda pod: pod.name)),
-            services=services,
+            services={name: revision for name, (revision, _) in services.items()},
+            secured=any(secured for _, secured in services.values()),
             claims=frozenset(place[2] for place, _ in owned if place[0] == "persistentvolumeclaims"),
             policies=frozenset(place[2] for place, _ in owned if place[0] == "networkpolicies"),
         )
@@ -195,7 +196,7 @@ def _read(resource: Resource, manifest: Mapping[str, Any]) -> _Item | None:
     if resource == "pods":
         value = pods.read(manifest)
     elif resource == "services":
-        value = annotations.get(names.SPEC_ANNOTATION)
+        value = (annotations.get(names.SPEC_ANNOTATION), annotations.get(names.TLS_ANNOTATION) == "true")
     key = (metadata["namespace"], labels[names.JOB_LABEL])
     return _Item(uid, version, key, frozenset(owners), value, value)
 

@@ -129,7 +129,7 @@ def health(
     running = servers >= shards and present >= needed
     # Workers that are done are not ready any more, some time before their node says how they ended.
     running = running or (status.progress.finished and holds(status, "Running"))
-    problems = [*_problems(observed), *_silence(status, desired, observed, now, options)]
+    problems = [*_problems(observed, now, options), *_silence(status, desired, observed, now, options)]
     created = not observed.refusals
     made = Problem("Created", "the operator has created the job's pods, Services and volume claims")
     status = with_condition(status, "Created", created, made if created else observed.refusals[0], now=now)
@@ -172,11 +172,13 @@ def _degraded(
     return with_condition(status, "Degraded", True, why, now=now)
 
 
-def _problems(observed: Observed) -> list[Problem]:
+def _problems(observed: Observed, now: datetime, options: Options) -> list[Problem]:
     """What keeps parameter servers, workers and the evaluator from working, the most telling first."""
     problems = list(observed.refusals)
     for pod in observed.of("ps", "worker", "evaluator"):
-        if pod.deleting is None and pod.problem is not None:
+        unplaced = pod.unplaced(now)
+        settled = unplaced is None or unplaced >= options.place_limit
+        if pod.deleting is None and pod.problem is not None and settled:
             problems.append(pod.problem)
     if observed.server is not None and observed.server.problem:
         problems.append(Problem("ParameterServerProblem", observed.server.problem))

@@ -237,7 +237,7 @@ class Jobs:
         """Wait until nothing of these jobs exists any more."""
 
         def gone() -> bool:
-            kinds = "pods,services,persistentvolumeclaims"
+            kinds = "pods,services,secrets,persistentvolumeclaims"
             return all(
                 not self.cluster.get("-n", self.namespace, kinds, "-l", f"elastic-ps.dev/job={name}")["items"]
                 for name in names

@@ -89,7 +89,7 @@ def histories(jobs: Jobs, into: Path) -> Histories:
 
 def members(jobs: Jobs) -> list[dict[str, Any]]:
     """All stays in the job, in joining order; none if the parameter server does not answer."""
-    path = f"/api/v1/namespaces/{jobs.namespace}/services/lost-ps-0:http/proxy/status"
+    path = f"/api/v1/namespaces/{jobs.namespace}/pods/lost-ps-0:8080/proxy/status"
     answer = jobs.kubectl("get", "--raw", path, check=False).stdout
     found: list[dict[str, Any]] = json.loads(answer)["members"] if answer else []
     return found

@@ -152,7 +152,7 @@ def test_api_requests_use_what_is_granted(jobs: Jobs, operator: OperatorProcess)
     jobs.apply("verbs")
     jobs.wait_status("verbs", phase="Running")
     used = requests(operator.get("/metrics"))
-    assert {verb for verb, _ in used if writes(verb)} <= {"create", "delete", "patch"}
+    assert {verb for verb, _ in used if writes(verb)} <= {"create", "update", "delete", "patch"}
 
 
 def failing(code: int) -> list[str]:

@@ -29,6 +29,7 @@ _KINDS = {
     "events": "Event",
     "leases": "Lease",
     "networkpolicies": "NetworkPolicy",
+    "secrets": "Secret",
     JOBS: "TrainingJob",
 }
 
@@ -87,7 +88,7 @@ class ApiServer:
             def handle_any(self) -> None:
                 outer._handle(self)
 
-            do_GET = do_POST = do_PATCH = do_DELETE = handle_any
+            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = handle_any
 
             def log_message(self, *_: object) -> None:
                 """Requests are kept in `requests`."""
@@ -253,6 +254,10 @@ class ApiServer:
             raise Refusal(404, "NotFound", f'{resource} "{name}" not found')
         if request.method == "DELETE":
             return self._delete(resource, namespace, name, found, request.body or {})
+        if request.method == "PUT":
+            if request.body.get("type") != found.get("type"):
+                raise Refusal(422, "Invalid", f"{name} is invalid: type: field is immutable")
+            return self.put(resource, request.body)
         if request.method == "PATCH":
             whole = resource == "leases"
             patch = request.headers.get("content-type") == "application/merge-patch+json"

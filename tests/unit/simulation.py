@@ -14,7 +14,17 @@ from typing import Any
 from elastic_operator import names, pods
 from elastic_operator.cluster import difference
 from elastic_operator.documents import over
-from elastic_operator.plan import Create, DeleteJob, DeletePod, Observed, Options, Plan, stamp
+from elastic_operator.plan import (
+    Action,
+    Certify,
+    Create,
+    DeleteJob,
+    DeletePod,
+    Observed,
+    Options,
+    Plan,
+    stamp,
+)
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status
 from elastic_ps.status import Member, Progress, ServerStatus
@@ -48,6 +58,8 @@ class Simulation:
         self.made = 0
         self.writes = 0
         self.notes: dict[str, str] = {}
+        self.secured = False
+        self.certified: list[Certify] = []
 
     @property
     def status(self) -> dict[str, Any]:
@@ -75,6 +87,7 @@ class Simulation:
         return Observed(
             pods=tuple(pod for pod in found if pod is not None),
             services=dict(self.services),
+            secured=self.secured,
             claims=frozenset(self.claims),
             policies=frozenset(self.policies),
             server=self.server,
@@ -102,15 +115,18 @@ class Simulation:
                 self.writes += 1
         return plan
 
-    def apply(self, action: Create | DeletePod | DeleteJob) -> None:
+    def apply(self, action: Action) -> None:
         self.writes += 1
-        if isinstance(action, DeleteJob):
+        if isinstance(action, Certify):
+            self.certified.append(action)
+        elif isinstance(action, DeleteJob):
             self.job, self.pods, self.services, self.claims = None, {}, {}, set()
         elif isinstance(action, DeletePod):
             if self.pods.get(action.name, {}).get("metadata", {}).get("uid") == action.uid:
                 del self.pods[action.name]
         elif action.kind == "Service":
             metadata = action.manifest["metadata"]
+            self.secured = self.secured or names.TLS_ANNOTATION in metadata["annotations"]
             self.services.setdefault(action.name, metadata["annotations"].get(names.SPEC_ANNOTATION))
         elif action.kind == "NetworkPolicy":
             self.policies.add(action.name)
@@ -187,7 +203,7 @@ def running(**spec: Any) -> Simulation:
 
 def named(plan: Plan) -> list[str]:
     """What the plan's actions are about."""
-    return [action.name for action in plan.actions if not isinstance(action, DeleteJob)]
+    return [action.name for action in plan.actions if isinstance(action, Create | DeletePod)]
 
 
 def finish(simulation: Simulation) -> None:

@@ -16,6 +16,7 @@ from helm_python import Chart, HelmError, lint
 
 from elastic_operator import builders, crd, settings
 from elastic_operator.permissions import Permissions
+from elastic_operator.wiring import HEADLESS
 from elastic_ps.job import TrainingJobSpec, load_job
 from tests.unit.simulation import job_document
 from tools.render_install import CHART, ROOT, TARGET, install_manifest, render
@@ -67,7 +68,7 @@ def test_rendering_is_valid_for_a_current_kubernetes(values: dict[str, Any]) -> 
             continue  # its schema is recursive, and no longer published; the API server is the judge
         kubernetes_validate.validate(document, VERSION, strict=True)
     assert {"Deployment", "Service", "ServiceAccount", "CustomResourceDefinition"} <= kinds
-    assert ("Role" in kinds) == bool(values)
+    assert ("ClusterRole" in kinds) != bool(values)
 
 
 def test_pods_and_services_of_a_job_are_valid_for_a_current_kubernetes() -> None:
@@ -78,7 +79,7 @@ def test_pods_and_services_of_a_job_are_valid_for_a_current_kubernetes() -> None
     for manifest in (
         builders.pod(job, spec, "ps", 0),
         builders.pod(job, spec, "worker", 1),
-        builders.service(job, spec, 0),
+        *HEADLESS.services(job, [("ps", 0)], revision="{}").values(),
         builders.claim(job, spec),
         builders.event(job, name="e", kind="Normal", reason="R", message="m", now="2026-01-01T00:00:00Z"),
     ):
@@ -103,6 +104,7 @@ def test_chart_has_no_findings() -> None:
         {"admissionPolicy": {"validationActions": ["Refuse"]}},
         {"templatePermissions": {"one": {"secret": ["a"]}}},
         {"templatePermissions": {"one": {"hostPaths": "/data"}}},
+        {"tls": {"certificateLifetime": "90d"}},
     ],
 )
 def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
@@ -128,7 +130,34 @@ def test_an_operator_for_some_namespaces_has_no_right_outside_of_them() -> None:
     there = [d for d in found if d["kind"] == "Role" and d["metadata"]["namespace"] == "one"]
     assert {d["metadata"]["name"] for d in there} == {f"elastic-ps{end}" for end in ("", "-edit", "-view")}
     own = [d for d in found if d["kind"] == "Role" and d["metadata"]["namespace"] == system]
-    assert [d["metadata"]["name"] for d in own] == ["elastic-ps-lease"]
+    assert [d["metadata"]["name"] for d in own] == ["elastic-ps-lease", "elastic-ps-authority"]
+
+
+def test_the_operator_may_read_one_secret_by_its_name() -> None:
+    """It writes those of jobs, and can read none of them, nor any other."""
+    for existing in ("", "issuer"):
+        values = {"tls": {"existingSecret": existing}}
+        rules = [rule for d in documents(values) for rule in d.get("rules", []) if d["kind"].endswith("Role")]
+        granted = [
+            (sorted(rule["verbs"]), rule.get("resourceNames"))
+            for rule in rules
+            if "secrets" in rule["resources"]
+        ]
+        name = existing or "elastic-ps-authority"
+        makes = [] if existing else [(["create"], None)]
+        assert granted == [(["create", "update"], None), (["get"], [name]), *makes]
+        (deployment,) = (d for d in documents(values) if d["kind"] == "Deployment")
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        given = settings.parse([a for a in container["args"] if "tls" in a or "certificate" in a])
+        assert given.tls_secret == (deployment["metadata"]["namespace"], name)
+        assert given.options.secured
+        assert given.options.certificate_lifetime.days == 90
+
+
+def test_without_tls_the_operator_has_no_right_to_secrets() -> None:
+    text = "".join(render({"tls": {"enabled": False}}).values())
+    assert "secrets" not in text.replace("templatePermissions", "")
+    assert "--tls-secret" not in text
 
 
 def test_roles_for_people_are_added_to_those_of_the_cluster() -> None:
@@ -274,7 +303,7 @@ def test_an_older_definition_does_not_prune_or_refuse_a_newer_status() -> None:
     status = version["schema"]["openAPIV3Schema"]["properties"]["status"]
     objects = [status, *(child for child in status["properties"].values() if "properties" in child)]
     objects.append(status["properties"]["conditions"]["items"])
-    assert len(objects) == 6
+    assert len(objects) == 7
     assert all(node["x-kubernetes-preserve-unknown-fields"] for node in objects)
     assert "enum" not in str(status)
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from elastic_operator import builders, names
+from elastic_operator.manifests import owner
+from elastic_operator.wiring import HEADLESS
 from elastic_ps import env
 from elastic_ps.job import TrainingJobSpec
 from tests.unit.simulation import job_document
@@ -52,7 +54,7 @@ def test_the_process_is_told_who_it_is() -> None:
     told = env.read(variables)
     assert told.run, "so that two jobs of one name are told apart on a volume"
     assert (told.job, told.role, told.index) == ("digits", "worker", 3)
-    assert told.addresses == ("digits-ps-0:2222", "digits-ps-1:2222")
+    assert told.addresses == tuple(f"digits-ps-{shard}.digits-servers:2222" for shard in range(2))
     assert told.checkpoints is None
     assert told.spec.entrypoint == "examples.digits.train:main"
     server = env.read({item["name"]: item["value"] for item in container(build("ps"))["env"]})
@@ -166,12 +168,13 @@ def test_tolerations_that_a_person_has_set_stay(given: list[dict[str, Any]], add
 def test_names_are_short_enough() -> None:
     longest = names.pod("x" * 52, "worker", 99999)
     assert len(longest) <= 65
-    assert len(names.service("x" * 52, 63)) <= 63
+    assert len(names.service("x" * 52)) <= 63
+    assert max(map(len, HEADLESS.host("x" * 52, "standby", 63).split("."))) <= 63, "a label of DNS"
 
 
 def test_the_jobs_objects_are_its_own() -> None:
     job = job_document()
-    reference = builders.owner(job)
+    reference = owner(job)
     assert reference["controller"] is True
     assert (reference["kind"], reference["uid"]) == ("TrainingJob", job["metadata"]["uid"])
 
@@ -193,7 +196,8 @@ def test_an_events_message_is_as_long_as_the_api_allows() -> None:
 def test_a_server_has_an_address_before_it_is_ready() -> None:
     """It becomes ready by what workers send to it."""
     job = job_document()
-    made = builders.service(job, TrainingJobSpec.model_validate(job["spec"]), 0)
+    (made,) = HEADLESS.services(job, [("ps", 0)], revision="{}").values()
+    assert made["spec"]["clusterIP"] == "None"
     assert made["spec"]["publishNotReadyAddresses"] is True
     assert {port["name"]: (port["port"], port["targetPort"]) for port in made["spec"]["ports"]} == {
         "grpc": (2222, 2222),
@@ -206,11 +210,15 @@ def test_a_server_has_five_minutes_to_start_and_one_to_answer() -> None:
     """It may have to load a large model; and its threads may be held up for a while."""
     main = container(build("ps"))
     lasts = {}
-    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+    for kind in ("livenessProbe", "readinessProbe"):
         probe = main[kind]
         assert 0 < probe["timeoutSeconds"] <= probe["periodSeconds"], "one at a time"
         lasts[kind] = probe["periodSeconds"] * probe["failureThreshold"]
-    assert lasts == {"startupProbe": 300, "livenessProbe": 60, "readinessProbe": 6}
+    assert lasts == {"livenessProbe": 60, "readinessProbe": 6}
+    start = main["startupProbe"]
+    assert start["failureThreshold"] * 50 == start["timeoutSeconds"] == 300, (
+        "see the tests of the probe itself"
+    )
 
 
 def test_a_claim_asks_for_what_the_job_asks_for() -> None:

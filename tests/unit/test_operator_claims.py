@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_operator import builders, names
+from elastic_operator.manifests import owner
 from elastic_ps import env
 from elastic_ps.job import TrainingJobSpec
 from tests.unit.api_server import JOBS, ApiServer
@@ -45,7 +46,7 @@ def test_a_claim_that_is_retained_has_no_owner_that_it_is_deleted_with() -> None
     assert "ownerReferences" not in claim["metadata"]
     assert claim["metadata"]["annotations"] == {names.RUN_ANNOTATION: job["metadata"]["uid"]}
     plain = {"checkpoint": {"volumeClaim": {"storage": "1Gi", "retain": False}}}
-    assert builders.claim(job, spec_of(plain))["metadata"]["ownerReferences"] == [builders.owner(job)]
+    assert builders.claim(job, spec_of(plain))["metadata"]["ownerReferences"] == [owner(job)]
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 
 from elastic_operator import names
 from elastic_operator.api import EXIT_TEST, Api, ApiError
+from elastic_operator.authority import Authority
 from elastic_operator.cluster import Cluster, difference
 from elastic_operator.controller import Controller
 from elastic_operator.documents import read_status
@@ -46,7 +47,8 @@ class Operator:
         self.settings = Settings(kubeconfig=server.kubeconfig(directory), **settings)
         self.api = Api(self.settings, self.metrics)
         self.store = Store()
-        self.cluster = Cluster(self.api, self.store)
+        secret = self.settings.tls_secret
+        self.cluster = Cluster(self.api, self.store, Authority(self.api, secret) if secret else None)
         reflectors = Reflectors(self.api, self.store, self.settings)
         self.monitors = reflectors.monitors
         self.controller = Controller(self.cluster, self.store, reflectors, self.settings, self.metrics)
@@ -125,11 +127,16 @@ def test_a_job_gets_what_it_needs_and_a_status_and_events(server: ApiServer, ope
     server.add_job(worker={"replicas": 2}, parameterServer={"checkpoint": {"volumeClaim": {}}})
     assert operator.turns() is not None
     assert server.names("pods") == ["digits-ps-0", "digits-worker-0", "digits-worker-1"]
-    assert server.names("services") == server.names("persistentvolumeclaims") == ["digits-ps-0"]
+    assert (server.names("services"), server.names("persistentvolumeclaims")) == (
+        ["digits-servers"],
+        ["digits-ps-0"],
+    )
     assert operator.status.phase == "Pending"
     assert all(made.query == {"fieldValidation": "Strict"} for made in server.asked("POST", "pods"))
     (made,) = operator.messages()
-    assert made.startswith("Created service digits-ps-0: the address of the shard; persistentvolumeclaim ")
+    assert made.startswith(
+        "Created service digits-servers: the address of the job's servers; persistentvolumeclaim "
+    )
     assert made.endswith("; pod digits-worker-0, pod digits-worker-1: the job asks for 2 workers")
     operator.turns()
     before = len(server.objects), server.get(JOBS, "digits")["metadata"]["resourceVersion"]
@@ -190,7 +197,7 @@ def test_objects_of_a_job_of_the_same_name_are_neither_counted_nor_taken(
     operator.turns()
     degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
     assert (degraded.status, degraded.reason) == ("True", "NameTaken")
-    assert "digits-ps-0 of services exists already and does not belong to this job" in degraded.message
+    assert "digits-servers of services exists already and does not belong to this job" in degraded.message
     assert "digits-ps-0 of pods belongs to an earlier job and is still being deleted" in degraded.message
 
 

@@ -45,7 +45,11 @@ def test_the_evaluator_is_a_pod_that_is_told_who_it_is() -> None:
     assert container["command"] == ["python", "-m", "elastic_ps.evaluator"]
     assert not [volume for volume in pod["spec"]["volumes"] if volume["name"] == "checkpoints"]
     told = env.read({item["name"]: item["value"] for item in container["env"]})
-    assert (told.role, told.addresses, told.checkpoints) == ("evaluator", ("digits-ps-0:2222",), None)
+    assert (told.role, told.addresses, told.checkpoints) == (
+        "evaluator",
+        ("digits-ps-0.digits-servers:2222",),
+        None,
+    )
     assert told.spec.evaluator is not None
     assert told.spec.evaluator.entrypoint == EVALUATOR["entrypoint"]
 

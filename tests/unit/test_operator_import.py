@@ -33,5 +33,6 @@ def test_operator_imports_without_torch() -> None:
         timeout=60,
     )
     assert answer.returncode == 0, answer.stderr
-    modules = ["deaths", "env", "errors", "fields", "identity", "job", "policies", "status", "training"]
+    modules = ["certificates", "deaths", "env", "errors", "fields", "identity"]
+    modules += ["job", "policies", "status", "training"]
     assert answer.stdout.split() == ["elastic_ps", *(f"elastic_ps.{name}" for name in modules)]

@@ -24,7 +24,7 @@ def test_job_becomes_services_claims_and_pods() -> None:
         parameterServer={"replicas": 2, "checkpoint": {"volumeClaim": {"storage": "1Gi"}}},
         worker={"replicas": 3},
     )
-    assert set(simulation.services) == {"digits-ps-0", "digits-ps-1"}
+    assert set(simulation.services) == {"digits-servers"}, "one for all of them"
     assert simulation.claims == {"digits-ps-0"}, "which all servers mount"
     assert simulation.workers() == [f"digits-worker-{index}" for index in range(3)]
     assert set(simulation.pods) - set(simulation.workers()) == {"digits-ps-0", "digits-ps-1"}
@@ -400,6 +400,10 @@ def test_what_cannot_start_is_told_and_enough_workers_run_on() -> None:
         "held": True,
         "conditions": [condition],
     }
+    again = simulation.step().requeue
+    assert simulation.condition("Degraded")["status"] == "False", "its volume may be on its way"
+    assert again is not None
+    simulation.now += again
     simulation.step()
     assert simulation.status["phase"] == "Running"
     assert simulation.condition("Degraded")["reason"] == "Unschedulable"

@@ -241,7 +241,7 @@ def test_what_is_trained_is_kept_though_the_service_is_gone() -> None:
     simulation.edit(entrypoint="other:main")
     simulation.settle()
     assert "entrypoint cannot change" in simulation.condition("Degraded")["message"]
-    fixed = json.loads(simulation.services["digits-ps-0"] or "")
+    fixed = json.loads(simulation.services["digits-servers"] or "")
     assert fixed["entrypoint"] == "examples.digits.train:main"
     assert json.loads(simulation.status["revision"]) == fixed
 
@@ -249,7 +249,7 @@ def test_what_is_trained_is_kept_though_the_service_is_gone() -> None:
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '"text"'])
 def test_what_is_no_revision_is_none(text: str) -> None:
     simulation = running()
-    simulation.services["digits-ps-0"] = text
+    simulation.services["digits-servers"] = text
     simulation.settle()
     assert simulation.status["phase"] == "Running"
     assert simulation.condition("Degraded")["status"] == "False"

@@ -10,6 +10,7 @@ import pytest
 
 from elastic_operator import builders, names
 from elastic_operator.plan import Create, Options
+from elastic_operator.wiring import HEADLESS
 from elastic_ps import env
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.status import Progress, ServerStatus
@@ -57,7 +58,7 @@ def test_each_shard_has_a_standby_that_sees_the_same_checkpoints() -> None:
     simulation = running(shards=2)
     servers = {f"digits-{role}-{shard}" for role in ("ps", "standby") for shard in range(2)}
     assert set(simulation.pods) - set(simulation.workers()) == servers
-    assert set(simulation.services) == servers, "the standbys have stable addresses, too"
+    assert set(simulation.services) == {"digits-servers"}, "the standbys have their names from it, too"
     assert simulation.claims == {"digits-ps-0"}
     shared = {"claimName": "digits-ps-0"}
     for name in servers:
@@ -72,8 +73,8 @@ def test_a_standby_is_told_who_it_is_and_its_shard_where_it_is() -> None:
     assert str(standby.checkpoints) == names.CHECKPOINT_DIRECTORY
     for shard in range(2):
         server = environment(simulation.pods[f"digits-ps-{shard}"])
-        assert server.standbys == ("digits-standby-0:2222", "digits-standby-1:2222")
-        assert server.addresses == ("digits-ps-0:2222", "digits-ps-1:2222")
+        assert server.standbys == tuple(f"digits-standby-{i}.digits-servers:2222" for i in range(2))
+        assert server.addresses == tuple(f"digits-ps-{i}.digits-servers:2222" for i in range(2))
     assert environment(simulation.pods["digits-worker-0"]).standbys == ()
 
 
@@ -88,11 +89,12 @@ def test_a_standby_is_a_pod_like_its_shard() -> None:
     assert standby["metadata"]["ownerReferences"] == server["metadata"]["ownerReferences"]
     for pod in (server, standby):
         del pod["spec"]["containers"][0]["env"]
+    (address,) = HEADLESS.services(job, [("ps", 0), ("standby", 0)], revision="").values()
+    for pod in (server, standby):
+        assert pod["spec"].pop("subdomain") == address["metadata"]["name"]
+        assert pod["spec"].pop("hostname") == pod["metadata"]["name"]
+        assert address["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     assert standby["spec"] == server["spec"]
-    address = builders.service(job, spec, 0, "standby")
-    assert address["metadata"]["name"] == standby["metadata"]["name"]
-    assert address["spec"]["selector"].items() <= standby["metadata"]["labels"].items()
-    assert not address["spec"]["selector"].items() <= server["metadata"]["labels"].items()
 
 
 def test_a_volume_for_many_nodes_lets_the_standby_prefer_another() -> None:
@@ -128,14 +130,14 @@ def test_a_volume_for_one_node_keeps_the_servers_together() -> None:
 def test_without_standbys_everything_is_as_it_was() -> None:
     simulation = Simulation(job_document(parameterServer={"checkpoint": CLAIM}))
     manifests = {a.name: a.manifest for a in simulation.plan().actions if isinstance(a, Create)}
-    assert manifests.keys() == {"digits-ps-0", "digits-worker-0"}
+    assert manifests.keys() == {"digits-servers", "digits-ps-0", "digits-worker-0"}
     pod = dict(manifests["digits-ps-0"])
     assert volumes(pod)["checkpoints"]["persistentVolumeClaim"] == {"claimName": "digits-ps-0"}
     assert "affinity" not in pod["spec"]
     assert env.PREFIX + "STANDBYS" not in str(pod)
     assert "accessMode" not in str(pod)
     simulation.settle()
-    assert json.loads(simulation.services["digits-ps-0"] or "")["parameterServer"] == {
+    assert json.loads(simulation.services["digits-servers"] or "")["parameterServer"] == {
         "replicas": 1,
         "bucketBytes": 4 * 1024 * 1024,
         "checkpoint": {"volumeClaim": {"storage": "1Gi", "storageClassName": None}},
@@ -304,4 +306,4 @@ def test_killed_after_any_write_it_comes_to_the_same_rest(writes: int) -> None:
 
 
 def test_the_standby_of_the_last_shard_has_a_valid_name() -> None:
-    assert len(names.service("x" * 52, 63, "standby")) <= 63
+    assert len(names.pod("x" * 52, "standby", 63)) <= 63

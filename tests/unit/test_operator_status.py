@@ -179,9 +179,9 @@ def test_a_job_that_runs_goes_on_though_its_spec_has_a_field_of_a_newer_version(
     simulation.settle()
     assert simulation.job is not None
     simulation.edit(worker={"replicas": 2, "topology": "ring"}, budget={"hours": 3})
-    recorded = json.loads(simulation.services["digits-ps-0"] or "")
+    recorded = json.loads(simulation.services["digits-servers"] or "")
     recorded["data"]["cache"] = "8Gi"
-    simulation.services["digits-ps-0"] = json.dumps(recorded)
+    simulation.services["digits-servers"] = json.dumps(recorded)
     del simulation.pods["digits-worker-1"]
     simulation.settle()
     assert len(simulation.workers()) == 2

@@ -53,6 +53,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 - apiGroups: [""]
   resources: ["services", "persistentvolumeclaims"]
   verbs: ["get", "list", "watch", "create"]
+{{- if .Values.tls.enabled }}
+- apiGroups: [""]
+  resources: ["secrets"]
+  verbs: ["create", "update"]
+{{- end }}
 {{- if .Values.jobNetworkPolicy.enabled }}
 - apiGroups: ["networking.k8s.io"]
   resources: ["networkpolicies"]
@@ -61,6 +66,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 - apiGroups: [""]
   resources: ["events"]
   verbs: ["create"]
+{{- end -}}
+
+{{- /* What the certificates of jobs are signed with. */ -}}
+{{- define "elastic-ps.authority" -}}
+{{- default (printf "%s-authority" (include "elastic-ps.fullname" .)) .Values.tls.existingSecret -}}
 {{- end -}}
 
 {{- /* What people may do who edit or view jobs. */ -}}

@@ -260,6 +260,8 @@ def _kubelet_config(layout: Layout, binaries: Binaries) -> dict[str, object]:
         "maxPods": 250,
         # The node is ready one update after the network is; ten seconds otherwise.
         "nodeStatusUpdateFrequency": "1s",
+        # Until a Secret that has changed is seen in pods; a minute and more otherwise.
+        "syncFrequency": "5s",
         "oomScoreAdj": 0,
         # A developer's disk is often nearly full: neither evict pods nor collect images because of that.
         "evictionHard": {"memory.available": "100Mi"},

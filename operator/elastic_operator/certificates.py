@@ -1,0 +1,118 @@
+"""When the certificates of a job's processes are issued, and what Secrets hold them. Pure.
+
+A Secret holds the certificates of the processes of one role, as `0.crt`, `0.key`, `1.crt`, ...; a pod mounts
+its own, under the names that `elastic_ps.identity` gives. There are some for workers that do not exist yet,
+so that a job can grow without new ones. When they were issued, and until when they are valid, stands in the
+job's status: the operator reads no Secret of a job, and needs no right to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from elastic_operator import names
+from elastic_operator.desired import Desired
+from elastic_operator.manifests import Manifest, metadata
+from elastic_operator.plan import Certify, Observed, Options, stamp
+from elastic_operator.pods import parse_time
+from elastic_ps.env import Role
+from elastic_ps.identity import CA_FILE
+from elastic_ps.status import CertificatesStatus, TrainingJobStatus
+
+REFUSED = "CertificatesRefused"
+"""The reason of a problem for which there are no certificates, or only the old ones."""
+
+WAITED = timedelta(seconds=90)
+"""A pod that has not begun to start for so long may lack a Secret that a person has deleted."""
+
+
+@dataclass(frozen=True, repr=False)
+class Issued:
+    """A certificate with its chain, the key of it, and the authorities to trust. PEM."""
+
+    certificate: bytes
+    key: bytes
+    authorities: bytes
+
+
+def due(
+    desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime, options: Options
+) -> Certify | None:
+    """The certificates to issue now, if the job's processes have none, too few, or old ones."""
+    if not desired.wiring.secured:
+        return None
+    spec, known, workers = desired.spec, status.certificates, desired.replicas
+    expires = parse_time(known.expires or None) if known is not None else None
+    lifetime = options.certificate_lifetime
+    if known is None or expires is None:
+        reason = "the job's processes talk to each other over TLS"
+    elif expires - now <= lifetime / 3:
+        reason = f"the certificates are valid until {known.expires} only"
+    elif known.workers < workers:
+        reason = f"there are certificates for {known.workers} workers only"
+    elif name := _without(observed, parse_time(known.issued or None), now):
+        reason = f"{name} does not start, as if its Secret was missing"
+    else:
+        return None
+    processes: dict[Role, int] = {"ps": spec.parameter_server.replicas, "worker": room(workers)}
+    if spec.parameter_server.durability == "standby":
+        processes["standby"] = spec.parameter_server.replicas
+    if spec.evaluator is not None:
+        processes["evaluator"] = 1
+    return Certify(processes, desired.wiring, lifetime, reason, first=known is None)
+
+
+def renewed(
+    status: TrainingJobStatus, certify: Certify | None, observed: Observed, now: datetime
+) -> TrainingJobStatus:
+    """The status once they have been issued."""
+    if certify is None or any(problem.reason == REFUSED for problem in observed.refusals):
+        return status
+    until = stamp(now + certify.lifetime)
+    known = CertificatesStatus(issued=stamp(now), expires=until, workers=certify.processes["worker"])
+    return status.model_copy(update={"certificates": known})
+
+
+def next_look(status: TrainingJobStatus, now: datetime, options: Options) -> list[timedelta]:
+    """When time alone asks for new ones."""
+    expires = parse_time(status.certificates.expires or None) if status.certificates is not None else None
+    return [] if expires is None else [max(timedelta(0), expires - options.certificate_lifetime / 3 - now)]
+
+
+def room(workers: int) -> int:
+    """For how many workers certificates are issued, that a job of so many can grow for a while."""
+    return -(-workers // 64) * 64 if workers > 32 else max(4, 1 << (workers - 1).bit_length())
+
+
+def _without(observed: Observed, issued: datetime | None, now: datetime) -> str:
+    """The name of a pod for which it is worth a try to issue them again, once."""
+    for pod in observed.pods:
+        waits = pod.active and pod.pending and pod.node and pod.problem is None and pod.created is not None
+        if waits and pod.created and issued and issued < pod.created < now - WAITED:
+            return pod.name
+    return ""
+
+
+def secrets(
+    job: Mapping[str, Any], certify: Certify, issued: Mapping[tuple[Role, int], Issued]
+) -> Iterator[Manifest]:
+    """The Secrets, with the certificates `issued` for (role, index)."""
+    name = job["metadata"]["name"]
+    for role, count in certify.processes.items():
+        for first in range(0, count, names.PART):
+            data: dict[str, str] = {}
+            for index in range(first, min(count, first + names.PART)):
+                one = issued[role, index]
+                data[CA_FILE] = one.authorities.decode()
+                data[f"{index}.crt"], data[f"{index}.key"] = one.certificate.decode(), one.key.decode()
+            labels = names.labels(name) | {names.ROLE_LABEL: role}
+            yield {
+                "apiVersion": "v1",
+                "kind": "Secret",
+                "type": names.SECRET_TYPE,
+                "metadata": metadata(job, names.certificates(name, role, first), labels),
+                "stringData": data,
+            }

@@ -1,0 +1,32 @@
+"""What all manifests of a job have in common. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from elastic_ps.job import API_VERSION, KIND
+
+Manifest: TypeAlias = dict[str, Any]
+
+
+def owner(job: Mapping[str, Any]) -> Manifest:
+    """The reference by which garbage collection finds what belongs to the job."""
+    metadata = job["metadata"]
+    return {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": metadata["name"],
+        "uid": metadata["uid"],
+        "controller": True,
+    }
+
+
+def metadata(job: Mapping[str, Any], name: str, labels: dict[str, str]) -> Manifest:
+    """The metadata of an object that belongs to the job."""
+    return {
+        "name": name,
+        "namespace": job["metadata"]["namespace"],
+        "labels": labels,
+        "ownerReferences": [owner(job)],
+    }

@@ -1,0 +1,80 @@
+"""When a job is looked at again, though nothing has changed, and when an ended worker is replaced. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from elastic_operator import builders, certificates
+from elastic_operator.desired import Desired, restart_of
+from elastic_operator.failures import consequence
+from elastic_operator.plan import Observed, Options
+from elastic_operator.pods import Pod, parse_time
+from elastic_operator.status import stays
+from elastic_ps.status import TrainingJobStatus
+
+ZERO = timedelta(0)
+
+
+def restart_in(
+    pod: Pod, status: TrainingJobStatus, desired: Desired, now: datetime, options: Options
+) -> timedelta:
+    """How long the replacement of an ended worker still has to wait."""
+    delay = ZERO
+    if consequence(pod, desired.spec.run_policy.pod_failure_policy) == "Count":
+        exponent = min(16, max(0, status.worker.failures - 1))  # mutant: equal
+        doubled = options.restart_base * 2**exponent
+        delay = min(options.restart_limit, doubled)
+    elif pod.started and pod.ended and pod.ended - pod.started < options.short_life:
+        delay = options.short_life_delay
+    return max(ZERO, delay - (now - (pod.ended or now - delay)))
+
+
+def next_look(
+    job: Mapping[str, Any],
+    status: TrainingJobStatus,
+    desired: Desired,
+    observed: Observed,
+    now: datetime,
+    options: Options,
+) -> timedelta:
+    """When time alone may ask for something. What changes, asks for a pass by itself."""
+    times = [options.look]
+    if observed.refusals:
+        times = [options.retry]
+    workers = observed.of("worker")
+    times += [restart_in(pod, status, desired, now, options) for pod in workers if pod.over]
+    unplaced = [waits for pod in observed.pods if (waits := pod.unplaced(now)) is not None]
+    times += [options.place_limit - waits for waits in unplaced if waits < options.place_limit]
+    ends = [pod.deleting for pod in observed.pods if pod.deleting is not None]
+    times += [max(options.retry, end + options.force_after - now) for end in ends]
+    done = [pod for pod in workers if pod.ending == "done"]
+    if done:
+        last = max((pod.ended for pod in done if pod.ended), default=now)
+        times.append(timedelta(seconds=2) if now - last < options.answer_limit * 2 else options.poll)
+    if any(
+        member.state in ("hung", "lost")
+        for pod in workers
+        if pod.active
+        for member in stays(pod, observed, now)
+    ):
+        times.append(options.poll)
+    if builders.has_standbys(desired.spec):
+        times.append(options.poll)
+    restart = asked_restart(job)
+    if restart is not None and restart > now:
+        times.append(restart - now)
+    times += certificates.next_look(status, now, options)
+    deadline, start = desired.spec.run_policy.active_deadline_seconds, parse_time(status.start_time)
+    if deadline is not None and start is not None:
+        times.append(max(ZERO, start + timedelta(seconds=deadline) - now))
+    return min(times)
+
+
+def asked_restart(job: Mapping[str, Any]) -> datetime | None:
+    """When a person has asked for a restart of the job; None if nobody has, or not with a time."""
+    try:
+        return restart_of(job)
+    except ValueError:
+        return None
