@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from elastic_operator.names import SECRET_TYPE
 from tests.e2e.cluster import GivenCluster, wait_for
 from tests.e2e.conftest import minor_version
 from tests.e2e.operator_process import sleeper
@@ -124,3 +125,38 @@ def test_it_refuses_what_the_operator_refuses(
     edit = ("-n", namespace, "patch", "tj", "before", "--type=merge", "-p", image)
     assert "hostNamespaces: true" in cluster.kubectl(*edit, check=False).stderr
     cluster.kubectl("-n", namespace, "delete", "tj", "before")
+
+
+def test_the_operator_is_held_to_the_secrets_of_jobs(cluster: GivenCluster, namespace: str) -> None:
+    """Though RBAC lets it create and update any Secret of the namespace."""
+    if minor_version(cluster) < 30:
+        pytest.skip("the API server knows no ValidatingAdmissionPolicy")
+    values = {"fullnameOverride": namespace, "admissionPolicy": {"enabled": True}}
+    documents = list(yaml.safe_load_all(render(values)["admission-secrets.yaml"]))
+    account = f"system:serviceaccount:elastic-ps-system:{namespace}"
+    granted = ("--verb=create,update", "--resource=secrets")
+    cluster.kubectl("-n", namespace, "create", "role", "writer", *granted)
+    cluster.kubectl("-n", namespace, "create", "rolebinding", "writer", "--role=writer", f"--user={account}")
+
+    def refused(verb: str, name: str, kind: str) -> str:
+        secret = {"apiVersion": "v1", "kind": "Secret", "type": kind, "metadata": {"name": name}}
+        command = ("-n", namespace, f"--as={account}", verb, "--dry-run=server", "-f", "-")
+        done = cluster.kubectl(*command, stdin=json.dumps(secret), check=False)
+        return "" if done.returncode == 0 else done.stderr
+
+    cluster.kubectl("-n", namespace, "create", "secret", "generic", "foreign")
+    assert refused("create", "any", "Opaque") == "", "without the policy"
+    try:
+        cluster.apply(*documents)
+        wait_for(
+            lambda: "its own one" in refused("create", "any", "Opaque"),
+            what="the policy is in force",
+            timeout=timedelta(seconds=60),
+        )
+        assert "its own one" in refused("replace", "foreign", "Opaque")
+        assert "its own one" in refused("create", "token", "kubernetes.io/service-account-token")
+        assert refused("create", "digits-tls-ps-0", SECRET_TYPE) == ""
+        cluster.kubectl("-n", namespace, "create", "secret", "generic", "of-a-person")
+    finally:
+        for document in documents:
+            cluster.kubectl("delete", document["kind"], document["metadata"]["name"], "--ignore-not-found")

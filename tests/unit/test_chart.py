@@ -14,7 +14,7 @@ import pytest
 import yaml
 from helm_python import Chart, HelmError, lint
 
-from elastic_operator import builders, crd, settings
+from elastic_operator import builders, crd, names, settings
 from elastic_operator.permissions import Permissions
 from elastic_operator.wiring import HEADLESS
 from elastic_ps.job import TrainingJobSpec, load_job
@@ -202,8 +202,9 @@ def test_the_admission_policy_is_made_if_asked_for_and_knows_each_permission() -
     kind = "ValidatingAdmissionPolicy"
     assert not [d for d in documents(EVERYTHING) if d["kind"].startswith(kind)]
     values = {**EVERYTHING, "admissionPolicy": {"enabled": True, "validationActions": ["Warn"]}}
-    policy, binding = (d for d in documents(values) if d["kind"].startswith(kind))
-    for document in (policy, binding):
+    every = [d for d in documents(values) if d["kind"].startswith(kind)]
+    policy, binding = (d for d in every if d["metadata"]["name"].endswith("-templates"))
+    for document in every:
         kubernetes_validate.validate(document, VERSION, strict=True)
     variables = {variable["name"]: variable["expression"] for variable in policy["spec"]["variables"]}
     assert variables.keys() > {field.alias for field in Permissions.model_fields.values()}
@@ -215,6 +216,20 @@ def test_the_admission_policy_is_made_if_asked_for_and_knows_each_permission() -
     assert binding["spec"]["validationActions"] == ["Warn"]
     (selector,) = binding["spec"]["matchResources"]["namespaceSelector"]["matchExpressions"]
     assert selector["values"] == EVERYTHING["namespaces"]
+
+
+def test_the_operator_is_held_to_its_own_secrets_if_asked_for() -> None:
+    values = {"admissionPolicy": {"enabled": True}, "tls": {"existingSecret": "issuer"}}
+    name = "elastic-ps-secrets"
+    policy, binding = (d for d in documents(values) if d["metadata"]["name"] == name)
+    (condition,) = policy["spec"]["matchConditions"]
+    assert "'system:serviceaccount:elastic-ps-system:elastic-ps'" in condition["expression"]
+    (rule,) = policy["spec"]["validations"]
+    assert names.SECRET_TYPE in rule["expression"]
+    assert "object.metadata.name == 'issuer'" in rule["expression"]
+    assert (binding["spec"]["policyName"], binding["spec"]["validationActions"]) == (name, ["Deny"])
+    without = documents({"admissionPolicy": {"enabled": True}, "tls": {"enabled": False}})
+    assert name not in {d["metadata"]["name"] for d in without}
 
 
 def test_what_is_set_is_rendered() -> None:
