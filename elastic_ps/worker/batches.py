@@ -38,7 +38,7 @@ class Batches:
         self.lost = self.given_back = self.grouped = False
         self._open: list[list[Range]] = []  # batches that no backward() has run for
         self._new = 0  # how many of the last of these were handed out since the last backward()
-        self._computed: list[Range] = []
+        self._computed: list[list[Range]] = []
         self._kept: list[_Kept] = []
         self._skipped: list[Range] = []
         self._metrics: dict[str, Any] = {}
@@ -59,7 +59,12 @@ class Batches:
     @property
     def computed(self) -> tuple[Range, ...]:
         """The records that the next step is computed on, as far as it is."""
-        return tuple(self._computed)
+        return tuple(r for ranges in self._computed for r in ranges)
+
+    @property
+    def several(self) -> bool:
+        """Whether the next step is computed on several batches."""
+        return len(self._computed) > 1
 
     @property
     def kept(self) -> bool:
@@ -79,7 +84,7 @@ class Batches:
     @property
     def samples(self) -> int:
         """How many records the next step is computed on."""
-        return sum(r.records for r in self._computed)
+        return sum(r.records for r in self.computed)
 
     def add(self, ranges: Iterable[Range]) -> None:
         """A batch of these records is handed to the script."""
@@ -91,13 +96,12 @@ class Batches:
         """A backward() has run: its batch belongs to the next step."""
         self.grouped |= bool(self._open) and not self._new
         if self._open:
-            self._computed += self._open.pop(-1 if self._new else 0)
+            self._computed.append(self._open.pop(-1 if self._new else 0))
         self._new = 0
 
     def compute_all(self) -> None:
         """All batches belong to the next step."""
-        for ranges in self._open:
-            self._computed += ranges
+        self._computed += self._open
         self._open, self._new = [], 0
 
     def decide(self, *, keep_new: bool = False) -> int:
@@ -120,14 +124,14 @@ class Batches:
         if self._new:
             return self.skip_computed()
         if self._computed:
-            self._open.append(self._computed)
+            self._open.append(list(self.computed))
         self._computed, self._new = [], len(self._open)
         return 0
 
     def skip_computed(self) -> int:
         """The gradients of what was computed are gone; returns how many records are skipped by that."""
         records = self.samples
-        self._skipped += self._computed
+        self._skipped += self.computed
         self._computed, self._metrics = [], {}
         return records
 
@@ -141,7 +145,7 @@ class Batches:
 
     def keep(self) -> None:
         """This worker has made a step by itself with what was computed."""
-        self._kept.append(_Kept(self._computed, self._metrics))
+        self._kept.append(_Kept(list(self.computed), self._metrics))
         self._computed, self._metrics = [], {}
 
     def gather(self) -> None:
@@ -151,7 +155,7 @@ class Batches:
         """
         losses = [(float(k.metrics["loss"]), k.records) for k in self._kept if "loss" in k.metrics]
         for kept in self._kept:
-            self._computed += kept.ranges
+            self._computed.append(kept.ranges)
             self._metrics |= kept.metrics
         if losses:
             self._metrics["loss"] = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)

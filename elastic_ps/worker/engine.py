@@ -355,6 +355,13 @@ class Engine:
                 "this step's batch did not come from session.loader(...), so its records cannot be counted. "
                 "Iterate over session.loader(...), and pass it your data set or DataLoader"
             )
+        size = self.spec.consistency.global_batch_size
+        if size is not None and self.batches.several:
+            raise UsageError(
+                "this script makes a step of several batches, but consistency.globalBatchSize says already "
+                f"that a version is made of {size} records, however small the batches are. Call "
+                "optimizer.step() after each backward()"
+            )
         self.schedule.check()
 
     def _begin(self) -> None:

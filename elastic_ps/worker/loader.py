@@ -237,7 +237,9 @@ class ElasticLoader:
                         break
                 if engine.stopped:
                     continue
-                if not engine.batches.grouped:
+                if engine.spec.consistency.global_batch_size is not None:
+                    self._end_version()
+                elif not engine.batches.grouped:
                     engine.settle()
                 if engine.batches.undecided or not engine.skip_if_not_finite():
                     self._ended_early = True
@@ -254,17 +256,17 @@ class ElasticLoader:
             if supply.only is None:
                 supply.give_up()
 
+    def _end_version(self) -> None:
+        """This worker has had all its records of a version: it makes no step with what has had none."""
+        self._engine.settle()
+        if self._engine.batches.computed:
+            self._engine.skip()
+
     def _check_accumulation(self) -> None:
-        """Raise UsageError if a step is made of several batches where that cannot be."""
-        size = self._engine.spec.consistency.global_batch_size
-        if self._engine.batches.computed and size is not None:
-            raise UsageError(
-                "this script accumulates gradients of several batches, but consistency.globalBatchSize says "
-                f"already that a version is made of {size} records, however small the batches are. Call "
-                "optimizer.step() after each backward()"
-            )
-        if (  # a last step of several batches may have to be repeated after the loop
-            self._engine.batches.computed
+        """Raise UsageError if a last step of several batches may have to be repeated after the loop."""
+        if (
+            self._engine.spec.consistency.global_batch_size is None  # else each batch has its own step
+            and self._engine.batches.computed
             and self._supply.only is None
             and self._engine.spec.consistency.may_be_late
         ):

@@ -237,12 +237,40 @@ def test_a_script_that_accumulates_itself_is_refused(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model, overlap=False)
-        for x, y in session.loader(DATA, 4):
+        for number, (x, y) in enumerate(session.loader(DATA, 4), start=1):
             mse(model, x, y).backward()
-        optimizer.step()
+            if number % 2 == 0:
+                optimizer.step()
 
-    with pytest.raises(UsageError, match="says already that a version is made of 20 records"):
+    with pytest.raises(
+        UsageError, match=r"makes a step of several batches.* a version is made of 20 records"
+    ):
         alone(tmp_path, script, consistency={"globalBatchSize": 20})
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_script_that_makes_no_step_with_some_batches_skips_them(tmp_path: Path, overlap: bool) -> None:
+    """Also with the last batch of a version, and with gradients that are sent in part."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model, overlap=overlap)
+        for number, (x, y) in enumerate(session.loader(DATA, 5)):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if number in (3, 5, 6):
+                if number == 5 or overlap:
+                    optimizer.skip()
+                continue
+            optimizer.step()
+
+    with running_job(tmp_path, consistency={"globalBatchSize": 20}) as job:
+        job.start(0, script)
+        job.join()
+        commits, progress = job.commits(), job.status().progress
+    assert (progress.records_applied, progress.records_skipped) == (85, 15)
+    assert [len(records_of(commit)) for commit in commits] == [15, 10, 20, 20, 20]
+    assert check(read(job.history), Data(100, 1), batch=20) == []
 
 
 def test_more_records_than_an_epoch_has_are_refused(tmp_path: Path) -> None:
