@@ -13,10 +13,11 @@ import ssl
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from elastic_ps import env
-from elastic_ps.certificates import identity_of
+from elastic_ps.certificates import identity_of, validity_of
 from elastic_ps.errors import UsageError
 from elastic_ps.identity import (
     CA_FILE,
@@ -35,6 +36,11 @@ _FILES = (CA_FILE, CERTIFICATE_FILE, KEY_FILE)
 _TRIES = 5
 """How often the files are read again at once because they changed meanwhile."""
 
+
+class UntrustedError(ConnectionError):
+    """One of two sides does not accept the other's certificate."""
+
+
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -44,12 +50,14 @@ class Loaded:
 
     Attributes:
         identity: who this process is.
+        until: when the certificate ends.
         ca, certificate, key: PEM.
         client: for sockets that connect.
         server: for sockets that accept; None if the identity is none of a server.
     """
 
     identity: Identity
+    until: datetime
     ca: bytes
     certificate: bytes
     key: bytes
@@ -69,6 +77,7 @@ class Credentials:
         self._lock = threading.Lock()
         self._stamp: _Stamp | None = None
         self._unusable: _Stamp | None = None
+        self._ended: Loaded | None = None
         try:
             self._stamp, self._loaded = self._read()
         except (OSError, ValueError) as error:
@@ -89,6 +98,10 @@ class Credentials:
                     text = "the new certificate in %s cannot be used, so the old one still is: %s"
                     logger.warning(text, self._directory, _words(error))
                     self._unusable = stamp
+            if datetime.now(UTC) > self._loaded.until and self._ended is not self._loaded:
+                self._ended = self._loaded
+                text = "the certificate in %s has ended at %s, so nobody accepts it; put a new one there"
+                logger.warning(text, self._directory, self._loaded.until)
             return self._loaded
 
     def accepting(self) -> ssl.SSLContext:
@@ -155,7 +168,8 @@ class Credentials:
             # A ticket would let a client come back after its certificate has ended. And it would arrive by
             # itself, while a client that still sends takes all that arrives for an answer.
             server.num_tickets = 0
-        return Loaded(identity, ca.read_bytes(), chain, key.read_bytes(), client, server)
+        _, until = validity_of(chain)
+        return Loaded(identity, until, ca.read_bytes(), chain, key.read_bytes(), client, server)
 
 
 def of_process(environment: env.ProcessEnvironment) -> Credentials | None:

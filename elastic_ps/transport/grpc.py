@@ -73,6 +73,9 @@ _SERVICE, _METHOD = "elastic_ps.transport.Transport", "Call"
 _NAMES = "x509_subject_alternative_name"
 """The key under which gRPC has the names of a certificate."""
 
+_VERSION = b"TLSv1.3"
+"""gRPC would also talk TLS 1.2. Its older versions do not tell which one they talk."""
+
 _COMMON_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
@@ -240,6 +243,8 @@ class GrpcServer(Server):
         shown = cast("Mapping[str, Sequence[bytes]]", context.auth_context())
         names = [name.decode(errors="replace") for name in shown.get(_NAMES, ())]
         peer = self._credentials.accept(names)
+        if any(version != _VERSION for version in shown.get("ssl_tls_version", ())):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "TLS 1.3 is expected")
         if peer is None:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate is none of this job")
         return peer

@@ -103,6 +103,11 @@ class Line:
         except OSError:
             return False
 
+    @property
+    def worn(self) -> bool:
+        """Whether the next call shall have a new connection, with new keys."""
+        return self._socket.worn
+
     def require_open(self) -> None:
         """Raises ConnectionLost."""
         if self._sock.fileno() < 0:

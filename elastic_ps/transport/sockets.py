@@ -14,6 +14,9 @@ from collections.abc import Sequence
 RECORD = 16 * 1024
 """Bytes of a record of TLS at most."""
 
+RECORDS = 1 << 24
+"""How many of them one connection carries: AES-GCM is safe for 2^24.5 with one key (RFC 8446, 5.5)."""
+
 
 class Plain:
     """What is sent is what the kernel takes; nothing is copied on the way to it."""
@@ -21,6 +24,11 @@ class Plain:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock = sock
+
+    @property
+    def worn(self) -> bool:
+        """Whether the connection is to be replaced by a new one, with new keys."""
+        return False
 
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
         """Send from the parts, which are not empty; returns how many bytes were taken."""
@@ -50,6 +58,15 @@ class Encrypted(Plain):
 
     sock: ssl.SSLSocket
 
+    def __init__(self, sock: ssl.SSLSocket) -> None:
+        super().__init__(sock)
+        self._records = 0
+
+    @property
+    def worn(self) -> bool:
+        """See `Plain.worn`."""
+        return self._records > RECORDS
+
     def handshake(self) -> int:
         """Go on with it; returns the event of `select.poll` that it waits for, 0 if none. Raises OSError."""
         try:
@@ -66,12 +83,15 @@ class Encrypted(Plain):
         if len(parts) > 1 and len(first) < RECORD:  # one record, and one packet, for a call with a small body
             first = b"".join((first, parts[1][: RECORD - len(first)]))
         try:
-            return self.sock.send(first)
+            sent = self.sock.send(first)
         except ssl.SSLWantWriteError:
             raise BlockingIOError from None
+        self._records += 1 + sent // RECORD
+        return sent
 
     def receive_into(self, target: memoryview) -> int:
         """See `Plain.receive_into`."""
+        self._records += 1
         try:
             return self.sock.recv_into(target)
         except ssl.SSLWantReadError:

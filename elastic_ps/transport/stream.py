@@ -19,7 +19,7 @@ from typing import Protocol
 
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, TransportError
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
-from elastic_ps.transport.credentials import Credentials, names_of
+from elastic_ps.transport.credentials import Credentials, UntrustedError, names_of
 from elastic_ps.transport.line import Head, Kind, Line, Received
 from elastic_ps.transport.refusal import Kind as Blame
 from elastic_ps.transport.refusal import Refusal, answers
@@ -302,6 +302,8 @@ class StreamConnection(Connection):
                 return line
         try:
             line = Line(self._dial(), self._address)
+        except UntrustedError as error:
+            raise ConnectionLost(f"{what}: {error}") from error
         except OSError as error:
             raise ConnectionLost(f"{what}: nobody serves there ({error})") from error
         try:
@@ -320,7 +322,7 @@ class StreamConnection(Connection):
         useless = [] if usable else [line]
         with self._lock:
             self._busy.discard(line)
-            if usable and not self._closed:
+            if usable and not self._closed and not line.worn:
                 self._idle.append(line)
             elif usable:
                 useless.append(line)

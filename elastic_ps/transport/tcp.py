@@ -20,7 +20,7 @@ from datetime import timedelta
 
 from elastic_ps.errors import CannotListen
 from elastic_ps.transport.base import Limits
-from elastic_ps.transport.credentials import Credentials
+from elastic_ps.transport.credentials import Credentials, UntrustedError
 from elastic_ps.transport.stream import PROTOCOL, STALL, StreamConnection, StreamServer
 
 BACKLOG = 512
@@ -44,10 +44,6 @@ _AT_ONCE = 0.001
 
 _HELLO = PROTOCOL + b" %05d\n"
 """What a server says first: the port that its clients know."""
-
-
-class UntrustedError(ConnectionError):
-    """One of two sides does not accept the other's certificate."""
 
 
 class SilentError(TimeoutError):

@@ -27,7 +27,7 @@ from elastic_ps.errors import CannotListen, ConnectionLost, UsageError
 from elastic_ps.schemes import Scheme
 from elastic_ps.transport import local, tcp
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
-from elastic_ps.transport.credentials import Credentials
+from elastic_ps.transport.credentials import Credentials, UntrustedError
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,8 @@ class _Fastest(Connection):
 
     def _over_grpc(self, because: OSError) -> Connection:
         text = "%s is reached over gRPC, because not at its data port: %s"
-        logger.info(text, self._address, because)
+        level = logging.WARNING if isinstance(because, UntrustedError) else logging.INFO
+        logger.log(level, text, self._address, because)
         return _make("grpc", self._address, self._limits, self._credentials)
 
     def close(self) -> None:

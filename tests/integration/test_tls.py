@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -55,7 +57,9 @@ class Port:
         return connection
 
     def ask(self, credentials: Credentials | None) -> str:
-        return unary(self.connect(credentials), "ask", b"", timeout=SOON).decode()
+        connection = self.connect(credentials)
+        with contextlib.closing(connection):
+            return unary(connection, "ask", b"", timeout=SOON).decode()
 
     def worker(self, name: str = "worker", index: int = 3, ca: KeyPair | None = None) -> Credentials:
         return Credentials(write(self.directory / name, ca or self.ca, "worker", index))
@@ -268,6 +272,64 @@ def client_hello() -> bytes:
     with contextlib.suppress(ssl.SSLWantReadError):
         talks.do_handshake()
     return outgoing.read()
+
+
+def test_an_older_tls_is_refused(port: Port) -> None:
+    worker = port.worker()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    directory = port.directory / "worker"
+    context.load_verify_locations(directory / "ca.crt")
+    context.load_cert_chain(directory / "tls.crt", directory / "tls.key")
+    if port.kind == "tcp":
+        with socket.create_connection(tcp.split(port.server.address), timeout=10) as raw:
+            with pytest.raises(OSError), context.wrap_socket(raw, server_hostname=worker.server_name) as sock:
+                sock.recv(1)
+            return
+    # gRPC's client cannot be told to talk an older one.
+    shown = {"x509_subject_alternative_name": [worker.identity.uri.encode()], "ssl_tls_version": [b"TLSv1.2"]}
+    said: list[str] = []
+
+    def abort(code: object, text: str) -> None:
+        said.append(text)
+        raise ConnectionAbortedError
+
+    context_of_call: Any = SimpleNamespace(auth_context=lambda: shown, abort=abort)
+    assert isinstance(port.server, GrpcServer)
+    with pytest.raises(ConnectionAbortedError):
+        port.server._identify(context_of_call)
+    assert said == ["TLS 1.3 is expected"]
+    shown["ssl_tls_version"] = [b"TLSv1.3"]
+    assert port.server._identify(context_of_call) == worker.identity
+
+
+def test_a_connection_gets_new_keys_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_ps.transport.sockets.RECORDS", 100)
+    with contextlib.ExitStack() as stack:
+        port = Port("tcp", tmp_path, stack)
+        connection, dial, dialled = port.connect(port.worker()), tcp.dial, list[str]()
+
+        def noting(address: str, **more: Any) -> socket.socket:
+            dialled.append(address)
+            return dial(address, **more)
+
+        monkeypatch.setattr(tcp, "dial", noting)
+        for _ in range(10):
+            list(connection.call("ask", Frame(b"", memoryview(bytes(1_000_000))), timeout=LONG))
+        assert 5 <= len(dialled) <= 10
+
+
+def test_a_certificate_that_has_ended_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    ca = authority()
+    old = Credentials(write(tmp_path / "worker", ca, "worker", lifetime=-HOUR / 2))
+    for _ in range(3):
+        old.current()
+    assert [record.message for record in caplog.records if "has ended" in record.message] == caplog.messages
+    assert len(caplog.messages) == 1
+    write(tmp_path / "worker", ca, "worker")
+    old.current()
+    assert len(caplog.messages) == 1
 
 
 def test_the_loopback_port_is_closed_to_strangers_and_the_socket_open_to_the_user(tmp_path: Path) -> None:
