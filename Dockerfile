@@ -2,6 +2,7 @@
 #   docker build -t localhost/elastic-ps:0.1.0 .
 # The dependencies are a layer of their own, which changes only with constraints.txt and pyproject.toml. They are
 # compiled: a process that has to compile torch first takes seconds longer to come back.
+# To build on the very same base again, name it by its digest: --build-arg BASE_IMAGE=python@sha256:...
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE} AS build
 # For torch without CUDA, name PyTorch's index of CPU builds (its installation page has the address):
@@ -14,12 +15,29 @@ RUN python3 -m venv /opt/venv && \
         torch numpy grpcio cryptography protobuf pydantic PyYAML rich safetensors scikit-learn zstandard && \
     /opt/venv/bin/pip uninstall -y pip setuptools
 
+# What the image is made of, as a CycloneDX document.
+FROM build AS sbom
+COPY tools/sbom.py /src/
+RUN python3 -m venv /opt/sbom && \
+    /opt/sbom/bin/pip install --no-cache-dir --disable-pip-version-check -c /src/constraints.txt cyclonedx-python-lib && \
+    /opt/sbom/bin/python /src/sbom.py elastic-ps 0.1.0 /opt/venv/lib/python3*/site-packages > /sbom.cdx.json
+
 FROM ${BASE_IMAGE}
 COPY --from=build /opt/venv /opt/venv
+COPY --from=sbom /sbom.cdx.json /usr/share/sbom/elastic-ps.cdx.json
 COPY elastic_ps/ /app/elastic_ps/
 COPY examples/ /app/examples/
 RUN /opt/venv/bin/python -m compileall -q /app
 ENV PATH=/opt/venv/bin:$PATH PYTHONPATH=/app PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /app
+ARG BASE_IMAGE
+# The commit that it is built from.
+ARG REVISION=
+LABEL org.opencontainers.image.title="elastic-ps" \
+      org.opencontainers.image.description="Parameter server, workers and examples of elastic-ps" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.base.name="${BASE_IMAGE}" \
+      org.opencontainers.image.revision="${REVISION}"
 USER 65532:65532
 CMD ["python", "-m", "elastic_ps.worker"]

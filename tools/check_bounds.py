@@ -27,6 +27,7 @@ NOT_LOWEST = (
     "psutil",
     "helm-python-sdk",
     "kubernetes-validate",
+    "cyclonedx-python-lib",
 )
 TESTS = ("tests/unit", "tests/integration/test_grpc.py", "tests/integration/test_transport.py")
 
