@@ -63,6 +63,7 @@ class OuterRule(NamedTuple):
     Attributes:
         learning_rate, momentum: of that step, unless the job says otherwise; Nesterov's if there is momentum.
         waits: a version is made of all workers' exchanges; else each exchange makes one.
+        delayed: the momentum is made of the exchanges of as many workers as the job has at first.
         elastic: a worker keeps its own values, and both they and the job's move towards each other.
         options: what the job may say otherwise.
     """
@@ -70,12 +71,16 @@ class OuterRule(NamedTuple):
     learning_rate: float
     momentum: float = 0.0
     waits: bool = True
+    delayed: bool = False
     elastic: bool = False
     options: tuple[str, ...] = ("outer_learning_rate",)
 
 
 OUTER_RULES: Mapping[str, OuterRule] = {
     "diloco": OuterRule(0.7, 0.9, options=("outer_learning_rate", "outer_momentum")),
+    "delayed": OuterRule(
+        0.7, 0.9, waits=False, delayed=True, options=("outer_learning_rate", "outer_momentum")
+    ),
     "average": OuterRule(1.0, options=()),
     "easgd": OuterRule(0.25, waits=False, elastic=True),
     "downpour": OuterRule(1.0, waits=False),
@@ -83,7 +88,8 @@ OUTER_RULES: Mapping[str, OuterRule] = {
 """The outer rules of mode `local`; diloco if the job names none.
 
 diloco: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", with the
-outer rates that they found best. average: the mean of the workers' values, as in McMahan et al. 2017,
+outer rates that they found best. delayed: Liu et al. 2024, "Asynchronous Local-SGD Training for Language
+Modeling", the delayed Nesterov momentum. average: the mean of the workers' values, as in McMahan et al. 2017,
 "Communication-Efficient Learning of Deep Networks from Decentralized Data". easgd: Zhang et al. 2015, "Deep
 learning with Elastic Averaging SGD", algorithm 1. downpour: Dean et al. 2012, "Large Scale Distributed Deep
 Networks".
@@ -172,28 +178,30 @@ class Consistency(CamelModel):
         "quorum. With auto, which is the default, it is a quarter of the time between two exchanges of a "
         "worker, as measured.",
     )
-    outer: Literal["diloco", "average", "easgd", "downpour"] | None = Field(
+    outer: Literal["diloco", "delayed", "average", "easgd", "downpour"] | None = Field(
         default=None,
         description="Only with mode local; diloco if unset. What the parameter server makes of the workers' "
         "exchanges. With diloco, the mean of their changes is the gradient of a step with Nesterov momentum. "
-        "With average, a version is the mean of their values. Both wait for all workers. With downpour, "
-        "each worker's change is added when it comes. With easgd, a worker keeps its own values, and at each "
-        "exchange they and the job's are drawn together.",
+        "With average, a version is the mean of their values. Both wait for all workers. With delayed, each "
+        "worker's change is such a gradient by itself when it comes, and the momentum changes once in as "
+        "many exchanges as worker.replicas says. With downpour, each worker's change is added when it "
+        "comes. With easgd, a worker keeps its own values, and at each exchange they and the job's are drawn "
+        "together.",
     )
     outer_learning_rate: float | None = Field(
         default=None,
         ge=0.0001,
         le=100,
         description="Only with mode local, and not with outer average: the share of the workers' change that "
-        "becomes part of the job's values. 0.7 if unset with diloco, 1 with downpour; with easgd it is the "
-        "share of their distance by which both sides move, 0.25 if unset, and 1 at most.",
+        "becomes part of the job's values. 0.7 if unset with diloco and delayed, 1 with downpour; with easgd "
+        "it is the share of their distance by which both sides move, 0.25 if unset, and 1 at most.",
     )
     outer_momentum: float | None = Field(
         default=None,
         ge=0,
         le=0.9999,
-        description="Only with mode local and outer diloco: the Nesterov momentum of the outer step; 0.9 if "
-        "unset.",
+        description="Only with mode local and outer diloco or delayed: the Nesterov momentum of the outer "
+        "step; 0.9 if unset.",
     )
     deterministic: bool = Field(
         default=False,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic_ps.codec.delayed import OURS
 from elastic_ps.codec.memory import name_of
 
 WIDE = {"float16": torch.float32, "bfloat16": torch.float32}
@@ -24,12 +25,17 @@ class Entry(NamedTuple):
     scalar: bool
 
 
+def class_of(name: str) -> type[torch.optim.Optimizer]:
+    """The class with this name, of torch.optim or our own. Raises AttributeError: there is none."""
+    return OURS[name] if name in OURS else getattr(torch.optim, name)
+
+
 def constructor_arguments(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group that the optimizer's constructor takes.
 
     It checks them, and some it does not look up in the groups: Adagrad's first state is made by it.
     """
-    known = inspect.signature(getattr(torch.optim, name)).parameters
+    known = inspect.signature(class_of(name)).parameters
     return {key: value for key, value in group.items() if key in known}
 
 
@@ -48,9 +54,8 @@ def usual_state(
         TypeError, ValueError, RuntimeError: it does not take these hyperparameters, or cannot step.
     """
     parameter = torch.nn.Parameter(torch.zeros(() if whole else (2,), dtype=dtype))
-    optimizer = getattr(torch.optim, name)(
-        [{**group, "params": [parameter]}], **constructor_arguments(name, group)
-    )
+    arguments: Any = constructor_arguments(name, group)
+    optimizer = class_of(name)([{**group, "params": [parameter]}], **arguments)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return {

@@ -31,6 +31,9 @@ ALLOWED = (
 )
 """Classes of torch.optim that may run on the parameter server."""
 
+OUTER = ("DelayedNesterov",)
+"""Classes of our own, which treat every element by itself, too: outer rules of mode `local`."""
+
 NOT_SENT = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "param_names"})
 """Keys of a parameter group that say how to compute on the worker's device, not what."""
 
@@ -165,7 +168,7 @@ def _kind(value: object) -> object:
 
 def check_optimizer(name: str) -> None:
     """Raise InvalidModel unless the class may run on the parameter server."""
-    if name not in ALLOWED:
+    if name not in ALLOWED + OUTER:
         raise InvalidModel(
             f"the optimizer {name} cannot run on the parameter server; use one of torch.optim's "
             f"{', '.join(ALLOWED)} (those that treat every element by itself)"

@@ -12,7 +12,7 @@ import torch
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Source
 from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.base import Codec
-from elastic_ps.codec.optimizers import WIDE, constructor_arguments, usual_state
+from elastic_ps.codec.optimizers import WIDE, class_of, constructor_arguments, usual_state
 from elastic_ps.core.partition import Bucket, Rule, TensorSpec
 from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, LIMITS, MAX_NORM, check_optimizer
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
@@ -109,7 +109,7 @@ class BucketValues:
             members.setdefault(tensors[piece.tensor].group, []).append(parameter)
         self._groups = sorted(members)
         self._rows = [tensors[piece.tensor].row for piece in self.bucket.pieces]
-        kind = getattr(torch.optim, name)
+        kind = class_of(name)
         arguments = constructor_arguments(name, groups[self._groups[0]])
         if (
             "fused" in inspect.signature(kind).parameters

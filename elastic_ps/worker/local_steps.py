@@ -2,8 +2,8 @@
 
 The script's optimizer changes the model on this worker. The values that were pulled last stay beside it. At
 an exchange the difference between the two is pushed in place of a gradient (the *pseudo-gradient* of Reddi
-et al. 2020, "Adaptive Federated Optimization"). The outer rule, which is an ordinary `torch.optim.SGD` on
-the parameter server, makes a version of it. So rounds, records, attempts and checkpoints are those of other
+et al. 2020, "Adaptive Federated Optimization"). The outer rule, which is an ordinary optimizer on the
+parameter server, makes a version of it. So rounds, records, attempts and checkpoints are those of other
 modes.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence, Set
 
 import torch
 
+from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.fragments import fragments, steps_before, turn
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import KEEP_ZEROS, LIMITS
@@ -22,8 +23,11 @@ from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.model import Flat
 
 
-def outer_optimizer(inner: torch.optim.Optimizer, rule: OuterRule) -> torch.optim.SGD:
+def outer_optimizer(inner: torch.optim.Optimizer, rule: OuterRule, *, workers: int) -> torch.optim.Optimizer:
     """The optimizer that the parameter server runs, for the parameters that the script's own trains.
+
+    Args:
+        workers: how many the job has at first.
 
     Raises:
         InvalidModel: a parameter group has limits, which the parameter server would keep only at exchanges.
@@ -37,6 +41,8 @@ def outer_optimizer(inner: torch.optim.Optimizer, rule: OuterRule) -> torch.opti
                     "values within the limits in the script, after optimizer.step()"
                 )
     groups = [{"params": list(group["params"])} for group in inner.param_groups]
+    if rule.delayed:
+        return DelayedNesterov(groups, lr=rule.learning_rate, momentum=rule.momentum, every=workers)
     return torch.optim.SGD(groups, lr=rule.learning_rate, momentum=rule.momentum, nesterov=rule.momentum > 0)
 
 

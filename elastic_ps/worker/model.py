@@ -14,6 +14,7 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of, name_of
+from elastic_ps.codec.delayed import OURS
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec
 from elastic_ps.core.settings import (
     CONSTRUCTED,
@@ -71,7 +72,7 @@ class Described:
                 )
         self.optimizer = type(optimizer).__name__
         check_wrapper(optimizer)
-        if type(optimizer) is not getattr(torch.optim, self.optimizer, None):
+        if type(optimizer) is not (OURS.get(self.optimizer) or getattr(torch.optim, self.optimizer, None)):
             raise InvalidModel(
                 f"the optimizer is a {type(optimizer).__module__}.{self.optimizer}, but the parameter server "
                 "runs only classes of torch.optim, and no subclasses of them"

@@ -175,7 +175,9 @@ class Session:
                     "state is for an optimizer that runs on the parameter server. In mode local it runs on "
                     "the worker: call optimizer.load_state_dict(state) before session.optimizer(...)"
                 )
-            runs_there = outer_optimizer(optimizer, self.spec.consistency.outer_rule)
+            runs_there = outer_optimizer(
+                optimizer, self.spec.consistency.outer_rule, workers=self.spec.worker.replicas
+            )
         elif state is not None:
             brought = Brought(optimizer, state)
         described = Described(model, runs_there, averaged=averaged, broadcast=broadcast, own=own)

@@ -81,11 +81,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("consistency.outerLearningRate works only with mode local", {"consistency": {"outerLearningRate": 0.5}}),
     ("consistency.outerMomentum works only with mode local", {"consistency": {"outerMomentum": 0.5}}),
     (
-        "consistency.outerLearningRate works only with outer diloco or easgd or downpour",
+        "consistency.outerLearningRate works only with outer diloco or delayed or easgd or downpour",
         {"consistency": LOCAL | {"outer": "average", "outerLearningRate": 0.5}},
     ),
     (
-        "consistency.outerMomentum works only with outer diloco",
+        "consistency.outerMomentum works only with outer diloco or delayed",
         {"consistency": LOCAL | {"outer": "downpour", "outerMomentum": 0.5}},
     ),
     (

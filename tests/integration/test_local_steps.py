@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.ledger import Range
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
@@ -95,7 +96,12 @@ def reference(
     """Train `model` in place: a version for each commit, by workers that keep their optimizer's state."""
     name, rate = rule.outer or "diloco", rule.outer_rule.learning_rate
     center = list(model.parameters())
-    outer = torch.optim.SGD(center, lr=rate, momentum=rule.outer_rule.momentum, nesterov=name == "diloco")
+    momentum = rule.outer_rule.momentum
+    outer = (
+        DelayedNesterov(center, lr=rate, momentum=momentum, every=2)
+        if name == "delayed"
+        else torch.optim.SGD(center, lr=rate, momentum=momentum, nesterov=name == "diloco")
+    )
     versions = [copy.deepcopy(model)]
     workers: dict[int, tuple[torch.nn.Module, torch.optim.Optimizer]] = {}
     for commit in commits:
@@ -150,7 +156,7 @@ def test_one_worker_whose_values_are_taken_as_they_are_trains_as_its_optimizer_d
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
-@RULES
+@pytest.mark.parametrize("outer", ["diloco", "average", "delayed", *ASYNCHRONOUS])
 def test_it_is_the_rule_of_the_paper(tmp_path: Path, outer: str) -> None:
     """Two workers on two shards, of which one is slower; the last exchanges have fewer steps than others."""
     data, models, turn = Numbers(172), dict[int, torch.nn.Module](), threading.Lock()
@@ -175,6 +181,7 @@ def test_it_is_the_rule_of_the_paper(tmp_path: Path, outer: str) -> None:
         tmp_path,
         consistency=local(3, outer),
         data={"shardRecords": 8},
+        worker={"replicas": 2},
         parameterServer={"replicas": 2, "bucketBytes": 1024},
     ) as job:
         for worker in range(2):
@@ -259,7 +266,9 @@ def test_a_worker_that_is_asked_to_leave_exchanges_what_it_has(tmp_path: Path) -
     assert [w.tolist() for w in finals] == [[-1.0] * 40]
 
 
-@pytest.mark.parametrize(("outer", "durability"), [("diloco", "standby"), ("easgd", "checkpoint")])
+@pytest.mark.parametrize(
+    ("outer", "durability"), [("diloco", "standby"), ("delayed", "standby"), ("easgd", "checkpoint")]
+)
 def test_parameter_servers_are_lost(tmp_path: Path, durability: str, outer: str) -> None:
     data = Numbers(600)
 

@@ -1,0 +1,55 @@
+"""The outer optimizer of asynchronous local steps, which torch does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class DelayedNesterov(torch.optim.Optimizer):
+    """Nesterov's momentum whose momentum is made, and used, once in `every` steps.
+
+    It is that of Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", with c = 0 there.
+    If workers that began with about the same values made one step after the other, each with the whole
+    momentum, the model would overshoot. So each gradient is a step with an `every`-th of the learning rate,
+    and the mean of `every` of them enters the momentum. With 1 it is `torch.optim.SGD` with Nesterov's
+    momentum.
+
+    Args:
+        params: as of torch's optimizers.
+        lr: the learning rate for the gradients of `every` steps together.
+        momentum: how much of the momentum stays.
+        every: at least 1; as many as there are workers.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.7, momentum: float = 0.9, every: int = 1) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "every": every})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step all parameters that have a gradient."""
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, parameter.grad, group)
+
+    def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        state, every = self.state[parameter], int(group["every"])
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["waiting"] = torch.zeros_like(parameter)
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        state["waiting"] += gradient
+        parameter.sub_(gradient, alpha=group["lr"] / every)
+        if int(state["step"]) % every == 0:
+            momentum = state["momentum_buffer"].mul_(group["momentum"])
+            momentum.add_(state["waiting"], alpha=1 / every)
+            state["waiting"].zero_()
+            parameter.sub_(momentum, alpha=group["lr"] * group["momentum"])
+
+
+OURS: dict[str, type[torch.optim.Optimizer]] = {"DelayedNesterov": DelayedNesterov}
