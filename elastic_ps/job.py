@@ -28,7 +28,7 @@ from pydantic import (
 from elastic_ps.errors import InvalidJob
 from elastic_ps.fields import CamelModel, Duration, PodTemplate
 from elastic_ps.policies import RunPolicy
-from elastic_ps.training import Compression, Consistency
+from elastic_ps.training import AUTO, Compression, Consistency
 
 GROUP = "elastic-ps.dev"
 VERSION = "v1alpha1"
@@ -329,6 +329,15 @@ class TrainingJobSpec(CamelModel):
             raise ValueError(
                 f"worker.processes {self.worker.processes} does not work with consistency.mode local, where "
                 "each process would make steps by itself; use processes: 1 and more replicas"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_same_bits(self) -> TrainingJobSpec:
+        if self.consistency.deterministic and self.compression.codec == AUTO:
+            raise ValueError(
+                "compression.codec auto cannot be combined with consistency.deterministic: true, because it "
+                "chooses by measured times; name a codec"
             )
         return self
 

@@ -139,9 +139,22 @@ class Traffic(CamelModel):
     pulled_plain_bytes: int = Field(default=0, description="Of the same values without a codec.")
     encode_seconds: float = Field(default=0.0, description="How long it took to encode the gradients.")
     decode_seconds: float = Field(default=0.0, description="How long it took to decode the values.")
+    push_seconds: float = Field(
+        default=0.0, description="How long any gradient was being encoded or sent, until it was added up."
+    )
+    codec: str = Field(
+        default="", description="With the codec auto: what the worker, or each of them, has chosen."
+    )
+
+    @classmethod
+    def counts(cls) -> list[str]:
+        """The fields that are numbers."""
+        return [name for name in cls.model_fields if name != "codec"]
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(**{name: getattr(self, name) + getattr(other, name) for name in Traffic.model_fields})
+        sums = {name: getattr(self, name) + getattr(other, name) for name in Traffic.counts()}
+        codecs = {*self.codec.split(", "), *other.codec.split(", ")} - {""}
+        return Traffic(**sums, codec=", ".join(sorted(codecs)))
 
 
 class Member(CamelModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
@@ -373,18 +373,24 @@ class Consistency(CamelModel):
 CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "signsgd", "powersgd")
 """Names of codecs; a codec of the user's own is named as module:Class."""
 
-CODEC = Annotated[str, AfterValidator(lambda name: _check_codec(name))]
+CODEC = Annotated[str, AfterValidator(lambda name: _check_codec(name, CODECS))]
+
+AUTO = "auto"
+"""Workers choose the codec."""
+
+MAX_ERROR = 0.02
+"""`Compression.max_error`, if it is unset."""
+
+CODEC_OR_AUTO = Annotated[str, AfterValidator(lambda name: _check_codec(name, (*CODECS, AUTO)))]
 
 
-def _check_codec(name: str) -> str:
+def _check_codec(name: str, known: Sequence[str]) -> str:
     own = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name)
-    if name in CODECS or own:
+    if name in known or own:
         return name
-    nearest = difflib.get_close_matches(name, CODECS, 1)
+    nearest = difflib.get_close_matches(name, known, 1)
     hint = f"; {nearest[0]} is the nearest" if nearest else ""
-    raise ValueError(
-        f"there is no codec {name!r}; expected one of {', '.join(CODECS)}, or module:Class{hint}"
-    )
+    raise ValueError(f"there is no codec {name!r}; expected one of {', '.join(known)}, or module:Class{hint}")
 
 
 class CompressionRule(CamelModel):
@@ -402,13 +408,22 @@ class CompressionRule(CamelModel):
 class Compression(CamelModel):
     """What gradients, and the values of the model, look like on the wire."""
 
-    codec: CODEC = Field(
+    codec: CODEC_OR_AUTO = Field(
         default="none",
         description="How workers encode gradients. With none, they are sent as they are. bf16 and fp16 take "
         "half the bytes, int8 a quarter, int4 an eighth, signsgd a twentieth, topk sends only the largest "
         "ones, and powersgd a matrix of low rank. With the last three, what a step does not send is added to "
         "the worker's next step. "
+        "With auto, each worker tries several, and uses the fastest that loses no more than maxError. "
         "A codec of your own is named as module:Class.",
+    )
+    max_error: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="With codec auto: how much of a gradient may be lost in a step, 0.02 if unset. It is the "
+        "norm of the difference between what is sent and what arrives, divided by the norm of what is sent: "
+        "the gradient, and what was left over before. It holds for each bucket of each step.",
     )
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
@@ -436,3 +451,15 @@ class Compression(CamelModel):
         description="Arguments of the codec of values, as compression.options: block (int8, int4, signsgd), "
         "ratio (topk).",
     )
+
+    @model_validator(mode="after")
+    def _check_auto(self) -> Compression:
+        if self.codec != AUTO:
+            if self.max_error is not None:
+                raise ValueError(
+                    f"maxError {self.max_error:g} has no meaning with codec {self.codec}; leave it out, or "
+                    "set codec: auto"
+                )
+        elif self.options:
+            raise ValueError(f"codec auto takes no options, but maxError; given: {', '.join(self.options)}")
+        return self

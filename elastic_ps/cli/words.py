@@ -140,6 +140,8 @@ def traffic(counts: Traffic) -> str:
     ]
     shares = {name: "" if sent == plain else f" ({sent / plain:.1%} of plain)" for name, sent, plain in ways}
     said = [f"{size(sent)} of {name}{shares[name]}" for name, sent, plain in ways if plain]
+    if said and counts.codec:
+        said.append(f"sent as {counts.codec}")
     seconds = counts.encode_seconds + counts.decode_seconds
     return ", ".join([*said, f"{seconds:.1f} s to encode and decode"] if seconds else said)
 

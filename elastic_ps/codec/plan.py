@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_ps.codec import NONE
+from elastic_ps.codec.auto import Auto
 from elastic_ps.codec.base import Codec
 from elastic_ps.codec.builtin import Bf16, Fp16, Int4, Int8, SignSGD, TopK
 from elastic_ps.codec.lossless import Plain, Zstd
@@ -18,7 +19,7 @@ from elastic_ps.codec.powersgd import PowerSGD
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import InvalidJob
 from elastic_ps.process import find_own_modules
-from elastic_ps.training import Compression
+from elastic_ps.training import AUTO, MAX_ERROR, Compression
 
 BUILT_IN: Mapping[str, type[Codec]] = {
     "bf16": Bf16,
@@ -63,6 +64,7 @@ class Plan:
 
     Attributes:
         name: of the codec of gradients that no rule replaces.
+        auto: that codec, if it is one that the worker has to choose; else None.
         values, deltas: the names of the codec of values, and of that of what a version changes in them.
     """
 
@@ -71,7 +73,9 @@ class Plan:
         package of the lossless one is not installed.
         """
         self._lossless = compression.lossless
-        self._default = compression.codec, make(compression.codec, compression.options)
+        allowed = MAX_ERROR if compression.max_error is None else compression.max_error
+        self.auto = Auto(allowed) if compression.codec == AUTO else None
+        self._default = compression.codec, self.auto or make(compression.codec, compression.options)
         self._rules = [(rule.match, rule.codec, make(rule.codec, rule.options)) for rule in compression.rules]
         self.name, _ = self._followed(*self._default)
         chosen = compression.values

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 from elastic_ps.errors import RefusalCode, Refused
 
@@ -59,7 +60,7 @@ class Stay:
     call: int = 0
     late: int = 0
     staleness: int = 0
-    traffic: dict[str, float] = field(default_factory=dict)
+    traffic: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from elastic_ps.core.consistency import After, Contribution, Entry
 from elastic_ps.core.ledger import LedgerError, Range
@@ -488,7 +489,7 @@ class Coordinator:
         *,
         version: int,
         attempt: int,
-        traffic: Mapping[str, float] | None = None,
+        traffic: Mapping[str, Any] | None = None,
     ) -> bool:
         """A worker's step is complete on all shards. Returns False if that was known.
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from elastic_ps import codec
+from elastic_ps.codec.auto import CANDIDATES
 from elastic_ps.codec.optimizers import Entry
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.consistency import After, Contribution
@@ -498,7 +499,11 @@ class Service:
             assigns=request.assigns,
         )
         told = request.traffic.ListFields()
-        traffic = {field.name: value for field, value in told if math.isfinite(value)}
+        traffic: dict[str, Any] = {
+            field.name: value for field, value in told if isinstance(value, str) or math.isfinite(value)
+        }
+        if traffic.get("codec", "") not in CANDIDATES:
+            traffic.pop("codec", None)
         return self._members.finish(
             contribution, version=request.version, attempt=request.attempt, traffic=traffic
         )

@@ -125,8 +125,12 @@ def metrics(status: ServerStatus) -> str:
             "evaluations_missed": ("counter", "Checkpoints that were given up.", evaluation.missed),
         }
     values |= {
-        name: ("counter", f"{field.description} All workers.", getattr(status.traffic, name))
-        for name, field in Traffic.model_fields.items()
+        name: (
+            "counter",
+            f"{Traffic.model_fields[name].description} All workers.",
+            getattr(status.traffic, name),
+        )
+        for name in Traffic.counts()
     }
     lines: list[str] = []
     for name, (kind, text, value) in values.items():

@@ -380,20 +380,24 @@ class FinishRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., assigns: bool = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ...) -> None: ...
 
 class Traffic(_message.Message):
-    __slots__ = ("pushed_bytes", "pushed_plain_bytes", "pulled_bytes", "pulled_plain_bytes", "encode_seconds", "decode_seconds")
+    __slots__ = ("pushed_bytes", "pushed_plain_bytes", "pulled_bytes", "pulled_plain_bytes", "encode_seconds", "decode_seconds", "push_seconds", "codec")
     PUSHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PUSHED_PLAIN_BYTES_FIELD_NUMBER: _ClassVar[int]
     PULLED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PULLED_PLAIN_BYTES_FIELD_NUMBER: _ClassVar[int]
     ENCODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PUSH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
     pushed_bytes: int
     pushed_plain_bytes: int
     pulled_bytes: int
     pulled_plain_bytes: int
     encode_seconds: float
     decode_seconds: float
-    def __init__(self, pushed_bytes: _Optional[int] = ..., pushed_plain_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., pulled_plain_bytes: _Optional[int] = ..., encode_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ...) -> None: ...
+    push_seconds: float
+    codec: str
+    def __init__(self, pushed_bytes: _Optional[int] = ..., pushed_plain_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., pulled_plain_bytes: _Optional[int] = ..., encode_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("caller", "version", "buckets", "attempt", "contributor", "held", "ahead", "drafts")

@@ -26,6 +26,7 @@ from elastic_ps.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import run_to_message
 from elastic_ps.worker.traffic import Traffic
+from elastic_ps.worker.tuner import Tuner
 
 _Place = tuple[int, int]
 """Index of a bucket, and of a run in it."""
@@ -55,6 +56,9 @@ class Encoder:
         worker, seed: with the bucket, the version, and how many steps the worker has made on that, they give
             the random numbers.
         traffic: counts what is sent.
+
+    Attributes:
+        tuner: chooses the codec, if the job leaves that to the workers. Who pushes a bucket tells it.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Encoder:
     ) -> None:
         self._plan = plan
         self._traffic = traffic or Traffic()
+        self.tuner = Tuner(plan.auto, self._traffic)
         self._trace = trace or Trace(None, "")
         self._runs = {bucket.index: plan.runs(layout, bucket) for bucket in layout.pushed}
         self._who = f"{seed}/{worker}"
@@ -94,6 +99,7 @@ class Encoder:
             if term != self._term:
                 self._term, self._counted = term, (-1, 0)
             self._step, self._version = step, None
+            self.tuner.begin()
             self._made.clear()
             self._next.clear()
             self._next_states.clear()
@@ -107,6 +113,7 @@ class Encoder:
             self._next_states.clear()
             if self._version is not None:
                 self._counted = (self._version, self._before(self._version) + 1)
+            self.tuner.end()
 
     def _before(self, version: int) -> int:
         """How many steps that count this worker has made on the version."""
@@ -230,8 +237,8 @@ class Encoder:
     def _rest(
         self, place: _Place, decoded: torch.Tensor, total: torch.Tensor, absent: Sequence[slice]
     ) -> torch.Tensor:
-        """What is left over of `total`, which is written to. Pieces without a gradient keep what they had."""
-        rest = total.sub_(decoded)
+        """What is left over of `total`, which may be what is sent. Pieces without a gradient keep theirs."""
+        rest = total - decoded
         for piece in absent:
             rest[piece] = self._left_over[place][piece] if place in self._left_over else 0.0
         return rest

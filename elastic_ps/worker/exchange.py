@@ -136,7 +136,7 @@ class Exchange:
         self._pushed = flat.layout.pushed
         # With a single bucket of gradients nothing is there to be sent before backward ends.
         gradients = sum(bucket.rule is Rule.GRADIENT for bucket in self._pushed)
-        self._small = client.shards == 1 and gradients == 1
+        self._small = client.shards == 1 and gradients == 1 and not encoder.tuner.active
         self.adopt(consistency)
         self._to_ask: dict[int, _Pull] | None = None  # the rest, if some were asked when the step began
         self._ahead = Ahead()
@@ -499,9 +499,10 @@ class Exchange:
         return self._current(push)
 
     def _push(self, bucket: Bucket, step: Step, attempt: int, ending: Ending | None) -> None:
-        payload = self._contribution(bucket, step, attempt)
-        with self._traced(bucket, step, attempt, payload):
-            self._client.push(bucket.index, bucket.shard, step, attempt, payload, ending)
+        with self._encoder.tuner.busy():
+            payload = self._contribution(bucket, step, attempt)
+            with self._traced(bucket, step, attempt, payload):
+                self._client.push(bucket.index, bucket.shard, step, attempt, payload, ending)
 
     def _contribution(self, bucket: Bucket, step: Step, attempt: int) -> Payload:
         """What is sent of a bucket. It is recorded as sent."""

@@ -33,6 +33,16 @@ class Traffic:
             self._counts.pulled_plain_bytes += plain
             self._counts.decode_seconds += seconds
 
+    def busy(self, seconds: float) -> None:
+        """For so long gradients were being encoded or sent."""
+        with self._lock:
+            self._counts.push_seconds += seconds
+
+    def chose(self, codec: str) -> None:
+        """Gradients are sent with this codec from now on."""
+        with self._lock:
+            self._counts.codec = codec
+
     def counts(self) -> pb.Traffic:
         """A copy."""
         with self._lock:

@@ -76,8 +76,9 @@ def _of_the_end(commits: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {"codec": "topk", "options": {"ratio": 0.05}},
         {"codec": "signsgd", "rules": [{"match": "*.bias", "codec": "none"}]},
         {"codec": "powersgd", "options": {"rank": 2}, "lossless": "zstd"},
+        {"codec": "topk", "options": {"ratio": 0.05}, "values": "int8"},
     ],
-    ids=lambda compression: compression["codec"],
+    ids=lambda compression: compression["codec"] + compression.get("values", ""),
 )
 def test_the_digits_are_learned(tmp_path: Path, compression: dict[str, Any]) -> None:
     """Each record counts once. Plain gradients reach 0.93 to 0.97, as the first values have it."""
@@ -328,6 +329,25 @@ def test_all_workers_have_the_same_values_with_deltas(tmp_path: Path, mode: dict
     assert check(read(job.history), Data(len(data), 1), max_staleness=4) == []
     assert traffic.pulled_bytes < traffic.pulled_plain_bytes
     assert_same(values_of(models[0]), values_of(models[1]))
+
+
+def test_each_worker_chooses_and_says_what(tmp_path: Path) -> None:
+    """With an error of 0 it can only be `none`, and the result is that of plain gradients."""
+    data, models = Numbers(240), Models()
+    with running_job(
+        tmp_path,
+        transport="grpc",
+        parameterServer={"replicas": 2, "bucketBytes": 1024},
+        compression={"codec": "auto", "maxError": 0},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, trainer(models, data))
+        job.join()
+        commits, members = job.commits(), job.status().members
+    assert [member.traffic.codec for member in members] == ["none", "none"]
+    assert all(member.traffic.push_seconds > 0 for member in members)
+    assert_each_record_once(commits, records=len(data), epochs=1)
+    assert_equal_up_to_round_off(models[0], make_mlp(), lambda m: replay(commits, data, m, sgd, job.spec))
 
 
 def test_a_codec_that_does_not_exist_is_said_before_anything_starts(tmp_path: Path) -> None:

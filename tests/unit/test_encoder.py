@@ -65,6 +65,29 @@ class Worker:
         return torch.frombuffer(target, dtype=torch.float32).tolist()
 
 
+class FirstHalf(Codec):
+    """Sends a part of what it gets, in the same memory."""
+
+    feedback = True
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        return Encoded({"values": tensor[: len(tensor) // 2]})
+
+    def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
+        out.zero_()
+        out[: len(out) // 2] = encoded.tensors["values"]
+
+
+def test_a_codec_may_send_the_memory_that_it_gets() -> None:
+    worker = Worker(plan(codec="tests.unit.test_encoder:FirstHalf"))
+    for step in range(2):
+        worker.encoder.begin(step)
+        assert worker.push([1, 2, 3, 4, 5, 6, 7, 8], step)[0] == [1, 2, 3, 4, 0, 0, 0, 0]
+        worker.encoder.applied()
+    (rest,) = worker.encoder._left_over.values()
+    assert rest.tolist() == [0, 0, 0, 0, 10, 12, 14, 16]
+
+
 def test_what_is_not_sent_comes_with_the_next_step() -> None:
     worker = Worker()
     worker.encoder.begin(0)

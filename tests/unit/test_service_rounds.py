@@ -111,8 +111,9 @@ def test_what_a_worker_has_sent_is_told_with_its_steps() -> None:
     with serving(environment()) as (listener, server):
         worker = Worker(listener)
         worker.start()
-        counts = pb.Traffic(pushed_bytes=16, pushed_plain_bytes=64, encode_seconds=math.nan)
+        counts = pb.Traffic(pushed_bytes=16, pushed_plain_bytes=64, encode_seconds=math.nan, codec="int8")
         worker.push(0, 0, finish=worker.finishing(0, worker.take(), traffic=counts))
         status = server.status()
         assert [member.traffic.pushed_bytes for member in status.members] == [16]
         assert (status.traffic.pushed_plain_bytes, status.traffic.encode_seconds) == (64, 0.0)
+        assert status.traffic.codec == "int8"

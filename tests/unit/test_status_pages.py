@@ -92,6 +92,7 @@ def test_metrics_count_what_the_status_says() -> None:
         'elastic_ps_pulled_plain_bytes{job="job"}': "0",
         'elastic_ps_encode_seconds{job="job"}': "0.0",
         'elastic_ps_decode_seconds{job="job"}': "1.5",
+        'elastic_ps_push_seconds{job="job"}': "0.0",
     }, "no loss was reported"
     assert "# TYPE elastic_ps_version counter" in lines
     assert "# TYPE elastic_ps_workers gauge" in lines

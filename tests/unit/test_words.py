@@ -58,3 +58,11 @@ def test_what_has_gone_over_the_network(counts: dict[str, tuple[int, int]], text
         if sent != plain:
             fields |= {"encode_seconds": 2.0, "decode_seconds": 0.5}
     assert words.traffic(Traffic(**fields)) == text
+
+
+def test_the_codecs_that_workers_have_chosen_are_said_once() -> None:
+    chosen = [
+        Traffic(pushed_bytes=1, pushed_plain_bytes=2, codec=name) for name in ("topk", "", "int8", "topk")
+    ]
+    together = sum(chosen, Traffic())
+    assert words.traffic(together) == "4 B of gradients (50.0% of plain), sent as int8, topk"
