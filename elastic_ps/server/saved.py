@@ -78,12 +78,14 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
         raise ValueError(f"values cannot have been assigned in version {saved.assigned}")
     size = spec.parameter_server.bucket_bytes
     layout = partition(manifest.specs, bucket_bytes=size, shards=1)  # mutant: equal
+    # What the job says otherwise of records is a person's mistake, and not the checkpoint's.
+    consistency = spec.consistency.model_copy(update={"global_batch_size": None})
     JobState.from_checkpoint(
         manifest.state,
         term=manifest.term,
         lease=spec.worker.lease_duration,
-        consistency=spec.consistency,
-        data=Data(**saved.order),  # another one in the job is a person's mistake, not the checkpoint's
+        consistency=consistency,
+        data=Data(**saved.order),
         version=manifest.version,
         model=Model(layout, manifest.optimizer),
     )

@@ -273,6 +273,58 @@ def test_a_script_that_makes_no_step_with_some_batches_skips_them(tmp_path: Path
     assert check(read(job.history), Data(100, 1), batch=20) == []
 
 
+def test_a_script_stops_the_training_in_the_middle_of_a_version(tmp_path: Path) -> None:
+    """All workers end, with the same model; the last version has what was computed by then."""
+    models: dict[int, torch.nn.Module] = {}
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(DATA, 4, epochs=50):
+            if session.worker == 0 and session.version >= 7:
+                session.stop("it is good enough")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+        models[session.worker] = model
+
+    with running_job(tmp_path, consistency={"globalBatchSize": 24}) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        job.join()
+        commits, progress = job.commits(), job.status().progress
+    assert progress.stopped == "it is good enough"
+    assert {len(records_of(commit)) for commit in commits[:-1]} == {24, 4}
+    assert check(read(job.history), None) == []
+    assert all(difference(models[0], models[worker]) == 0 for worker in (1, 2))
+
+
+def test_a_worker_that_is_busy_between_epochs_has_its_part(tmp_path: Path) -> None:
+    """And scripts that loop over epochs train the same as those that do not."""
+    models: dict[int, torch.nn.Module] = {}
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        loader = session.loader(DATA, 8, epochs=3)
+        for epoch in loader.epochs():
+            for x, y in loader:
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+            if session.worker == epoch % 2:
+                time.sleep(0.2)
+        models[session.worker] = model
+
+    with running_job(tmp_path, consistency={"globalBatchSize": 30}) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        commits = job.commits()
+    check_sets(commits, records=100, size=30, epochs=3)
+    assert difference(models[1], plain(DATA, size=30, epochs=3)) < 1e-6
+
+
 def test_more_records_than_an_epoch_has_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidModel, match="globalBatchSize is 101, but the data set has only 100 records"):
         alone(tmp_path, script_of({}), consistency={"globalBatchSize": 101})
