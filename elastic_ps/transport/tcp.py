@@ -148,7 +148,8 @@ def dial(
     Args:
         known: the address of which this must be the data port. Default: any server will do, since a relay,
             or a port that is forwarded, has another number.
-        speaks: default: `CONNECT`.
+        speaks: default: `CONNECT`, with TLS `SPEAK`: a handshake takes the processor of a server to which
+            hundreds may connect at once.
         credentials: to talk TLS with.
 
     Raises:
@@ -161,7 +162,8 @@ def dial(
         sock = socket.create_connection(split(address), timeout=CONNECT.total_seconds())
         stack.callback(sock.close)
         _prepare(sock)
-        said, until = b"", time.monotonic() + (speaks or CONNECT).total_seconds()
+        limit = speaks or (CONNECT if credentials is None else SPEAK)
+        said, until = b"", time.monotonic() + limit.total_seconds()
         if credentials is not None:
             sock.settimeout(max(until - time.monotonic(), _AT_ONCE))
             sock = _secured(sock, address, credentials)
