@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import shutil
 import tempfile
@@ -61,9 +60,15 @@ def write(
 
 @functools.cache
 def pair() -> tuple[Credentials, Credentials]:
-    """A server's and a worker's, which last as long as this process."""
+    """A server's and a worker's, which last until `remove_pair`."""
     root = Path(tempfile.mkdtemp(prefix="elastic-ps-test-"))
-    atexit.register(shutil.rmtree, root)
     ca = authority()
     server, worker = write(root / "server", ca, "server"), write(root / "worker", ca, "worker")
     return Credentials(server), Credentials(worker)
+
+
+def remove_pair() -> None:
+    """Delete the files of `pair`, if there are any."""
+    if pair.cache_info().currsize:
+        shutil.rmtree(pair()[0]._directory.parent)
+        pair.cache_clear()

@@ -7,12 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.certificates import remove_pair
 from tests.integration.transports import TRANSPORTS, World
 from tests.polling import eventually
 
 
+@pytest.fixture(scope="session")
+def certificates_of_transports() -> Iterator[None]:
+    """Not by `atexit`, which the processes of pytest-xdist leave out."""
+    yield
+    remove_pair()
+
+
 @pytest.fixture(params=TRANSPORTS, ids=lambda transport: transport.__name__)
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
+def world(request: pytest.FixtureRequest, certificates_of_transports: None) -> Iterator[World]:
     before = set(threading.enumerate())
     world = World(request.param())
     yield world
