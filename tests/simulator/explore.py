@@ -64,6 +64,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         {"mode": "accumulate", "gradients": chance.choice([1, 2, 4])},
         {"globalBatchSize": chance.choice([3, 4, 6]), **chance.choice(PORTIONS)},
         {"mode": "local", "steps": chance.choice([1, 2, 4]), "outer": chance.choice(OUTER)},
+        {"mode": "local", "steps": 2, "quorum": 1, "grace": chance.choice(["0s", "500ms", "auto"])},
     ]
     consistency = dict(chance.choice(modes))
     faults = tuple(chance.choice(sorted(FAULTS)) for _ in range(chance.choice([0, 1, 2, 3, 5])))
