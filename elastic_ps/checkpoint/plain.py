@@ -17,7 +17,7 @@ from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import MANIFEST
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
-from elastic_ps.core.partition import Rule
+from elastic_ps.core.partition import Rule, uncompiled
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, UserError
 
@@ -56,7 +56,8 @@ def load_checkpoint(
         values = state_dict(reader)
         _require_same(model, values)
         state = None if optimizer is None else _optimizer_state(reader, model, optimizer)
-        model.load_state_dict(values, strict=False)
+        names = {uncompiled(name): name for name in model.state_dict()}
+        model.load_state_dict({names[name]: value for name, value in values.items()}, strict=False)
         if optimizer is not None and state is not None:
             optimizer.load_state_dict(state)
         return reader.manifest.version
@@ -138,9 +139,14 @@ def state_dict(reader: Reader) -> dict[str, torch.Tensor]:
     return values
 
 
+def _tensors(model: torch.nn.Module) -> dict[str, Any]:
+    """The model's tensors, and what else it saves, by the names that a checkpoint has."""
+    return {uncompiled(name): value for name, value in model.state_dict(keep_vars=True).items()}
+
+
 def _require_same(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
     """Raise ModelMismatch unless the model has these tensors and no others."""
-    own = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    own = {name: t for name, t in _tensors(model).items() if isinstance(t, torch.Tensor)}
     # A checkpoint of an older program knows a shared tensor by one name only.
     known = {id(own[name]) for name in values if name in own}
     wrong = [
@@ -174,7 +180,7 @@ def _optimizer_state(
             f"the optimizer has {len(optimizer.param_groups)} parameter groups, "
             f"but the checkpoint has {len(groups)}"
         )
-    own = model.state_dict(keep_vars=True)
+    own = _tensors(model)
     places = {
         id(own[name]): index
         for index, spec in enumerate(manifest.specs)

@@ -51,12 +51,17 @@ class Rule(enum.IntEnum):
     """What scripts change and cannot be averaged: the value of the contributor with the lowest index."""
 
 
+def uncompiled(name: str) -> str:
+    """A tensor's name in the model that `torch.compile` has wrapped, as a whole or in parts."""
+    return name.replace("_orig_mod.", "")
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One parameter or buffer of the model.
 
     Attributes:
-        name: as in `state_dict`.
+        name: as in `state_dict`, without what `torch.compile` adds to it.
         shape: in elements.
         dtype: a key of `ITEM_SIZE`.
         rule: what happens to it in training.

@@ -43,6 +43,9 @@ CLAMP = "clamp"
 MAX_NORM = "max_norm"
 """Key of a parameter group: after each step, rows with a larger 2-norm are scaled down to it."""
 
+MAX_GRAD_NORM = "max_grad_norm"
+"""Key of all parameter groups: a larger 2-norm of the gradient of a version is scaled down to this."""
+
 KEEP_ZEROS = "keep_zeros"
 """Key of a parameter group: True keeps at zero, after each step, what was exactly zero before it."""
 
@@ -103,6 +106,11 @@ class Settings:
         position = Position(*(int(number) for number in data["position"]))
         return cls(tuple(data["groups"]), tuple(data["schedulers"]), position, tuple(data["first"]))
 
+    @property
+    def max_grad_norm(self) -> float | None:
+        """What the norm of a version's gradient is limited to, if it is."""
+        return next((group[MAX_GRAD_NORM] for group in self.groups if group.get(MAX_GRAD_NORM)), None)
+
     def slowed(self, divisor: float) -> Settings:
         """The same settings, with the learning rate of each group divided by `divisor`."""
         groups = [{**g, "lr": g["lr"] / divisor} if "lr" in g else g for g in self.groups]
@@ -146,6 +154,9 @@ def read_settings(text: str) -> Settings:
 def check_constraints(group: Mapping[str, Any], index: int) -> None:
     """Raise InvalidModel for a constraint of a parameter group that means nothing."""
     limits, norm, keep = (group.get(key) for key in (CLAMP, MAX_NORM, KEEP_ZEROS))
+    clip = group.get(MAX_GRAD_NORM)
+    if clip is not None and not (_kind(clip) == "number" and clip > 0):
+        raise InvalidModel(f"{MAX_GRAD_NORM} is {clip!r}; expected a number above 0")
     numbers = isinstance(limits, Sequence) and [float(x) for x in limits if isinstance(x, int | float)]
     if limits is not None and not (numbers and len(numbers) == 2 and numbers[0] <= numbers[1]):
         raise InvalidModel(

@@ -7,6 +7,7 @@ tells it with `advance`. All methods may be called from any thread.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -475,21 +476,32 @@ class Shard:
         stepped = self._to_step
         contributors = frozenset(apply.contributors)
         basis = Basis(version, apply.attempt, contributors, apply.samples, tuple(apply.settings.groups))
+        clip = None if apply.assigns else apply.settings.max_grad_norm
+        divisor = apply.samples if clip is None else self._clipped(apply.samples, clip)
         for bucket in stepped:
             with self._changed:
                 values = self._buckets[bucket.index]
                 if apply.assigns:
                     values.assign(version)
-                elif draft := self._drafts.take(values, basis):
+                elif clip is None and (draft := self._drafts.take(values, basis)):
                     self._buckets[bucket.index] = draft
                 else:
-                    values.apply(apply.samples, apply.settings.groups, version)
+                    values.apply(divisor, apply.settings.groups, version)
                 if bucket is stepped[-1]:
                     # Whoever has pulled the last bucket may push for the next round at once.
                     self._log.open(version=version, attempt=attempt, expected=expected)
                 self._wake_all()
         self._torn = False
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
+
+    def _clipped(self, samples: int, norm: float) -> float:
+        """What the sums are divided by, so that the mean gradient has this norm at most.
+
+        The formula is that of `torch.nn.utils.clip_grad_norm_`.
+        """
+        square = sum(self._buckets[bucket.index].square() for bucket in self._to_step)
+        found = math.sqrt(square) / samples
+        return samples / min(1.0, norm / (found + 1e-6))
 
     @property
     def _to_step(self) -> list[Bucket]:

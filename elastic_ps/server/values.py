@@ -206,10 +206,19 @@ class BucketValues:
             list(present) if first else [a or b for a, b in zip(self._present, present, strict=True)]
         )
 
-    def apply(self, samples: int, groups: Sequence[Mapping[str, Any]], version: int) -> None:
+    def square(self) -> float:
+        """Of the 2-norm of the round's sum of gradients, in float64."""
+        if self.bucket.rule is not Rule.GRADIENT or not any(self._present):
+            return 0.0
+        return float(torch.linalg.vector_norm(self.sum, dtype=torch.float64)) ** 2
+
+    def apply(self, samples: float, groups: Sequence[Mapping[str, Any]], version: int) -> None:
         """Make `version` out of the round's sum, whose contributions weigh `samples` together.
 
         The sum is not the sum any more after that.
+
+        Args:
+            samples: what the sum is divided by; more than the samples, if the gradient is scaled down.
         """
         self.draft = 0
         if self.bucket.rule is Rule.MAXIMUM:
@@ -261,7 +270,7 @@ class BucketValues:
             return []
         return [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
 
-    def _step(self, groups: Sequence[Mapping[str, Any]], samples: int) -> None:
+    def _step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         assert self._optimizer is not None
         total = self.sum
         if self._divides:

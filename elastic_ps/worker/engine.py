@@ -373,8 +373,11 @@ class Engine:
         exchange = self._exchange()
         base = exchange.version
         step = Step(stay=self.client.stay, number=self._steps, base=base, version=base, samples=samples)
-        settings = self.schedule.current().to_json() if exchange.asks_ahead else ""
-        exchange.begin(step, settings, besides=besides)
+        current = self.schedule.current() if exchange.asks_ahead else None
+        drafts = (
+            current is not None and current.max_grad_norm is None
+        )  # the norm is not known before all is there
+        exchange.begin(step, current.to_json() if current and drafts else "", besides=besides)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete. Does not block."""
@@ -788,6 +791,23 @@ class Engine:
         self.in_batch = True
         self.batches.add(ranges)
         self._phases.forward()
+
+    def pause(self) -> None:
+        """Give back what this worker holds until it asks for the next batch, so that nobody waits for it.
+
+        Raises:
+            UsageError: in the middle of a step, or before the backward() of a batch.
+        """
+        if not self.entered:
+            raise UsageError("call session.optimizer(...) before session.pause()")
+        if self.in_step or self.batches.computed or self.batches.undecided:
+            raise UsageError(
+                "session.pause() was called in the middle of a step. Call it after optimizer.step(), before "
+                "the next batch is loaded"
+            )
+        if self._computing:
+            self.generation += 1  # what was fetched ahead goes to others, too
+            self.stop_computing()
 
     def stop_computing(self) -> None:
         """Give back what was not computed on, after the step of what was; no round waits for this worker."""

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of, name_of
 from elastic_ps.codec.delayed import OURS
-from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec
+from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec, uncompiled
 from elastic_ps.core.settings import (
     CONSTRUCTED,
     MAX_NORM,
@@ -86,18 +86,19 @@ class Described:
             )
         _check_arguments(optimizer)
         groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        parameters = dict(model.named_parameters())
+        parameters = {uncompiled(name): parameter for name, parameter in model.named_parameters()}
         unknown = groups.keys() - {id(p) for p in parameters.values()}
         if unknown:
             raise InvalidModel(
                 f"{len(unknown)} parameters of the optimizer are not parameters of the model; "
                 "pass session.optimizer the model that the optimizer was created for"
             )
-        persistent = model.state_dict(keep_vars=True)
+        persistent = {uncompiled(name): t for name, t in model.state_dict(keep_vars=True).items()}
         self._names: dict[int, list[str]] = {}
         for name, tensor in persistent.items():
             self._names.setdefault(id(tensor), []).append(name)
-        buffers = {n: b for n, b in model.named_buffers() if n in persistent}
+        named = {uncompiled(name): buffer for name, buffer in model.named_buffers()}
+        buffers = {name: buffer for name, buffer in named.items() if name in persistent}
         self.specs: list[TensorSpec] = []
         self.tensors: list[torch.Tensor] = []
         names = [*parameters, *buffers]
@@ -168,7 +169,7 @@ def _within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:
     if isinstance(given, str):
         raise InvalidModel(f"{what} is the text {given!r}; expected a list of names, as in [{given!r}]")
     found: set[str] = set()
-    for prefix in given:
+    for prefix in map(uncompiled, given):
         inside = {name for name in names if name == prefix or name.startswith(f"{prefix}.")}
         if not inside:
             raise InvalidModel(
@@ -219,7 +220,7 @@ def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
 def _check_embeddings(model: torch.nn.Module, names: Collection[str]) -> None:
     """Raise InvalidModel if `forward` would change a parameter with one of these names."""
     for name, module in model.named_modules():
-        weight = f"{name}.weight" if name else "weight"
+        weight = uncompiled(f"{name}.weight" if name else "weight")
         embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
         if embedding and module.max_norm is not None and weight in names:
             raise InvalidModel(

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from elastic_ps.core.settings import CLAMP
+from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
@@ -83,7 +83,7 @@ class Session:
 
     @property
     def generation(self) -> int:
-        """A number that changes when this worker has to join again, and so drops the records in hand."""
+        """A number that changes when this worker joins again, or pauses, and so drops the records in hand."""
         return self._engine.generation
 
     @property
@@ -120,6 +120,7 @@ class Session:
         broadcast: Sequence[str] = (),
         own: Sequence[str] = (),
         clamp: tuple[float, float] | None = None,
+        max_grad_norm: float | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> ElasticOptimizer:
         """Join the job with this model; returns the optimizer to use. Blocks.
@@ -148,6 +149,9 @@ class Session:
                 critic. The parameter server clamps them after each step. A parameter group may have limits of
                 its own, as in {"params": ..., "clamp": (-0.01, 0.01)}, or None for no limits. A group may
                 also have the options "max_norm" and "keep_zeros"; see docs/scripts.md.
+            max_grad_norm: the parameter server scales the gradient of each version, which is the mean over
+                all records, down to this 2-norm, as `clip_grad_norm_` would with one process. Gradients may
+                be sent while backward runs. It needs a single parameter server without a standby.
             state: what `state_dict()` of such an optimizer has given, to begin with its state and its
                 hyperparameters, as for fine-tuning. Of a worker that joins later it is ignored, like its
                 model's values. The state moves to the parameter server: `optimizer` has none afterwards.
@@ -167,6 +171,8 @@ class Session:
         if clamp is not None:
             for group in optimizer.param_groups:
                 group.setdefault(CLAMP, clamp)
+        if max_grad_norm is not None:
+            self._clip(optimizer, max_grad_norm)
         runs_there, brought = optimizer, None
         if self.spec.consistency.mode == "local":
             check_wrapper(optimizer)
@@ -193,6 +199,22 @@ class Session:
         )
         return self._optimizer
 
+    def _clip(self, optimizer: torch.optim.Optimizer, norm: float) -> None:
+        server = self.spec.parameter_server
+        if self.spec.consistency.mode == "local":
+            raise UsageError(
+                "max_grad_norm is for gradients that are sent, but in mode local the worker makes its steps: "
+                "call torch.nn.utils.clip_grad_norm_ before optimizer.step()"
+            )
+        if server.replicas > 1 or server.durability == "standby":
+            raise UsageError(
+                "max_grad_norm needs the whole gradient in one place: set parameterServer.replicas: 1 and "
+                "durability: checkpoint. Or clip each worker's own gradient, with session.optimizer(..., "
+                "overlap=False) and torch.nn.utils.clip_grad_norm_"
+            )
+        for group in optimizer.param_groups:
+            group[MAX_GRAD_NORM] = norm
+
     def assign(self, model: torch.nn.Module) -> None:
         """Make the values that the script has given the model the job's next version. Blocks.
 
@@ -215,6 +237,18 @@ class Session:
         if self._optimizer is None or model is not self._model:
             raise UsageError("session.assign needs the model that was given to session.optimizer before")
         self._optimizer.assign()
+
+    def pause(self) -> None:
+        """Let the other workers train on without this one, until it loads its next batch. Blocks for a call.
+
+        For what takes long in the middle of an epoch, such as an evaluation: otherwise the others wait for
+        this worker's next step. Call it after `optimizer.step()`. The records that this worker holds go to
+        others, and its next batch is of the newest version. The model keeps its values until then.
+
+        Raises:
+            UsageError: in the middle of a step.
+        """
+        self._engine.pause()
 
     def loader(
         self, source: Any, batch_size: int | None = None, *, epochs: int = 1, **options: Any

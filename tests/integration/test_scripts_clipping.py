@@ -1,0 +1,82 @@
+"""`session.optimizer(..., max_grad_norm=...)`: the parameter server clips the mean gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Job, Numbers, make_mlp, running_job
+from tests.integration.oracle import assert_equal_up_to_round_off, mse, replay
+
+LIMIT = 0.8
+
+
+class Clipped(torch.optim.SGD):
+    """What plain torch does: clip the gradient of the whole batch, then step."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, LIMIT)))
+        return super().step(closure)
+
+
+norms: list[float] = []
+
+
+@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+def test_it_is_the_norm_of_the_gradient_of_the_whole_batch(tmp_path: Path, transport: str) -> None:
+    data, models = Numbers(240), {}
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = session.optimizer(sgd, model, max_grad_norm=LIMIT)
+        models[session.worker] = model
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, transport=transport, parameterServer={"bucketBytes": 1024}) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        norms.clear()
+        assert_equal_up_to_round_off(
+            models[0],
+            make_mlp(),
+            lambda model: replay(
+                job.commits(), data, model, lambda m: Clipped(m.parameters(), lr=0.05, momentum=0.9), job.spec
+            ),
+        )
+    assert min(norms) < LIMIT < max(norms), "some gradients are clipped, others are not"
+
+
+def refused(job: Job, **given: Any) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **given)
+
+    job.start(0, script)
+    job.join()
+
+
+def test_what_cannot_be_clipped_is_refused(tmp_path: Path) -> None:
+    with (
+        running_job(tmp_path / "0", parameterServer={"replicas": 2}) as job,
+        pytest.raises(UsageError, match=r"set parameterServer\.replicas: 1"),
+    ):
+        refused(job, max_grad_norm=1.0)
+    with (
+        running_job(tmp_path / "1", consistency={"mode": "local", "steps": 2}) as job,
+        pytest.raises(UsageError, match=r"call torch\.nn\.utils\.clip_grad_norm_ before"),
+    ):
+        refused(job, max_grad_norm=1.0)
+    for wrong in (0.0, -1.0, float("nan"), "1"):
+        with running_job(tmp_path / f"{wrong}") as job, pytest.raises(InvalidModel, match="a number above 0"):
+            refused(job, max_grad_norm=wrong)

@@ -1,0 +1,77 @@
+"""What docs/scripts.md shows, as it stands there."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.worker.session import Session
+from tests.integration.harness import make_mlp, running_job
+from tests.integration.oracle import assert_each_record_once
+
+DOCS = Path(__file__).parents[2] / "docs" / "scripts.md"
+
+
+def recipe(heading: str) -> str:
+    """The code under a heading that says that it runs here."""
+    part = DOCS.read_text().split(f"### {heading}\n", 1)[1]
+    found = re.search(r"<!-- runs in [^\n]*test_scripts_recipes.py -->\n```python\n(.*?)```", part, re.S)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_two_networks_in_turn(tmp_path: Path, workers: int) -> None:
+    dataset = torch.utils.data.TensorDataset(torch.randn(480, 2) * 0.1 + 3.0)
+    networks: dict[int, Any] = {}
+
+    def script(session: Session) -> None:
+        names = {
+            "torch": torch,
+            "session": session,
+            "dataset": dataset,
+            "generator": make_mlp((2, 8, 2)),
+            "critic": make_mlp((2, 8, 1), seed=1),
+        }
+        exec(recipe("Two networks in turn"), names)
+        networks[session.worker] = names
+
+    with running_job(tmp_path) as job:
+        for worker in range(workers):
+            job.start(worker, script)
+        job.join()
+        assert_each_record_once(job.commits(), records=480, epochs=2)
+    trained = networks[0]
+    for name, before in (("generator", make_mlp((2, 8, 2))), ("critic", make_mlp((2, 8, 1), seed=1))):
+        pairs = zip(trained[name].parameters(), before.parameters(), strict=True)
+        assert not all(torch.equal(ours, first) for ours, first in pairs), name
+    assert max(float(p.detach().abs().max()) for p in trained["critic"].parameters()) <= 0.5
+
+
+def test_a_stream_of_chunks(tmp_path: Path) -> None:
+    files = [tmp_path / f"{number}.gz" for number in range(7)]
+    for number, file in enumerate(files):
+        with gzip.open(file, "wt") as lines:
+            lines.writelines(f"{number} {row} 1 2 3 4\n" for row in range(5))
+    seen: list[float] = []
+
+    def loss_of(model: torch.nn.Module, rows: torch.Tensor) -> Any:
+        seen.extend(rows[:, 0].tolist())
+        return model(rows).square().mean()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        names = {"gzip": gzip, "torch": torch, "files": files, "loss_of": loss_of}
+        exec(recipe("Streams"), {**names, "session": session, "model": model, "optimizer": optimizer})
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert_each_record_once(job.commits(), records=7, epochs=3)
+    assert sorted(seen) == sorted([float(number) for number in range(7)] * 15)
