@@ -1,0 +1,82 @@
+"""`mpirun --hostfile`, as docs/mpi.md shows it: hosts are network namespaces with names of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.network import Hosts, address
+from tests.integration import mpirun
+from tests.polling import LIMIT
+
+ROOT = Path(__file__).parents[2]
+
+ENTER = """#!/bin/sh
+# Runs a command on a host: ENTER HOST COMMAND..., as ssh would.
+host=$1
+shift
+exec ip netns exec {prefix}${{host#host}} unshare --uts --mount sh -c '
+    hostname "$0" && mount --bind {names} /etc/hosts && exec sh -c "$*"' "$host" "$@"
+"""
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    """Three, with a link of their own to a switch."""
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+        pytest.skip("network namespaces need root, and the programs ip and tc")
+    made = Hosts(3, gbit=10)
+    yield made
+    made.close()
+
+
+def test_workers_on_other_hosts_train(hosts: Hosts, tmp_path: Path) -> None:
+    names = [f"host{number}" for number in range(3)]
+    known = tmp_path / "names"
+    known.write_text("".join(f"{address(number)} {name}\n" for number, name in enumerate(names)))
+    enter = tmp_path / "enter"
+    enter.write_text(ENTER.format(prefix=hosts.namespace(0).removesuffix("0"), names=known))
+    enter.chmod(0o755)
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("host0 slots=1\nhost1 slots=2\nhost2 slots=1\n")
+    job = {
+        "apiVersion": "elastic-ps.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "hostfile"},
+        "spec": {
+            "entrypoint": "tests.integration.scripts.steady:main",
+            "arguments": {"records": 300, "widths": [6, 16, 1]},
+        },
+    }
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    program = Path(sys.executable).with_name("mpirun")
+    options = f"-n 4 --hostfile {hostfile} --prtemca plm_ssh_agent {enter} -x PYTHONPATH -x XDG_STATE_HOME"
+    command = f"{sys.executable} -m elastic_ps.cli run {tmp_path}/job.yaml --report {tmp_path}/out"
+    run = subprocess.Popen(
+        [enter, "host0", f"{program} {options} {command}"],
+        env=mpirun.variables(tmp_path),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = run.communicate(timeout=3 * LIMIT)
+    finally:
+        mpirun.end(run)
+    assert run.returncode == 0, err
+    assert "300 of 300 in the model" in out
+    report = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert report["phase"] == "Succeeded"
+    assert {member["id"]: member["transport"] for member in report["workers"]} == {
+        0: "tcp",
+        1: "tcp",
+        2: "tcp",
+    }
