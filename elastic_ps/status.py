@@ -340,6 +340,9 @@ class ParameterServerStatus(CamelModel):
     term: int | None = Field(
         default=None, description="How often the parameter server has been started. Each start is a term."
     )
+    consistency: str = Field(
+        default="", description="How versions are made at the moment, as the parameter server says."
+    )
     standbys: int | None = Field(
         default=None,
         description="With durability standby: how many standbys have every round. Unset while shard 0 does "

@@ -36,7 +36,7 @@ class Wishes:
             return None
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidJob(f"what is wanted of the job cannot be read: {error}") from error
-        if text == self._text:
+        if text == self._text or not text.strip():
             return None
         self._text = text
         return read_tuning(text, source=str(self._path)).model_copy(update={"run": self._run})

@@ -28,12 +28,26 @@ from elastic_ps.env import (
 )
 from elastic_ps.job import API_VERSION, KIND, TrainingJobSpec
 from elastic_ps.policies import RunPolicy
+from elastic_ps.tuning import Tuning
 
 USER_ID = 65532
 WORKER_GRACE_SECONDS = 60
 PS_GRACE_SECONDS = 120
 LOST_NODE_SECONDS = 30
 """After which the pods of a node that does not answer are deleted."""
+
+_WISHES: Manifest = {
+    "name": "wishes",
+    "downwardAPI": {
+        "items": [
+            {
+                "path": "tuning.json",
+                "fieldRef": {"fieldPath": f"metadata.annotations['{names.TUNING_ANNOTATION}']"},
+            }
+        ]
+    },
+}
+"""An annotation as a file: it changes with the annotation, without a new pod."""
 
 _LOST_NODE = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _CPU = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m?)")
@@ -181,6 +195,8 @@ def pod(
         **(extra.get("annotations") or {}),
         names.TEMPLATE_ANNOTATION: template_hash(spec, role),
     }
+    if (role, index) == ("ps", 0):
+        metadata["annotations"][names.TUNING_ANNOTATION] = tuning(job, spec).to_json()
     for container in pod_spec["containers"]:
         if container["name"] == names.CONTAINER[role]:
             given = with_threads(container.get("env") or [], container.get("resources") or {})
@@ -188,6 +204,11 @@ def pod(
     if role in SERVERS and wiring.headless:
         pod_spec["hostname"], pod_spec["subdomain"] = metadata["name"], names.service(name)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
+
+
+def tuning(job: Mapping[str, Any], spec: TrainingJobSpec) -> Tuning:
+    """What of the job may change while it runs, for shard 0's parameter server."""
+    return Tuning.of(spec, generation=job["metadata"].get("generation") or 0)
 
 
 def with_tolerations(given: list[Manifest]) -> list[Manifest]:
@@ -300,6 +321,7 @@ def _contract(
         resume="require" if spec.parameter_server.checkpoint.resume_from is not None else "auto",
         run=job["metadata"]["uid"],
         tls=Path(names.TLS_DIRECTORY) if wiring.secured else None,
+        tuning=Path(names.WISHES_DIRECTORY) / "tuning.json" if (role, index) == ("ps", 0) else None,
     )
     variables = environment.to_variables()
     kept = [item for item in given if item["name"] not in variables]
@@ -313,6 +335,9 @@ def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -
     if serves:
         mounts.append({"name": "checkpoints", "mountPath": names.CHECKPOINT_DIRECTORY})
         volumes.append({"name": "checkpoints", **_checkpoint_volume(job, spec)})
+        if (role, index) == ("ps", 0):
+            mounts.append({"name": "wishes", "mountPath": names.WISHES_DIRECTORY, "readOnly": True})
+            volumes.append(_WISHES)
     else:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})

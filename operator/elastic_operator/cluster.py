@@ -15,7 +15,18 @@ from elastic_operator.api import NAMESPACE_TERMINATING, Api, ApiError
 from elastic_operator.authority import Authority
 from elastic_operator.certificates import REFUSED, secrets
 from elastic_operator.documents import over
-from elastic_operator.plan import Action, Certify, Create, DeleteJob, DeletePod, Kind, Note, Observed, stamp
+from elastic_operator.plan import (
+    Action,
+    Certify,
+    Create,
+    DeleteJob,
+    DeletePod,
+    Kind,
+    Note,
+    Observed,
+    TunePod,
+    stamp,
+)
 from elastic_operator.pods import Problem
 from elastic_operator.status import dump_status
 from elastic_operator.store import Resource, Store, is_owned, path_of
@@ -52,6 +63,8 @@ class Cluster:
                 problem = self._create(job, action)
             elif isinstance(action, Certify):
                 problem = self._certify(job, action)
+            elif isinstance(action, TunePod):
+                problem = self._tune(job, action)
             else:
                 problem = self._delete(job, action)
             if problem is None:
@@ -67,6 +80,20 @@ class Cluster:
         for problem in refused:
             logger.warning("%s: refused: %s", identity, problem.message)
         return refused
+
+    def _tune(self, job: Mapping[str, Any], action: TunePod) -> Problem | None:
+        """A pod that has gone since is told when it is made again."""
+        path = f"{path_of('pods', job['metadata']['namespace'])}/{action.name}"
+        annotations = {names.TUNING_ANNOTATION: action.tuning}
+        body = {"metadata": {"uid": action.uid, "annotations": annotations}}  # another pod's is refused (422)
+        try:
+            written = self._api.request("patch", "pods", path, body=body)
+        except ApiError as error:
+            if error.status not in (404, 409, 422):
+                raise
+            return None
+        self._store.put("pods", written, ours=True)
+        return None
 
     def _create(self, job: Mapping[str, Any], action: Create) -> Problem | None:
         resource = _RESOURCES[action.kind]
@@ -212,6 +239,8 @@ def _words(action: Action, job: str) -> str:
         return f"created {action.kind} {action.name}"
     if isinstance(action, Certify):
         return f"issued certificates for {sum(action.processes.values())} processes"
+    if isinstance(action, TunePod):
+        return f"told Pod {action.name} of a change"
     return f"deleted Pod {action.name}" if isinstance(action, DeletePod) else f"deleted Job {job}"
 
 

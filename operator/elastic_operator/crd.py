@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -273,8 +273,9 @@ def _add_rules(spec: Schema) -> None:
             "message": "worker.processes above 1 does not work with consistency.mode local",
         },
     ]
-    for name in ("entrypoint", "arguments", "consistency", "compression", "data"):
+    for name in ("entrypoint", "arguments", "compression", "data"):
         fields[name]["x-kubernetes-validations"] = [_immutable(name)]
+    fields["consistency"]["x-kubernetes-validations"] = list(_kept_consistency(fields["consistency"]))
     fields["consistency"]["x-kubernetes-validations"].append(
         {
             "rule": "!self.deterministic || self.backupWorkers == 0",
@@ -376,6 +377,29 @@ def _add_rules(spec: Schema) -> None:
     ]
     for name in ("replicas", "bucketBytes", "durability"):
         server[name]["x-kubernetes-validations"] = [_immutable(f"parameterServer.{name}")]
+
+
+def _kept_consistency(consistency: Schema) -> Iterator[Schema]:
+    """What a running job keeps of it; see `elastic_ps.tuning`."""
+    yield {
+        "rule": "self.deterministic == oldSelf.deterministic && "
+        "has(self.globalBatchSize) == has(oldSelf.globalBatchSize) && "
+        "(!has(self.globalBatchSize) || self.globalBatchSize == oldSelf.globalBatchSize)",
+        "message": "consistency.deterministic and globalBatchSize cannot change; create a new job for that",
+    }
+    yield {
+        "rule": "(self.mode == 'local') == (oldSelf.mode == 'local')",
+        "message": "to or from mode local, consistency cannot change; create a new job for that",
+    }
+    others = [name for name in consistency["properties"] if name not in ("mode", "steps")]
+    same = " && ".join(
+        f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})"
+        for name in others
+    )
+    yield {
+        "rule": f"self.mode != 'local' || ({same})",
+        "message": "in mode local, consistency besides steps cannot change; create a new job for that",
+    }
 
 
 def _immutable(field: str) -> Schema:

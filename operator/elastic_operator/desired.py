@@ -17,6 +17,7 @@ from elastic_operator.wiring import HEADLESS, Wiring
 from elastic_ps.env import Role
 from elastic_ps.errors import InvalidJob
 from elastic_ps.job import TrainingJobSpec, parse_spec
+from elastic_ps.tuning import Tuning, read_tuning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,7 @@ def read_desired(
     elif started(job, observed):
         document = _clamp(document, ignored)
     if fixed:
+        fixed = _keep_consistency(document, fixed, observed, ignored)
         document, _ = documents.known_spec(_keep_fixed(document, fixed, ignored))
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec, policy)
@@ -148,7 +150,8 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     except InvalidJob as error:
         ignored.append(f"the spec cannot be followed: {error}")
         return kept
-    changed = [field for field in builders.FIXED_FIELDS if asked[field] != fixed[field]]
+    others = [field for field in builders.FIXED_FIELDS if field != "consistency"]  # see `_keep_consistency`
+    changed = [field for field in others if asked[field] != fixed[field]]
     before, after = fixed["parameterServer"], asked["parameterServer"]
     fields = sorted(before.keys() | after.keys())
     changed += [f"parameterServer.{field}" for field in fields if after.get(field) != before.get(field)]
@@ -156,6 +159,42 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     if changed:
         ignored.append(f"{', '.join(changed)} cannot change while the job runs; create a new job for that")
     return kept
+
+
+def _keep_consistency(
+    document: dict[str, Any], fixed: dict[str, Any], observed: Observed, ignored: list[str]
+) -> dict[str, Any]:
+    """The fixed part with the consistency that is asked for, if a running job can change to that.
+
+    If not, it keeps the one that its parameter server was told last, or was started with.
+    """
+    kept = {"entrypoint": "module:function", "consistency": fixed["consistency"]}
+    wanted = {**kept, "consistency": document.get("consistency") or {}}
+    try:
+        before = Tuning.of(parse_spec(documents.known_spec(kept)[0], source="spec"))
+        asked = Tuning.of(parse_spec(documents.known_spec(wanted)[0], source="spec"))
+    except InvalidJob:
+        return fixed  # what is wrong with it is said with the rest
+    refusal = before.refusal(asked)
+    if not refusal:
+        return {**fixed, "consistency": asked.consistency.model_dump(mode="json", by_alias=True)}
+    ignored.append(refusal)
+    leader = next((pod for pod in observed.of("ps") if pod.index == 0 and pod.tuning), None)
+    try:
+        told = read_tuning(leader.tuning, source="annotation") if leader is not None else before
+    except InvalidJob:
+        told = before
+    return {**fixed, "consistency": told.consistency.model_dump(mode="json", by_alias=True)}
+
+
+def tuning_to_tell(job: Mapping[str, Any], desired: Desired, server: Pod) -> str:
+    """What shard 0 is to be told that the job wants, as JSON; "" if it was told that already."""
+    wanted = builders.tuning(job, desired.spec)
+    try:
+        told = read_tuning(server.tuning, source="annotation")
+    except InvalidJob:
+        return wanted.to_json()
+    return wanted.to_json() if wanted.differs(told) else ""
 
 
 def _keep_workers(document: dict[str, Any], replicas: int, ignored: list[str]) -> dict[str, Any]:

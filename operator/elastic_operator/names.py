@@ -19,6 +19,9 @@ SPEC_ANNOTATION = f"{GROUP}/spec"
 TEMPLATE_ANNOTATION = f"{GROUP}/template-hash"
 """On each pod: what of the spec it was made from."""
 
+TUNING_ANNOTATION = f"{GROUP}/tuning"
+"""On the pod of shard 0, which reads it as a file: what may change while the job runs, as it is wanted."""
+
 RESTART_ANNOTATION = f"{GROUP}/restartedAt"
 """A person sets it on a job, to a time: what was made before then is to be made again."""
 
@@ -47,6 +50,7 @@ EXPECTED = (
 """What a job may be called: a Service's name begins with a letter, and has at most 63 characters."""
 
 CHECKPOINT_DIRECTORY = "/var/lib/elastic-ps"
+WISHES_DIRECTORY = "/etc/elastic-ps"
 
 
 def pod(job: str, role: Role, index: int) -> str:

@@ -139,7 +139,17 @@ class DeleteJob:
     reason: str
 
 
-Action: TypeAlias = Create | Certify | DeletePod | DeleteJob
+@dataclass(frozen=True)
+class TunePod:
+    """Tell exactly this pod (by uid), in an annotation, what of the job has changed."""
+
+    name: str
+    uid: str
+    tuning: str
+    reason: str
+
+
+Action: TypeAlias = Create | Certify | DeletePod | DeleteJob | TunePod
 
 
 @dataclass(frozen=True)

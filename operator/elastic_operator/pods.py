@@ -86,6 +86,7 @@ class Pod:
         address: its IP.
         last_words: what the parameter server in it left when it ended; None while one runs.
         version: of the object, as it was read.
+        tuning: what shard 0 is told that the job wants, see `names.TUNING_ANNOTATION`; "" for no such word.
     """
 
     name: str
@@ -111,6 +112,7 @@ class Pod:
     address: str | None = None
     last_words: ServerStatus | None = None
     version: str = field(default="", compare=False)
+    tuning: str = ""
 
     @property
     def active(self) -> bool:
@@ -183,6 +185,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         disruption=_disruption(status),
         created=parse_time(metadata.get("creationTimestamp")),
         template=str((metadata.get("annotations") or {}).get(names.TEMPLATE_ANNOTATION) or ""),
+        tuning=str((metadata.get("annotations") or {}).get(names.TUNING_ANNOTATION) or ""),
         pending=status.get("phase") == "Pending",
         address=status.get("podIP"),
         last_words=_last_words(metadata, container),

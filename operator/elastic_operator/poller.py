@@ -59,7 +59,8 @@ def essence(status: ServerStatus) -> object:
     progress = status.progress
     members = tuple((m.worker, m.incarnation, m.host, m.state) for m in status.members)
     ends = (progress.finished, progress.stopped, progress.records_expected is None)
-    return (status.term, status.ready, status.problem, tuple(status.standbys), ends, members)
+    tuning = (status.tuning.generation, status.tuning.problem)
+    return (status.term, status.ready, status.problem, tuning, tuple(status.standbys), ends, members)
 
 
 @dataclass

@@ -14,10 +14,21 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from elastic_operator import builders, certificates, names, network
-from elastic_operator.desired import Desired, read_desired, revision, started
+from elastic_operator.desired import Desired, read_desired, revision, started, tuning_to_tell
 from elastic_operator.documents import read_status
 from elastic_operator.failures import counted
-from elastic_operator.plan import Action, Create, DeleteJob, DeletePod, Note, Observed, Options, Plan, stamp
+from elastic_operator.plan import (
+    Action,
+    Create,
+    DeleteJob,
+    DeletePod,
+    Note,
+    Observed,
+    Options,
+    Plan,
+    TunePod,
+    stamp,
+)
 from elastic_operator.pods import Pod, Problem, parse_time
 from elastic_operator.renewal import (
     MENDED,
@@ -263,6 +274,8 @@ def _servers(
             yield DeletePod.of(pod, "it has ended and is created again")
         elif pod.active and (why := server_to_renew(pod, desired, observed)):
             yield DeletePod.of(pod, why)
+        elif pod.active and pod.tuning and (wanted := tuning_to_tell(job, desired, pod)):
+            yield TunePod(pod.name, pod.uid, wanted, "the job wants another consistency or other checkpoints")
 
 
 def _evaluator(

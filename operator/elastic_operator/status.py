@@ -137,6 +137,7 @@ def with_counts(
         update={
             "ready": sum(p.active and p.ready and p.index < shards for p in observed.of("ps")),
             "term": term,
+            "consistency": (told.tuning.consistency if told else "") or status.parameter_server.consistency,
             "standbys": None if told is None or not told.standbys else sum(told.standbys),
         }
     )
@@ -162,9 +163,13 @@ def _summary(worker: WorkerStatus, progress: Progress, replicas: int) -> Summary
 def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
     """An Event for each condition that turned True, or is no longer Degraded, since `old`.
 
-    And one for what the evaluator has found and has missed since.
+    And for what the evaluator has found and has missed since, and for another consistency that is in force.
     """
     notes = list(_evaluated(old.progress.evaluation or EvaluationStatus(), new.progress.evaluation))
+    was, now = old.parameter_server, new.parameter_server
+    if was.consistency and now.consistency != was.consistency:
+        text = f"consistency is ({now.consistency}) now; it was ({was.consistency})"
+        notes.append(Note(f"Changed/{now.term}/{now.consistency}", "Normal", "ConsistencyChanged", text))
     for after in new.conditions:
         before = condition(old, after.type)
         since = "first"

@@ -182,6 +182,8 @@ def _problems(observed: Observed, now: datetime, options: Options) -> list[Probl
             problems.append(pod.problem)
     if observed.server is not None and observed.server.problem:
         problems.append(Problem("ParameterServerProblem", observed.server.problem))
+    if observed.server is not None and observed.server.tuning.problem:
+        problems.append(Problem("ChangeRefused", observed.server.tuning.problem))
     return problems
 
 

@@ -103,7 +103,9 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 FIXED: list[tuple[str, dict[str, Any]]] = [
     ("entrypoint", {"entrypoint": "another:main"}),
     ("arguments", {"arguments": {"epochs": 3}}),
-    ("consistency", {"consistency": {"backupWorkers": 1}}),
+    ("consistency.deterministic and globalBatchSize", {"consistency": {"deterministic": True}}),
+    ("consistency.deterministic and globalBatchSize", {"consistency": {"globalBatchSize": 2}}),
+    ("to or from mode local, consistency", {"consistency": {"mode": "local", "steps": 3}}),
     ("compression", {"compression": {"codec": "fp16"}}),
     ("data", {"data": {"seed": 7}}),
     ("parameterServer.bucketBytes", {"parameterServer": {"bucketBytes": 65536}}),
@@ -115,6 +117,21 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     ("checkpoint.resumeFrom", {"parameterServer": {"checkpoint": {"resumeFrom": {"job": "earlier"}}}}),
 ]
 """A field that cannot change, and a change of it."""
+
+FIXED_LOCALLY: list[dict[str, Any]] = [
+    {"consistency": {"outer": "average"}},
+    {"consistency": {"outerMomentum": 0.5}},
+    {"consistency": {"fragments": 2}},
+]
+"""What cannot change in mode local."""
+
+FREE: list[dict[str, Any]] = [
+    {"consistency": {"backupWorkers": 1}},
+    {"consistency": {"backupWorkers": 0, "mode": "bounded", "maxStaleness": 8}},
+    {"consistency": {"maxStaleness": 2}},
+    {"consistency": {"maxStaleness": None, "mode": "async"}},
+]
+"""One after the other, what may become of a job."""
 
 
 @pytest.fixture
@@ -150,6 +167,7 @@ def test_each_rule_of_the_definition_is_tried() -> None:
 
     tried = [words for words, _ in REFUSED] + [f"{field} cannot change" for field, _ in FIXED]
     tried += ["metadata.name must have", "worker.replicas cannot change"]
+    tried += ["in mode local, consistency besides steps cannot change"]
     schema = crd(rules=True)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     untried = [message for message in messages(schema) if not any(words in message for words in tried)]
     assert untried == []
@@ -165,6 +183,20 @@ def test_the_api_server_refuses_to_change_what_is_fixed(cluster: GivenCluster, n
             *("-n", namespace, "patch", "tj", "fixed", "--type=merge", "-p", patch), check=False
         )
         assert f"{field} cannot change" in answer.stderr, f"{change}: {answer.stdout}{answer.stderr}"
+    for change in FREE:
+        cluster.kubectl(
+            *("-n", namespace, "patch", "tj", "fixed", "--type=merge", "-p", json.dumps({"spec": change}))
+        )
+    local = merge(given["spec"], {"consistency": LOCAL})
+    cluster.apply({**given, "metadata": {"name": "local"}, "spec": local}, namespace=namespace)
+    for change in FIXED_LOCALLY:
+        patch = json.dumps({"spec": change})
+        answer = cluster.kubectl(
+            *("-n", namespace, "patch", "tj", "local", "--type=merge", "-p", patch), check=False
+        )
+        assert "in mode local, consistency besides steps cannot change" in answer.stderr, answer.stderr
+    steps = json.dumps({"spec": {"consistency": {"steps": 9}}})
+    cluster.kubectl("-n", namespace, "patch", "tj", "local", "--type=merge", "-p", steps)
     fixed = merge(given["spec"], {"consistency": {"deterministic": True}})
     cluster.apply({**given, "metadata": {"name": "lanes"}, "spec": fixed}, namespace=namespace)
     answer = cluster.kubectl("-n", namespace, "scale", "tj/lanes", "--replicas=4", check=False)

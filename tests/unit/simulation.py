@@ -23,6 +23,7 @@ from elastic_operator.plan import (
     Observed,
     Options,
     Plan,
+    TunePod,
     stamp,
 )
 from elastic_operator.reconcile import reconcile
@@ -124,6 +125,8 @@ class Simulation:
         elif isinstance(action, DeletePod):
             if self.pods.get(action.name, {}).get("metadata", {}).get("uid") == action.uid:
                 del self.pods[action.name]
+        elif isinstance(action, TunePod):
+            self.pods[action.name]["metadata"]["annotations"][names.TUNING_ANNOTATION] = action.tuning
         elif action.kind == "Service":
             metadata = action.manifest["metadata"]
             self.secured = self.secured or names.TLS_ANNOTATION in metadata["annotations"]

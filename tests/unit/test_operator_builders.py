@@ -37,7 +37,7 @@ def test_pod_security_restricted(role: env.Role) -> None:
     }
     assert pod["spec"]["automountServiceAccountToken"] is False
     kinds = {key for volume in pod["spec"]["volumes"] for key in volume if key != "name"}
-    assert kinds <= {"emptyDir", "persistentVolumeClaim"}
+    assert kinds <= {"emptyDir", "persistentVolumeClaim", "downwardAPI"}
 
 
 @pytest.mark.parametrize(

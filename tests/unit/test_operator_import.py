@@ -34,5 +34,5 @@ def test_operator_imports_without_torch() -> None:
     )
     assert answer.returncode == 0, answer.stderr
     modules = ["certificates", "deaths", "env", "errors", "fields", "identity"]
-    modules += ["job", "policies", "status", "training"]
+    modules += ["job", "policies", "status", "training", "tuning"]
     assert answer.stdout.split() == ["elastic_ps", *(f"elastic_ps.{name}" for name in modules)]

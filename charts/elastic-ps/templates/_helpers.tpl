@@ -49,7 +49,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
   verbs: ["patch"]
 - apiGroups: [""]
   resources: ["pods"]
-  verbs: ["get", "list", "watch", "create", "delete"]
+  verbs: ["get", "list", "watch", "create", "patch", "delete"]
 - apiGroups: [""]
   resources: ["services", "persistentvolumeclaims"]
   verbs: ["get", "list", "watch", "create"]

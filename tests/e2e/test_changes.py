@@ -1,0 +1,69 @@
+"""A training job on a real cluster is changed with `kubectl patch`: no pod is made again, nothing is lost."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ps.drill.history import Data, check, consistencies
+from elastic_ps.job import API_VERSION, KIND
+from tests.e2e.cluster import Cluster, wait_for
+from tests.e2e.operator_process import HISTORIES, TRAINING_IMAGE, Jobs, OperatorProcess
+from tests.e2e.test_losses import CONFIG, histories, template
+
+pytestmark = pytest.mark.usefixtures("definition", "training_images")
+
+RECORDS, EPOCHS = 600, 8
+
+
+@pytest.fixture
+def jobs(local_cluster: Cluster, namespace: str) -> Jobs:
+    return Jobs(local_cluster, namespace, TRAINING_IMAGE)
+
+
+def test_a_job_is_changed_while_it_trains(jobs: Jobs, operator: OperatorProcess, tmp_path: Path) -> None:
+    job = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": "changing"},
+        "spec": {
+            "entrypoint": "slow:main",
+            "arguments": {"records": RECORDS, "epochs": EPOCHS},
+            "image": TRAINING_IMAGE,
+            "parameterServer": {
+                "checkpoint": {"volumeClaim": {"storage": "1Gi"}},
+                "template": template("parameter-server"),
+            },
+            "worker": {"replicas": 2, "template": template("worker")},
+            "data": {"shardRecords": 40},
+        },
+    }
+
+    def change(consistency: dict[str, Any], words: str) -> None:
+        jobs.patch("changing", {"consistency": consistency})
+        wait_for(
+            lambda: jobs.job("changing")["status"]["parameterServer"].get("consistency") == words,
+            what=f"consistency is {words}",
+            timeout=timedelta(minutes=2),
+            explain=lambda: str(jobs.job("changing")["status"]),
+        )
+
+    jobs.cluster.apply(HISTORIES, CONFIG, job, namespace=jobs.namespace)
+    jobs.wait_status("changing", phase="Running", workers="2/2", timeout=timedelta(minutes=3))
+    jobs.wait_version("changing", 10)
+    before = jobs.identities("changing")
+    change({"mode": "bounded", "maxStaleness": 8}, "mode: bounded, maxStaleness: 8")
+    change({"mode": "async", "maxStaleness": None}, "mode: async")
+    assert jobs.identities("changing") == before, "no pod was made again"
+    assert not jobs.progress("changing")["finished"], "the job ended too soon; give it more epochs"
+    jobs.wait_status("changing", phase="Succeeded", timeout=timedelta(minutes=4))
+    status = jobs.job("changing")["status"]
+    assert (status["parameterServer"]["term"], status["worker"]["failures"]) == (3, 0)
+    found = histories(jobs, tmp_path)
+    assert [each.mode for _, each in sorted(consistencies(found).items())] == ["sync", "bounded", "async"]
+    assert check(found, Data(RECORDS, EPOCHS)) == []
+    events = jobs.kubectl("get", "events", "-o", "jsonpath={.items[*].reason}").stdout.split()
+    assert "ConsistencyChanged" in events

@@ -1,0 +1,112 @@
+"""A job on a cluster is changed while it runs: shard 0's pod is told, and no pod is made again."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from elastic_operator import names
+from elastic_operator.plan import TunePod
+from elastic_ps.env import read
+from elastic_ps.job import parse_spec
+from elastic_ps.status import ServerStatus, TuningStatus
+from elastic_ps.tuning import Tuning, read_tuning
+from tests.unit.simulation import Simulation, running
+
+BOUNDED = {"mode": "bounded", "maxStaleness": 8}
+
+
+def told(simulation: Simulation) -> Tuning:
+    annotations = simulation.pods["digits-ps-0"]["metadata"]["annotations"]
+    return read_tuning(annotations[names.TUNING_ANNOTATION], source="annotation")
+
+
+def answers(simulation: Simulation, generation: int, consistency: str, problem: str = "") -> None:
+    tuning = TuningStatus(generation=generation, consistency=consistency, asked=generation, problem=problem)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, tuning=tuning)
+
+
+def uids(simulation: Simulation) -> dict[str, str]:
+    return {name: pod["metadata"]["uid"] for name, pod in simulation.pods.items()}
+
+
+def test_a_change_is_written_to_the_pod_of_shard_0_alone() -> None:
+    simulation = running(parameterServer={"replicas": 2, "checkpoint": {"volumeClaim": {}}})
+    before = uids(simulation)
+    assert (told(simulation).generation, told(simulation).consistency.mode) == (1, "sync")
+    assert names.TUNING_ANNOTATION not in simulation.pods["digits-ps-1"]["metadata"]["annotations"]
+    simulation.edit(consistency=BOUNDED)
+    assert [type(action) for action in simulation.step().actions] == [TunePod]
+    assert (told(simulation).generation, told(simulation).consistency.max_staleness) == (2, 8)
+    simulation.settle()
+    assert uids(simulation) == before
+    assert simulation.condition("Degraded").get("status", "False") == "False"
+    simulation.scale(2)
+    simulation.settle()
+    assert told(simulation).generation == 2, "it was told all that concerns it"
+
+
+def test_what_reads_the_annotation_finds_it() -> None:
+    pod = running().pods["digits-ps-0"]
+    (container,) = pod["spec"]["containers"]
+    variables = {item["name"]: item["value"] for item in container["env"]}
+    path = str(read(variables).tuning)
+    mount = next(mount for mount in container["volumeMounts"] if path.startswith(mount["mountPath"] + "/"))
+    volume = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == mount["name"])
+    (item,) = volume["downwardAPI"]["items"]
+    assert path == f"{mount['mountPath']}/{item['path']}"
+    assert item["fieldRef"]["fieldPath"] == f"metadata.annotations['{names.TUNING_ANNOTATION}']"
+
+
+def test_a_server_that_comes_back_begins_with_the_newest_word() -> None:
+    simulation = running()
+    simulation.edit(consistency=BOUNDED)
+    simulation.settle()
+    del simulation.pods["digits-ps-0"]
+    simulation.settle()
+    assert (told(simulation).generation, told(simulation).consistency.max_staleness) == (2, 8)
+    (container,) = simulation.pods["digits-ps-0"]["spec"]["containers"]
+    spec = next(item["value"] for item in container["env"] if item["name"] == "ELASTIC_PS_SPEC")
+    assert parse_spec(json.loads(spec), source="test").consistency.max_staleness == 8
+
+
+def test_what_cannot_change_is_said_and_the_last_change_stays() -> None:
+    """As on a server that does not know the definition's rules."""
+    simulation = running()
+    simulation.edit(consistency=BOUNDED)
+    simulation.settle()
+    for wrong in ({"mode": "local", "steps": 5}, {"deterministic": True}):
+        simulation.edit(consistency=wrong)
+        simulation.settle()
+        assert told(simulation).consistency.max_staleness == 8
+        degraded = simulation.condition("Degraded")
+        assert degraded["status"] == "True"
+        assert "stays what it is" in degraded["message"]
+    simulation.edit(consistency={"mode": "async"})
+    simulation.settle()
+    assert told(simulation).consistency.mode == "async"
+    assert simulation.condition("Degraded")["status"] == "False"
+
+
+def test_times_of_checkpoints_are_told_too() -> None:
+    simulation = running()
+    checkpoint: dict[str, Any] = {"interval": "5m", "everyVersions": 100, "keep": 2}
+    simulation.edit(parameterServer={"checkpoint": checkpoint})
+    simulation.settle()
+    assert told(simulation).checkpoint.every_versions == 100
+    assert told(simulation).checkpoint.interval.total_seconds() == 300
+
+
+def test_what_the_parameter_server_says_is_in_status_and_events() -> None:
+    simulation = running()
+    answers(simulation, 1, "mode: sync")
+    simulation.step()
+    assert simulation.status["parameterServer"]["consistency"] == "mode: sync"
+    answers(simulation, 2, "mode: bounded, maxStaleness: 8")
+    simulation.step()
+    assert simulation.status["parameterServer"]["consistency"] == "mode: bounded, maxStaleness: 8"
+    assert "ConsistencyChanged" in simulation.notes.values()
+    answers(simulation, 2, "mode: bounded, maxStaleness: 8", problem="the job has only 100 steps")
+    simulation.step()
+    degraded = simulation.condition("Degraded")
+    assert (degraded["reason"], degraded["message"]) == ("ChangeRefused", "the job has only 100 steps")
