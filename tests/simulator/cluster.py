@@ -251,11 +251,15 @@ class Cluster:
 
     def change(self) -> None:
         """A person wants another consistency; whoever starts the processes hands it over."""
-        local = self.plan.consistency["mode"] == "local"
-        if self.plan.consistency.get("deterministic") or self.plan.assigning:
+        given = self.plan.consistency
+        if given.get("deterministic") or self.plan.assigning:
             return
         steps = self.here.random.choice([1, 2, 5])
-        others = [{**self.plan.consistency, "steps": steps}] if local else CHANGES
+        others = CHANGES
+        if given["mode"] == "local":
+            others = [{**given, "steps": steps}]
+        elif "globalBatchSize" in given:
+            others = [{**given, "balance": balance} for balance in ("even", "speed")]
         wanted = Consistency.model_validate(self.here.random.choice(others))
         self.changes += 1
         self.spec = self.spec.model_copy(update={"consistency": wanted})

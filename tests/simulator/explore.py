@@ -62,7 +62,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         {"mode": "async"},
         {"mode": "async", "reads": "inconsistent"},
         {"mode": "accumulate", "gradients": chance.choice([1, 2, 4])},
-        {"globalBatchSize": chance.choice([3, 4, 6]), **chance.choice(PORTIONS)},
+        {"mode": "sync", "globalBatchSize": chance.choice([3, 4, 6]), **chance.choice(PORTIONS)},
         {"mode": "local", "steps": chance.choice([1, 2, 4]), "outer": chance.choice(OUTER)},
         {"mode": "local", "steps": 2, "quorum": 1, "grace": chance.choice(["0s", "500ms", "auto"])},
     ]
