@@ -24,7 +24,10 @@ ROWS: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "int8": {"codec": "int8"},
     "int8, values bf16": {"codec": "int8", "values": "bf16"},
+    "int8, values int8": {"codec": "int8", "values": "int8"},
     "topk 1 %": {"codec": "topk"},
+    "topk 1 %, values int8": {"codec": "topk", "values": "int8"},
+    "auto": {"codec": "auto"},
     "signsgd": {"codec": "signsgd"},
     "powersgd, rank 4": {"codec": "powersgd"},
 }

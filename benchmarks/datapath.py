@@ -178,8 +178,26 @@ def train_with_parameter_server(case: str, directory: str) -> None:
             timer.write()
 
 
-def train_with_ddp(case: str, directory: Path) -> None:
-    """What `torchrun` runs in each rank."""
+def compress(model: torch.nn.parallel.DistributedDataParallel, hook: str) -> None:
+    """Have DistributedDataParallel send its gradients in fewer bytes, with one of its own hooks."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if hook == "bf16":
+        # By its own name torch allows it with NCCL only, though gloo adds bfloat16 up, too.
+        model.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
+    elif hook == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=2
+        )
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
+HOOKS = ("bf16", "powersgd")
+"""DistributedDataParallel's own ways to send fewer bytes: see `compress`."""
+
+
+def train_with_ddp(case: str, directory: Path, hook: str = "") -> None:
+    """What `torchrun` runs in each rank. `hook`: one of `HOOKS`; "" for plain gradients."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
@@ -187,6 +205,7 @@ def train_with_ddp(case: str, directory: Path) -> None:
     chosen = CASES[case]
     model, shape, classes = make_model(chosen.model)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    compress(wrapped, hook)
     optimizer = make_optimizer(chosen.optimizer, model)
     x, y = make_batch(shape, classes, chosen.batch)
     timer = Timer(chosen.steps, directory / f"worker-{rank}.json")
@@ -287,10 +306,11 @@ def main() -> None:
     parser.add_argument("--ours", action="store_true", help="measure elastic-ps alone")
     parser.add_argument("--transport", choices=get_args(Scheme), help="default: the fastest, within the host")
     parser.add_argument("--ddp", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--hook", default="", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.ddp:
-        train_with_ddp(parsed.case, parsed.ddp)
+        train_with_ddp(parsed.case, parsed.ddp, parsed.hook)
         return
     for unknown in set(parsed.cases) - CASES.keys():
         parser.error(f"there is no case {unknown!r}; expected one of {', '.join(CASES)}")

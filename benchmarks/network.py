@@ -11,7 +11,8 @@ gradients one way and values the other, and both at the same time: see `paramete
 rows is without that.
 
 `--codec int8` also measures elastic-ps with gradients encoded so; it may be given several times. `--values
-bf16` measures each of them once more with values encoded so.
+int8` measures each of them once more with values encoded so. `--hooks` also measures DDP with its own hooks
+`bf16_compress` and PowerSGD (rank 4).
 
 `--workers 1` measures a single worker with a parameter server on another host, beside that least time.
 """
@@ -31,12 +32,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.datapath import CASES, Measured, collect, make_model, median
+from benchmarks.datapath import CASES, HOOKS, Measured, collect, make_model, median
 from benchmarks.figures import Figure, write
 from benchmarks.recovery import ROOT
+from elastic_ps.codec.plan import DELTAS, VALUES
 from elastic_ps.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, ProcessEnvironment, Role
 from elastic_ps.job import TrainingJobSpec
-from elastic_ps.training import CODECS
+from elastic_ps.training import AUTO, CODECS
 
 MASTER = 29500
 """The port of DistributedDataParallel's store."""
@@ -184,7 +186,7 @@ def measure_ours(
             return collect(directory, len(workers), lambda: require_alive(processes))
 
 
-def measure_ddp(hosts: Hosts, case: str, workers: Sequence[int]) -> Measured:
+def measure_ddp(hosts: Hosts, case: str, workers: Sequence[int], hook: str = "") -> Measured:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         processes = []
@@ -192,7 +194,7 @@ def measure_ddp(hosts: Hosts, case: str, workers: Sequence[int]) -> Measured:
             variables = {"RANK": str(rank), "WORLD_SIZE": str(len(workers)), "GLOO_SOCKET_IFNAME": "eth0"}
             variables |= {"MASTER_ADDR": address(workers[0]), "MASTER_PORT": str(MASTER)}
             script = str(ROOT / "benchmarks" / "datapath.py")
-            command = [sys.executable, script, "--ddp", name, "--case", case]
+            command = [sys.executable, script, "--ddp", name, "--case", case, "--hook", hook]
             processes.append(hosts.start(host, command, variables, directory / f"rank-{rank}.log"))
         with killed_at_the_end(processes, directory):
             return collect(directory, len(workers), lambda: require_alive(processes))
@@ -217,8 +219,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, choices=(1, 4), default=4)
     parser.add_argument("--apart", action="store_true", help="the shards have hosts of their own")
-    parser.add_argument("--codec", action="append", default=[], choices=CODECS[1:], help="another row")
-    parser.add_argument("--values", choices=("bf16",), help="another row for each codec")
+    parser.add_argument(
+        "--codec", action="append", default=[], choices=(*CODECS[1:], AUTO), help="another row"
+    )
+    parser.add_argument("--values", choices=(*VALUES, *DELTAS), help="another row for each codec")
+    parser.add_argument("--hooks", action="store_true", help="also DDP with its own compression")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parsed = parser.parse_args()
     if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
@@ -240,12 +245,14 @@ def main() -> None:
     found: dict[str, list[Measured]] = {name: [] for name in rows}
     if parsed.workers == 4:
         found["DDP"] = []
+        found |= {f"DDP, {hook}": [] for hook in HOOKS if parsed.hooks}
     hosts = Hosts(8 if parsed.apart else 4, parsed.gbit)
     try:
         for _ in range(parsed.rounds):
             for name, results in found.items():
-                if name == "DDP":
-                    results.append(measure_ddp(hosts, parsed.case, workers))
+                if name.startswith("DDP"):
+                    hook = name.removeprefix("DDP").removeprefix(", ")
+                    results.append(measure_ddp(hosts, parsed.case, workers, hook))
                 else:
                     results.append(measure_ours(hosts, parsed.case, servers, workers, **rows[name]))
     finally:
@@ -265,7 +272,7 @@ def main() -> None:
         [
             Figure(name, step * 1e3, theirs * 1e3, "ms", competitor)
             for name, step in steps.items()
-            if name != "DDP"
+            if not name.startswith("DDP")
         ],
     )
 
