@@ -89,9 +89,9 @@ def main() -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--share", type=float, default=1.0, help="of the text")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--share", type=float, default=0.3, help="of the text")
+    parser.add_argument("--lr", type=float, default=3e-4, help="1e-3 is too much for stale steps")
     parser.add_argument("--steps", type=int, default=20, help="of mode local")
     parser.add_argument(
         "--modes", nargs="*", default=[""], help="those that begin so, beside sync; all by default"
