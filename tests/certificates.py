@@ -50,12 +50,18 @@ def write(
     }
     for name, text in content.items():
         (fresh / name).write_bytes(text)
+    _link(directory / "data", Path(fresh.name))
+    for name in content:
         if not (directory / name).is_symlink():
-            (directory / name).symlink_to(Path("data") / name)
-    link = directory / "data.new"
-    link.symlink_to(fresh.name)
-    link.replace(directory / "data")
+            _link(directory / name, Path("data") / name)
     return directory
+
+
+def _link(place: Path, target: Path) -> None:
+    """A symbolic link, in place of what is there."""
+    link = place.with_name(f"{place.name}.new")
+    link.symlink_to(target)
+    link.replace(place)
 
 
 @functools.cache

@@ -8,15 +8,16 @@ import threading
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
 from google.protobuf.message import Message
 
-from elastic_ps.certificates import issue, validity_of
+from elastic_ps.certificates import validity_of
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import RefusalCode, Refused, TransportError
-from elastic_ps.identity import Identity
+from elastic_ps.identity import Role
 from elastic_ps.job import TrainingJob
 from elastic_ps.local import Launcher, Options
 from elastic_ps.schemes import Scheme
@@ -24,6 +25,7 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport import ways
 from elastic_ps.transport.base import Frame
 from elastic_ps.transport.credentials import Credentials
+from tests.certificates import write
 from tests.integration.launching import version_of, wait_for_workers
 from tests.integration.test_faults import LIMIT, RECORDS, job
 from tests.polling import eventually
@@ -121,11 +123,8 @@ def test_certificates_end_during_a_run_and_nobody_notices(tmp_path: Path) -> Non
         directories = [path for path in launcher.directory.tls.iterdir() if (path / "tls.key").exists()]
         for directory in directories:
             role, _, index = directory.name.partition("-")
-            identity = Identity(launcher.run, role, int(index))  # type: ignore[arg-type]
-            made = issue(launcher._issuer._authority, identity, now=datetime.now(UTC), lifetime=life)
-            for name, content in (("tls.key", made.key), ("tls.crt", made.certificate)):
-                (directory / f"{name}.new").write_bytes(content)
-                (directory / f"{name}.new").replace(directory / name)
+            part, ca = cast(Role, role), launcher._issuer._authority
+            write(directory, ca, part, int(index), job=launcher.run, lifetime=life)
         return len(directories)
 
     def renew_always(launcher: Launcher) -> None:
