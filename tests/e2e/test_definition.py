@@ -23,6 +23,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("worker.replicas is below worker.minReplicas", {"worker": {"replicas": 1, "minReplicas": 2}}),
     ("worker.replicas is above worker.maxReplicas", {"worker": {"replicas": 3, "maxReplicas": 2}}),
     (
+        "worker.processes above 1 does not work with consistency.mode local",
+        {"worker": {"processes": 2}, "consistency": LOCAL},
+    ),
+    (
         "consistency.backupWorkers and deterministic cannot be combined",
         {"consistency": {"deterministic": True, "backupWorkers": 1}},
     ),
@@ -76,6 +80,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"consistency": LOCAL | {"quorum": 1, "outer": "easgd"}},
     ),
     ("consistency.quorum is above worker.minReplicas", {"consistency": LOCAL | {"quorum": 2}}),
+    ("consistency.grace works only with mode local", {"consistency": {"grace": "1s"}}),
     ("consistency.grace works only with quorum", {"consistency": LOCAL | {"grace": "1s"}}),
     ("consistency.outer works only with mode local", {"consistency": {"outer": "diloco"}}),
     ("consistency.outerLearningRate works only with mode local", {"consistency": {"outerLearningRate": 0.5}}),
