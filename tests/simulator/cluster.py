@@ -254,9 +254,9 @@ class Cluster:
         given = self.plan.consistency
         if given.get("deterministic") or self.plan.assigning:
             return
-        steps = self.here.random.choice([1, 2, 5])
+        steps = max(self.here.random.choice([1, 2, 5]), given.get("fragments") or 1)
         others = CHANGES
-        if given["mode"] == "local":
+        if given.get("mode") == "local":
             others = [{**given, "steps": steps}]
         elif "globalBatchSize" in given:
             others = [{**given, "balance": balance} for balance in ("even", "speed")]
