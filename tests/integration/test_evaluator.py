@@ -62,10 +62,11 @@ class Trained:
         return self.values[version]
 
     def _await_durable(self, version: int) -> None:
-        def durable() -> bool:
-            return int(self._job.status().progress.durable_version or 0) >= version
+        def durable_or_lost() -> bool:
+            progress = self._job.status().progress
+            return int(progress.durable_version or 0) >= version or progress.version < version
 
-        self._job.until(durable, "the checkpoint is on disk")
+        self._job.until(durable_or_lost, "the checkpoint is on disk, or the job has gone back")
 
 
 def loop(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[scripts.Checkpoint]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +32,9 @@ def test_hooks_on_several_threads_make_one_step(tmp_path: Path, monkeypatch: pyt
     data, ours, copied, begun = Numbers(20), make_parts(), threading.local(), list[int]()
     begin = Exchange.begin
 
-    def counted(exchange: Exchange, step: Step, settings: str) -> None:
+    def counted(exchange: Exchange, step: Step, *arguments: Any, **named: Any) -> None:
         begun.append(step.number)
-        begin(exchange, step, settings)
+        begin(exchange, step, *arguments, **named)
 
     monkeypatch.setattr(Exchange, "begin", counted)
 
