@@ -33,13 +33,14 @@ from elastic_ps.errors import (
     TransportError,
     UserError,
 )
+from elastic_ps.server import kept
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import PATIENCE, Keeper, tuning_of
 from elastic_ps.server.orders import Advance, Application, Configuration, Report, ShardControl, Standing
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.rescue import held, rescue
-from elastic_ps.server.state import JobState, Model
+from elastic_ps.server.state import Model
 from elastic_ps.telemetry import History
 
 logger = logging.getLogger(__name__)
@@ -248,7 +249,7 @@ class Driver:
                 job.stale |= job.state.expected != advance.expected
             booked = job.state.last_round
             if advance.checkpoint and self._keeper is not None:
-                state = job.state.to_checkpoint()
+                state = kept.to_checkpoint(job.state)
                 self._keeper.begin(job.state.version, job.clock(), state, number=advance.checkpoint)
         if contributions:
             self._history.record("commit", **booked)
@@ -277,7 +278,7 @@ class Driver:
         order = Advance(version, 0, state.following, application, checkpoint=number, term=state.term)
         if not self._standbys:
             return order
-        return replace(order, state=json.dumps(state.foreseen(contributions, decided=decided)))
+        return replace(order, state=json.dumps(kept.foreseen(state, contributions, decided=decided)))
 
     def _failed(self, advance: Advance, problem: Exception, model: Model) -> None:
         """A shard was not reached, or refused. If it was not reached, the ticker sends the order again.
@@ -348,7 +349,7 @@ class Driver:
             if refusal.code is RefusalCode.STALE_TERM:
                 raise Fenced(str(refusal)) from refusal
             raise
-        state = JobState.from_checkpoint(
+        state = kept.from_checkpoint(
             found.state,
             term=term,
             lease=job.lease,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.core.evaluation import Evaluation
 from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server import reported
 from elastic_ps.server.changes import Changes
 from elastic_ps.server.coordinator import TICK, Coordinator
 from elastic_ps.server.desk import Desk
@@ -129,7 +130,7 @@ class Lead:
         with job.changed:
             state, now = job.state, job.clock()
             durable = keeper.durable if keeper else None
-            progress = state.progress(now, durable)
+            progress = reported.progress(state, now, durable)
             if self._desk is not None:
                 progress = progress.model_copy(update={"evaluation": self._desk.status()})
             return ServerStatus(
@@ -150,7 +151,7 @@ class Lead:
                     problem=self._changes.problem,
                 ),
                 standbys=[standing is Standing.FOLLOWING for standing in self._driver.standings],
-                members=[state.member(stay, now) for stay in state.members.stays()],
+                members=[reported.member(state, stay, now) for stay in state.members.stays()],
             )
 
     def last_version(self) -> int | None:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from elastic_ps.errors import CheckpointError, Refused, TransportError
+from elastic_ps.server import kept
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import PATIENCE, Keeper
 from elastic_ps.server.orders import Advance
@@ -154,7 +155,7 @@ class Safekeeping:
             if not whole:
                 orders.tell_all(replace(current, checkpoint=number))
             with job.changed:
-                state, end = job.state.to_checkpoint(), job.state.end
+                state, end = kept.to_checkpoint(job.state), job.state.end
             if not whole:
                 keeper.begin(current.version, job.clock(), state, number=number)
             elif amend or end not in (None, self._durable_end):

@@ -20,12 +20,13 @@ from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints, check_optimizer
 from elastic_ps.errors import CheckpointCorrupt, UserError
 from elastic_ps.job import Data, TrainingJobSpec
-from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
+from elastic_ps.server import kept
+from elastic_ps.server.state import INCARNATIONS_PER_TERM, Model
 from elastic_ps.tuning import read_tuning
 
 
 class _Saved(BaseModel):
-    """The types of what `JobState.to_checkpoint` gives."""
+    """The types of what `kept.to_checkpoint` gives."""
 
     model_config = ConfigDict(strict=True)
     settings: str
@@ -80,7 +81,7 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
     layout = partition(manifest.specs, bucket_bytes=size, shards=1)  # mutant: equal
     # What the job says otherwise of records is a person's mistake, and not the checkpoint's.
     consistency = spec.consistency.model_copy(update={"global_batch_size": None})
-    JobState.from_checkpoint(
+    kept.from_checkpoint(
         manifest.state,
         term=manifest.term,
         lease=spec.worker.lease_duration,

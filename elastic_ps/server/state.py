@@ -5,10 +5,9 @@ Plain state and what changes it, without threads, clocks or I/O; `coordinator` g
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -24,9 +23,8 @@ from elastic_ps.core.partition import Layout
 from elastic_ps.core.portions import PortionedLedger
 from elastic_ps.core.progress import Curve, Distribution, Rate
 from elastic_ps.core.settings import Position, Settings, read_settings
-from elastic_ps.errors import InvalidJob, RefusalCode, Refused
+from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import Data
-from elastic_ps.status import Member, Progress, Staleness
 from elastic_ps.training import Consistency
 from elastic_ps.tuning import Tuning
 
@@ -561,176 +559,3 @@ class JobState:
             mean = sum(loss * samples for loss, samples in losses) / sum(samples for _, samples in losses)
             self.loss.add(self.version, mean)
         self.rate.add(self.ledger.applied if self.ledger else 0, now)
-
-    # --- checkpoints
-
-    def foreseen(self, contributions: Sequence[Contribution], *, decided: float) -> dict[str, Any]:
-        """`to_checkpoint` as it will be once the round has been booked; nothing changes."""
-        after = copy.copy(self)
-        after.members = self.members.copy()
-        after.rounds = self.rounds.copy()
-        after.ledger = self.ledger.copy() if self.ledger else None
-        after.metrics = dict(self.metrics)
-        after.staleness = replace(self.staleness, counts=dict(self.staleness.counts))
-        after.loss = replace(self.loss, points=list(self.loss.points))
-        after.rate, after.pace, after.balance = Rate(), Pace(), Balance()
-        after.book(contributions, decided, decided=decided)
-        return after.to_checkpoint()
-
-    def to_checkpoint(self) -> dict[str, Any]:
-        """Everything of a version that is not a tensor, as plain data."""
-        assert self.model is not None
-        return {
-            "tensors": self.model.tensors,
-            "optimizer": self.model.optimizer,
-            "settings": self.settings.to_json(),
-            "ledger": self.ledger.state() if self.ledger else None,
-            "order": self.data.model_dump(include={"shuffle", "seed"}),
-            "members": [asdict(stay) for stay in self.members.stays()],
-            "metrics": dict(self.metrics),
-            "loss": list(self.loss.points),
-            "staleness": [list(self.staleness.counts.items()), self.staleness.largest],
-            "round": self.last_round,
-            "stopped": self.stopped,
-            "assigned": self.assigned,
-            "chiefs": [list(each) for each in self.chiefs.items()],
-            "tuning": self.tuning.to_json() if self.tuning is not None else "",
-        }
-
-    @classmethod
-    def from_checkpoint(
-        cls,
-        saved: dict[str, Any],
-        *,
-        term: int,
-        lease: timedelta,
-        consistency: Consistency,
-        data: Data,
-        version: int,
-        model: Model,
-        change: str = "",
-    ) -> JobState:
-        """The state of `version` as a new term begins with it: members are gone, the rest is as before.
-
-        Args:
-            change: why the term begins, if nothing was lost.
-
-        Raises:
-            InvalidJob: `data` has another order of records, in which other ones would have been trained.
-        """
-        for key, before in saved["order"].items():
-            if getattr(data, key) != before:
-                raise InvalidJob(
-                    f"data.{key} is {getattr(data, key)}, and the checkpoint of version {version} was made "
-                    f"with {before}. In the new order some records would be trained again, and others never; "
-                    f"set data.{key} to {before} to continue from the checkpoint"
-                )
-        state = cls(term, lease, consistency, data, model=model, initialised=True)
-        state.resumed = True
-        state.settings = Settings.from_json(saved["settings"])
-        for stay in (Stay(**stay) for stay in saved["members"]):
-            if not stay.outcome:
-                stay.outcome, stay.left_version = "left" if change else "lost", version
-                stay.reason = change
-            stay.ended = None
-            state.members.departed.append(stay)
-        state.rounds.version = version
-        if saved["ledger"] is not None:
-            state.ledger = _restored(saved["ledger"], data, consistency.global_batch_size)
-        state.metrics = dict(saved["metrics"])
-        state.last_round = saved.get("round", {})
-        state.stopped = saved.get("stopped", "")
-        state.assigned = saved.get("assigned", 0)
-        state.chiefs = dict(saved["chiefs"])
-        state.told = dict.fromkeys(state.chiefs)
-        state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
-        counts, largest = saved.get("staleness", ([], 0))
-        state.staleness = Distribution(dict(counts), largest)
-        return state
-
-    # --- reports
-
-    def progress(self, now: float, durable: tuple[int, float] | None) -> Progress:
-        """How far the job is. `durable`: the newest checkpoint's version and Unix time."""
-        version, written = durable if durable is not None else (None, None)
-        progress = Progress(
-            version=self.version,
-            loss=self.loss.points[-1][1] if self.loss.points else None,
-            metrics=dict(self.metrics),
-            staleness=self._staleness(),
-            durable_version=version,
-            durable_time=None if written is None else _utc(written),
-        )
-        if self.ledger is None:
-            return progress
-        done = self.ledger.applied + self.ledger.skipped
-        left = self.ledger.expected - done
-        rate = self.rate.per_second(self.ledger.applied, now)
-        return progress.model_copy(
-            update={
-                "epoch": self.ledger.complete_epochs,
-                "epochs": self.ledger.epochs,
-                "percent": 100 * done // max(1, self.ledger.expected),
-                "records_applied": self.ledger.applied,
-                "records_skipped": self.ledger.skipped,
-                "records_expected": self.ledger.expected,
-                "samples_per_second": rate,
-                "eta_seconds": round(left / rate) if rate else None,
-                "finished": self.finished,
-                "stopped": self.stopped,
-            }
-        )
-
-    def _staleness(self) -> Staleness | None:
-        if not (self.consistency.may_be_stale and self.staleness.counts):
-            return None
-        p50, p99 = (self.staleness.percentile(percent) for percent in (50, 99))
-        return Staleness(p50=p50, p99=p99, max=self.staleness.largest)
-
-    def member(self, stay: Stay, now: float) -> Member:
-        """A stay as it is reported."""
-        computing = stay.worker in self.rounds.expected or stay.worker in self.rounds.waiting
-        here = "joining" if self.initialiser == stay.worker else "training" if computing else "idle"
-        fields = {
-            name: getattr(stay, name)
-            for name in (
-                "worker",
-                "incarnation",
-                "pid",
-                "host",
-                "transport",
-                "joined_version",
-                "left_version",
-                "steps",
-                "records",
-                "late",
-                "staleness",
-                "traffic",
-                "reason",
-            )
-        }
-        fields["step_seconds"] = self.pace.seconds.get(stay.incarnation)
-        record = self.pace.of_a_record.get(stay.incarnation)
-        fields["records_per_second"] = None if record is None else 1 / record
-        fields["slowness"] = self.pace.slowness(stay.incarnation)
-        fields["gone_seconds"] = None if stay.ended is None else now - stay.ended
-        return Member.model_validate({**fields, "state": stay.outcome or here})
-
-
-def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | Lanes:
-    """The ledger of a checkpoint, with `size` records for each version, if it is given."""
-    if "lanes" not in saved and size is not None:
-        portioned = PortionedLedger.from_state(saved, shard_records=data.shard_records)
-        return replace(portioned, size=size)
-    if size is not None:
-        raise InvalidJob(
-            f"consistency.globalBatchSize is {size}, and the checkpoint was made with deterministic: true "
-            "and without globalBatchSize, where each worker has its own share of the records. Leave "
-            "globalBatchSize out to continue from the checkpoint"
-        )
-    return (Lanes if "lanes" in saved else Ledger).from_state(saved, shard_records=data.shard_records)
-
-
-def _utc(seconds: float) -> str:
-    """A Unix time as metav1.Time writes it."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -19,6 +19,7 @@ from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, StorageUnavailable
 from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server import kept
 from elastic_ps.server import safekeeping as module
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import Keeper
@@ -132,7 +133,7 @@ def test_the_last_version_is_on_disk_before_the_job_ends(rig: Rig) -> None:
     assert not rig.may_finish()
     rig.safekeeping.keep_what_must_be()
     assert rig.may_finish()
-    assert rig.disk.newest()[0].state["ledger"] == rig.job.state.to_checkpoint()["ledger"]
+    assert rig.disk.newest()[0].state["ledger"] == kept.to_checkpoint(rig.job.state)["ledger"]
 
 
 def test_a_checkpoint_of_the_last_version_is_told_of_the_end(rig: Rig) -> None:
@@ -144,7 +145,7 @@ def test_a_checkpoint_of_the_last_version_is_told_of_the_end(rig: Rig) -> None:
     assert rig.may_finish()
     assert rig.written == 1, "the tensors are those of before"
     state = rig.disk.newest()[0].state
-    assert state["ledger"] == rig.job.state.to_checkpoint()["ledger"]
+    assert state["ledger"] == kept.to_checkpoint(rig.job.state)["ledger"]
     assert state["chiefs"] == [[0, 0]]
     rig.job.state.chiefs[0] = 1
     assert not rig.may_finish()
@@ -237,7 +238,7 @@ def test_a_checkpoint_that_is_being_written_is_finished_first(rig: Rig) -> None:
     """Two at a time would take each other's files away."""
     number = rig.keeper.number()
     rig.tell_all(Advance(0, 0, {}, checkpoint=number, term=rig.term))
-    rig.keeper.begin(0, rig.now, rig.job.state.to_checkpoint(), number=number)
+    rig.keeper.begin(0, rig.now, kept.to_checkpoint(rig.job.state), number=number)
     assert rig.safekeeping.keep_now()
     assert rig.written == 1, "the version is on disk"
 

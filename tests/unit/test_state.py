@@ -15,6 +15,7 @@ from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.settings import Position, Settings
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.server import kept, reported
 from elastic_ps.server.state import JobState
 from elastic_ps.status import Staleness
 from elastic_ps.training import Consistency
@@ -130,7 +131,7 @@ def test_who_keeps_others_waiting_is_hung(state: JobState) -> None:
     assert [state.hung(now, limit) for now in (400, 411)] == [{}, {1: 11}], "a newcomer waits"
     state.drop(1, "hung", "why", 411)
     assert (
-        state.member(second, 412).model_dump().items()
+        reported.member(state, second, 412).model_dump().items()
         >= {
             "state": "hung",
             "reason": "why",
@@ -185,15 +186,15 @@ def test_a_slow_worker_does_not_take_the_schedule_back_even_when_the_fast_ones_w
 
 def test_how_stale_steps_were_is_told_and_outlives_the_parameter_server() -> None:
     state, (fast, slow) = bounded(0, 1)
-    assert state.progress(0, None).staleness is None
+    assert reported.progress(state, 0, None).staleness is None
     state.model = MODEL
     for _ in range(6):
         bounded_step(state, fast, schedule=0)
     assert state.begin(slow, version=0, step=0) is Entry.IN
     finish(state, slow)
     state.book(state.begin_commit(), 0, decided=0)
-    saved = json.loads(json.dumps(state.to_checkpoint()))
-    after = JobState.from_checkpoint(
+    saved = json.loads(json.dumps(kept.to_checkpoint(state)))
+    after = kept.from_checkpoint(
         {**saved, "settings": Settings(groups=()).to_json()},
         term=2,
         lease=state.lease,
@@ -203,7 +204,7 @@ def test_how_stale_steps_were_is_told_and_outlives_the_parameter_server() -> Non
         model=MODEL,
     )
     for each in (state, after):
-        assert each.progress(0, None).staleness == Staleness(p50=0, p99=6, max=6)
+        assert reported.progress(each, 0, None).staleness == Staleness(p50=0, p99=6, max=6)
 
 
 @pytest.mark.parametrize(("scale", "rates"), [("none", [0.1] * 4), ("inverse", [0.1, 0.1, 0.1, 0.025])])
@@ -259,7 +260,7 @@ def test_a_stopped_training_is_over_when_nobody_computes(state: JobState, lanes:
     state.book(state.rounds.begin_commit(), 0, decided=0)
     state.stop_computing(stays[1], abandoned=False)
     assert state.finished
-    assert state.progress(0, None).stopped == "no improvement"
+    assert reported.progress(state, 0, None).stopped == "no improvement"
 
 
 def test_who_begins_a_step_when_a_stopped_training_is_over_is_late(state: JobState) -> None:

@@ -16,6 +16,7 @@ from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.errors import InvalidJob
 from elastic_ps.job import Data
+from elastic_ps.server import kept, reported
 from elastic_ps.server.state import JobState, Model
 from elastic_ps.training import Consistency
 from tests.unit.state_rig import MODEL, contribution, finish, join, training, two
@@ -30,8 +31,8 @@ def test_a_checkpoint_knows_what_scripts_have_asked_for(state: JobState) -> None
     tensors = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
     model = state.model = Model(partition(tensors, bucket_bytes=1024, shards=1), "SGD")
     state.stopped, state.assigned = "no improvement", 3
-    again = JobState.from_checkpoint(
-        state.to_checkpoint(),
+    again = kept.from_checkpoint(
+        kept.to_checkpoint(state),
         term=2,
         lease=timedelta(seconds=10),
         consistency=Consistency(),
@@ -63,8 +64,8 @@ def test_a_checkpoint_goes_on_in_the_order_of_records_that_it_was_made_with(
     state.open_ledger(100, 1, lanes=0)
 
     def restored(data: Data) -> JobState:
-        return JobState.from_checkpoint(
-            state.to_checkpoint(),
+        return kept.from_checkpoint(
+            kept.to_checkpoint(state),
             term=2,
             lease=lease,
             consistency=Consistency(),
@@ -99,8 +100,8 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
     committed(state, steps)
     state.drop(0, "left")
     state.chiefs = {0: 1, 1: 0}
-    saved = json.loads(json.dumps(state.to_checkpoint()))
-    again = JobState.from_checkpoint(
+    saved = json.loads(json.dumps(kept.to_checkpoint(state)))
+    again = kept.from_checkpoint(
         saved,
         term=2,
         lease=timedelta(seconds=10),
@@ -122,7 +123,7 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
     assert not again.members.live
     assert again.members.last_incarnation == 2 << 32, "no incarnation is given twice"
     again.resumed = False
-    assert again.to_checkpoint().keys() == saved.keys()
+    assert kept.to_checkpoint(again).keys() == saved.keys()
 
 
 def test_the_loss_of_a_version_is_the_mean_over_its_samples(state: JobState) -> None:
@@ -140,13 +141,13 @@ def test_the_loss_of_a_version_is_the_mean_over_its_samples(state: JobState) -> 
 
 
 def test_progress_in_numbers(state: JobState) -> None:
-    assert JobState(term=1, lease=timedelta(seconds=1)).progress(0.0, None).records_expected is None
+    assert reported.progress(JobState(term=1, lease=timedelta(seconds=1)), 0.0, None).records_expected is None
     state.ledger = Ledger(records=40, epochs=2, shard_records=10)
     stay = join(state, 0)
     for number in range(3):
         committed(state, [contribution(state, stay, step=number)], now=float(number))
         state.take(0, stay.incarnation, 10)
-    progress = state.progress(2.0, (3, 1_700_000_000.0))
+    progress = reported.progress(state, 2.0, (3, 1_700_000_000.0))
     assert (progress.version, progress.epoch, progress.epochs) == (3, 0, 2)
     assert (progress.records_applied, progress.records_expected, progress.percent) == (30, 80, 37)
     assert progress.samples_per_second == pytest.approx(10.0)
@@ -158,7 +159,7 @@ def test_progress_in_numbers(state: JobState) -> None:
     for number in range(3, 8):
         committed(state, [contribution(state, stay, step=number)], now=float(number))
         state.take(0, stay.incarnation, 10)
-    progress = state.progress(7.0, None)
+    progress = reported.progress(state, 7.0, None)
     assert (progress.percent, progress.epoch, progress.eta_seconds) == (100, 2, 0)
     assert progress.finished
     assert (progress.durable_version, progress.durable_time) == (None, None)
@@ -168,20 +169,20 @@ def test_what_a_member_is_said_to_do() -> None:
     state = JobState(term=1, lease=timedelta(seconds=10))
     state.initialiser = 0
     stay = state.members.join(0, pid=7, host="here", version=0, now=0.0)
-    assert state.member(stay, 1.0).state == "joining"
+    assert reported.member(state, stay, 1.0).state == "joining"
     state.initialiser, state.initialised = None, True
-    assert state.member(stay, 1.0).state == "idle"
+    assert reported.member(state, stay, 1.0).state == "idle"
     state.ledger = Ledger(records=100, epochs=1, shard_records=10)
     state.take(0, stay.incarnation, 10)
     state.admit(0, 0)
-    member = state.member(stay, 1.0)
+    member = reported.member(state, stay, 1.0)
     assert (member.state, member.worker, member.pid, member.host) == ("training", 0, 7, "here")
     assert (member.joined_version, member.left_version, member.gone_seconds) == (0, None, None)
     other = join(state, 1)
     assert other.worker in state.rounds.waiting
-    assert state.member(other, 1.0).state == "training", "from the next round on"
+    assert reported.member(state, other, 1.0).state == "training", "from the next round on"
     state.drop(0, "hung", "it kept the others waiting", 3.0)
-    member = state.member(stay, 5.0)
+    member = reported.member(state, stay, 5.0)
     assert (member.state, member.reason, member.gone_seconds) == ("hung", "it kept the others waiting", 2.0)
     assert member.left_version == 0
 
@@ -214,10 +215,10 @@ def test_what_is_foreseen_is_what_comes_and_nothing_changes_before(state: JobSta
         finish(state, stay)
     state.drop(1, "lost")
     contributions = state.rounds.begin_commit()
-    before = copy.deepcopy(state.to_checkpoint())
-    foreseen = state.foreseen(contributions, decided=7.0)
-    assert state.to_checkpoint() == before
+    before = copy.deepcopy(kept.to_checkpoint(state))
+    foreseen = kept.foreseen(state, contributions, decided=7.0)
+    assert kept.to_checkpoint(state) == before
     state.book(contributions, 7.0, decided=7.0)
-    assert state.to_checkpoint() == foreseen
+    assert kept.to_checkpoint(state) == foreseen
     assert foreseen["round"]["version"] == 1
     assert len(foreseen["round"]["contributions"]) == 2

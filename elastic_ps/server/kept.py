@@ -1,0 +1,122 @@
+"""What of the job's state a checkpoint keeps, and the state that a new term begins with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any
+
+from elastic_ps.core.balance import Balance
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.ledger import Ledger
+from elastic_ps.core.membership import Stay
+from elastic_ps.core.pace import Pace
+from elastic_ps.core.portions import PortionedLedger
+from elastic_ps.core.progress import Curve, Distribution, Rate
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import InvalidJob
+from elastic_ps.job import Data
+from elastic_ps.server.state import JobState, Model
+from elastic_ps.training import Consistency
+
+
+def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided: float) -> dict[str, Any]:
+    """What `to_checkpoint` gives when the round has been booked; nothing changes."""
+    after = copy.copy(state)
+    after.members = state.members.copy()
+    after.rounds = state.rounds.copy()
+    after.ledger = state.ledger.copy() if state.ledger else None
+    after.metrics = dict(state.metrics)
+    after.staleness = replace(state.staleness, counts=dict(state.staleness.counts))
+    after.loss = replace(state.loss, points=list(state.loss.points))
+    after.rate, after.pace, after.balance = Rate(), Pace(), Balance()
+    after.book(contributions, decided, decided=decided)
+    return to_checkpoint(after)
+
+
+def to_checkpoint(state: JobState) -> dict[str, Any]:
+    """Everything of a version that is not a tensor, as plain data."""
+    assert state.model is not None
+    return {
+        "tensors": state.model.tensors,
+        "optimizer": state.model.optimizer,
+        "settings": state.settings.to_json(),
+        "ledger": state.ledger.state() if state.ledger else None,
+        "order": state.data.model_dump(include={"shuffle", "seed"}),
+        "members": [asdict(stay) for stay in state.members.stays()],
+        "metrics": dict(state.metrics),
+        "loss": list(state.loss.points),
+        "staleness": [list(state.staleness.counts.items()), state.staleness.largest],
+        "round": state.last_round,
+        "stopped": state.stopped,
+        "assigned": state.assigned,
+        "chiefs": [list(each) for each in state.chiefs.items()],
+        "tuning": state.tuning.to_json() if state.tuning is not None else "",
+    }
+
+
+def from_checkpoint(
+    saved: dict[str, Any],
+    *,
+    term: int,
+    lease: timedelta,
+    consistency: Consistency,
+    data: Data,
+    version: int,
+    model: Model,
+    change: str = "",
+) -> JobState:
+    """The state of `version` as a new term begins with it: members are gone, the rest is as before.
+
+    Args:
+        change: why the term begins, if nothing was lost.
+
+    Raises:
+        InvalidJob: `data` has another order of records, in which other ones would have been trained.
+    """
+    for key, before in saved["order"].items():
+        if getattr(data, key) != before:
+            raise InvalidJob(
+                f"data.{key} is {getattr(data, key)}, and the checkpoint of version {version} was made "
+                f"with {before}. In the new order some records would be trained again, and others never; "
+                f"set data.{key} to {before} to continue from the checkpoint"
+            )
+    state = JobState(term, lease, consistency, data, model=model, initialised=True)
+    state.resumed = True
+    state.settings = Settings.from_json(saved["settings"])
+    for stay in (Stay(**stay) for stay in saved["members"]):
+        if not stay.outcome:
+            stay.outcome, stay.left_version = "left" if change else "lost", version
+            stay.reason = change
+        stay.ended = None
+        state.members.departed.append(stay)
+    state.rounds.version = version
+    if saved["ledger"] is not None:
+        state.ledger = _restored(saved["ledger"], data, consistency.global_batch_size)
+    state.metrics = dict(saved["metrics"])
+    state.last_round = saved.get("round", {})
+    state.stopped = saved.get("stopped", "")
+    state.assigned = saved.get("assigned", 0)
+    state.chiefs = dict(saved["chiefs"])
+    state.told = dict.fromkeys(state.chiefs)
+    state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
+    counts, largest = saved.get("staleness", ([], 0))
+    state.staleness = Distribution(dict(counts), largest)
+    return state
+
+
+def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | Lanes:
+    """The ledger of a checkpoint, with `size` records for each version, if it is given."""
+    if "lanes" not in saved and size is not None:
+        portioned = PortionedLedger.from_state(saved, shard_records=data.shard_records)
+        return replace(portioned, size=size)
+    if size is not None:
+        raise InvalidJob(
+            f"consistency.globalBatchSize is {size}, and the checkpoint was made with deterministic: true "
+            "and without globalBatchSize, where each worker has its own share of the records. Leave "
+            "globalBatchSize out to continue from the checkpoint"
+        )
+    return (Lanes if "lanes" in saved else Ledger).from_state(saved, shard_records=data.shard_records)
