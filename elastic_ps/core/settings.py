@@ -52,6 +52,9 @@ KEEP_ZEROS = "keep_zeros"
 LIMITS = (CLAMP, MAX_NORM)
 """Those of them that change values even if there is no gradient."""
 
+CONSTRAINTS = (*LIMITS, KEEP_ZEROS, MAX_GRAD_NORM)
+"""All of them, which torch's optimizers do not know."""
+
 CONSTRUCTED = frozenset({"initial_accumulator_value"})
 """Hyperparameters that torch takes from the constructor only, whatever a parameter group says (Adagrad)."""
 

@@ -10,6 +10,7 @@ import torch
 from elastic_ps.codec import as_bytes, dtype_of, name_of
 from elastic_ps.codec.optimizers import WIDE, Entry, usual_state
 from elastic_ps.core.partition import Bucket, Rule
+from elastic_ps.core.settings import CONSTRAINTS
 from elastic_ps.errors import InvalidModel
 
 
@@ -17,7 +18,8 @@ class Brought:
     """The state of an optimizer, which is empty afterwards: its state is on the parameter server then.
 
     Args:
-        optimizer: of torch.optim; gets the hyperparameters of `state`, too.
+        optimizer: of torch.optim; gets the hyperparameters of `state`, too. The constraints of its parameter
+            groups stay: torch knows none of them.
         state: what `state_dict()` of such an optimizer has given.
 
     Raises:
@@ -26,6 +28,9 @@ class Brought:
 
     def __init__(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
         name = type(optimizer).__name__
+        constraints = [
+            {key: group[key] for key in CONSTRAINTS if key in group} for group in optimizer.param_groups
+        ]
         try:
             optimizer.load_state_dict(dict(state))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -33,6 +38,8 @@ class Brought:
                 f"state is not what state_dict() of this {name} gives: {error}. Pass the state_dict() of an "
                 f"{name} with the same parameters in the same groups"
             ) from error
+        for group, own in zip(optimizer.param_groups, constraints, strict=True):
+            group.update(own)
         self._entries: dict[int, dict[Entry, torch.Tensor]] = {}
         for number, group in enumerate(optimizer.param_groups):
             values = {key: value for key, value in group.items() if key != "params"}

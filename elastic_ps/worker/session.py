@@ -153,8 +153,9 @@ class Session:
                 all records, down to this 2-norm, as `clip_grad_norm_` would with one process. Gradients may
                 be sent while backward runs. It needs a single parameter server without a standby.
             state: what `state_dict()` of such an optimizer has given, to begin with its state and its
-                hyperparameters, as for fine-tuning. Of a worker that joins later it is ignored, like its
-                model's values. The state moves to the parameter server: `optimizer` has none afterwards.
+                hyperparameters, as for fine-tuning. The limits above stay. Of a worker that joins later it is
+                ignored, like its model's values. The state moves to the parameter server: `optimizer` has
+                none afterwards.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -172,7 +173,8 @@ class Session:
             for group in optimizer.param_groups:
                 group.setdefault(CLAMP, clamp)
         if max_grad_norm is not None:
-            self._clip(optimizer, max_grad_norm)
+            for group in optimizer.param_groups:
+                group[MAX_GRAD_NORM] = max_grad_norm
         runs_there, brought = optimizer, None
         if self.spec.consistency.mode == "local":
             check_wrapper(optimizer)
@@ -186,6 +188,8 @@ class Session:
             )
         elif state is not None:
             brought = Brought(optimizer, state)
+        if any(group.get(MAX_GRAD_NORM) is not None for group in optimizer.param_groups):
+            self._require_whole_gradient()
         described = Described(model, runs_there, averaged=averaged, broadcast=broadcast, own=own)
         flat = self._engine.enter(described, model, runs_there, brought)
         self._model = model
@@ -199,7 +203,8 @@ class Session:
         )
         return self._optimizer
 
-    def _clip(self, optimizer: torch.optim.Optimizer, norm: float) -> None:
+    def _require_whole_gradient(self) -> None:
+        """Raise UsageError where no process has the whole gradient that is to be clipped."""
         server = self.spec.parameter_server
         if self.spec.consistency.mode == "local":
             raise UsageError(
@@ -212,8 +217,6 @@ class Session:
                 "durability: checkpoint. Or clip each worker's own gradient, with session.optimizer(..., "
                 "overlap=False) and torch.nn.utils.clip_grad_norm_"
             )
-        for group in optimizer.param_groups:
-            group[MAX_GRAD_NORM] = norm
 
     def assign(self, model: torch.nn.Module) -> None:
         """Make the values that the script has given the model the job's next version. Blocks.

@@ -76,6 +76,25 @@ def test_it_goes_on_as_plain_torch_does(tmp_path: Path, make: Make) -> None:
             )
 
 
+def test_limits_that_the_state_does_not_know_stay(tmp_path: Path) -> None:
+    """The state is one of plain torch. What is given beside it counts, and what the state has besides."""
+    saved = sgd(make_mlp()).state_dict()
+    saved["param_groups"][0] |= {"lr": 0.25, "max_grad_norm": 7.0}
+    found: dict[str, Any] = {}
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        own = torch.optim.SGD([{"params": model.parameters(), "keep_zeros": True}], lr=0.1, momentum=0.9)
+        session.optimizer(own, model, clamp=(-1.0, 1.0), max_grad_norm=0.5, state=saved)
+        found.update(session._engine.schedule.current().groups[0])
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+    limits = {"clamp": [-1.0, 1.0], "max_grad_norm": 0.5, "keep_zeros": True}
+    assert {key: found[key] for key in ("lr", *limits)} == {"lr": 0.25, **limits}
+
+
 def test_a_worker_that_joins_later_gets_the_jobs_state(tmp_path: Path) -> None:
     """And a parameter server that is lost before the first step has it on disk."""
     model = make_mlp()

@@ -77,6 +77,13 @@ def test_what_cannot_be_clipped_is_refused(tmp_path: Path) -> None:
         pytest.raises(UsageError, match=r"call torch\.nn\.utils\.clip_grad_norm_ before"),
     ):
         refused(job, max_grad_norm=1.0)
+    saved = torch.optim.SGD(make_mlp().parameters(), lr=0.1).state_dict()
+    saved["param_groups"][0]["max_grad_norm"] = 1.0  # as of a job that has clipped
+    with (
+        running_job(tmp_path / "2", parameterServer={"durability": "standby"}) as job,
+        pytest.raises(UsageError, match=r"set parameterServer\.replicas: 1"),
+    ):
+        refused(job, state=saved)
     for wrong in (0.0, -1.0, float("nan"), "1"):
         with running_job(tmp_path / f"{wrong}") as job, pytest.raises(InvalidModel, match="a number above 0"):
             refused(job, max_grad_norm=wrong)
