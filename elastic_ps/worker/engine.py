@@ -374,10 +374,9 @@ class Engine:
         base = exchange.version
         step = Step(stay=self.client.stay, number=self._steps, base=base, version=base, samples=samples)
         current = self.schedule.current() if exchange.asks_ahead else None
-        drafts = (
-            current is not None and current.max_grad_norm is None
-        )  # the norm is not known before all is there
-        exchange.begin(step, current.to_json() if current and drafts else "", besides=besides)
+        if current is not None and current.max_grad_norm is not None:
+            current = None  # no drafts: the norm is not known before all gradients are there
+        exchange.begin(step, current.to_json() if current else "", besides=besides)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete. Does not block."""

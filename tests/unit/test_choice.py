@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elastic_ps.codec.auto import CANDIDATES, Auto
 from elastic_ps.codec.base import Encoded
 from elastic_ps.codec.plan import Plan
-from elastic_ps.core.choice import AGAIN, SETTLED, TRIES, Choice, Tried, choose
+from elastic_ps.core.choice import AGAIN, MARGIN, SETTLED, TRIES, Choice, Tried, choose
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.training import Compression
 from tests.unit.test_encoder import Worker, plan
@@ -30,6 +30,7 @@ ENCODE = {"none": 0.0, "bf16": 0.01, "int8": 0.05, "int4": 0.06, "signsgd": 0.05
         ({"none": (1, 0), "int8": (0.5, 0.01)}, "none", 0.02, "int8", "int8 takes 0.5 s, none 1 s"),
         ({"none": (1, 0), "int8": (0.5, 0.01)}, "none", 0.001, "none", "none is the fastest"),
         ({"none": (1, 0), "int8": (0.9, 0.01)}, "none", 0.02, "none", "int8 is hardly faster than none"),
+        ({"none": (1, 0), "int8": (1 - MARGIN, 0.01)}, "none", 0.02, "int8", "int8 takes 0.85 s"),
         ({"none": (0.9, 0), "int8": (1, 0.01)}, "int8", 0.02, "int8", "none is hardly faster than int8"),
         ({"none": (0.5, 0), "int8": (1, 0.01)}, "int8", 0.02, "none", "none takes 0.5 s, int8 1 s"),
         (

@@ -45,6 +45,27 @@ def test_a_checkpoint_knows_what_scripts_have_asked_for(state: JobState) -> None
     assert again.assigned == 3
 
 
+@pytest.mark.parametrize(("change", "outcome"), [("", "lost"), ("consistency is async now", "left")])
+def test_members_end_with_a_term_because_it_was_lost_or_because_of_a_change(
+    state: JobState, change: str, outcome: str
+) -> None:
+    join(state, 0)
+    tensors = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
+    state.model = Model(partition(tensors, bucket_bytes=1024, shards=1), "SGD")
+    again = kept.from_checkpoint(
+        kept.to_checkpoint(state),
+        term=2,
+        lease=timedelta(seconds=10),
+        consistency=Consistency(),
+        data=Data(),
+        version=3,
+        model=state.model,
+        change=change,
+    )
+    ended = [(stay.outcome, stay.reason, stay.left_version) for stay in again.members.departed]
+    assert set(ended) == {(outcome, change, 3)}
+
+
 @pytest.mark.parametrize(
     ("data", "match"),
     [
