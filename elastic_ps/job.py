@@ -164,11 +164,18 @@ class ParameterServer(CamelModel):
     )
 
 
+MOST_WORKERS = 10_000
+"""More than a parameter server can serve, and few enough for the memory of the operator, which makes them."""
+
+
 class Worker(CamelModel):
     """The processes that compute gradients."""
 
     replicas: int = Field(
-        default=1, ge=1, description="The number of workers. It may change while the job runs."
+        default=1,
+        ge=1,
+        le=MOST_WORKERS,
+        description="The number of workers. It may change while the job runs.",
     )
     min_replicas: int = Field(
         default=1,
@@ -212,6 +219,8 @@ class Worker(CamelModel):
 
     def check_replicas(self, replicas: int) -> None:
         """Raise ValueError, which names the bound, if `replicas` is outside of the bounds."""
+        if replicas > MOST_WORKERS:
+            raise ValueError(f"replicas {replicas} is above {MOST_WORKERS}, which is the most")
         if replicas < self.min_replicas:
             raise ValueError(f"replicas {replicas} is below minReplicas {self.min_replicas}")
         if self.max_replicas is not None and replicas > self.max_replicas:

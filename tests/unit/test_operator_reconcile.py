@@ -275,6 +275,7 @@ def test_a_suspended_job_is_degraded_no_more_and_one_that_never_ran_is_not_said_
         ({"entrypoint": "nonsense"}, "entrypoint"),
         ({"image": None}, "spec.image"),
         ({"worker": {"replicas": 9, "maxReplicas": 2}}, "maxReplicas"),
+        ({"worker": {"replicas": 2_000_000_000}}, "replicas"),
         ({"worker": {"template": {"spec": {"containers": 5}}}}, "spec.worker.template"),
         ({"unknown": 1}, "unknown"),
         ({"worker": {"template": {"sepc": {}}}}, "unknown field spec.worker.template.sepc"),
