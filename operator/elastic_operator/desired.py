@@ -83,7 +83,17 @@ def read_desired(
         replicas=spec.worker.replicas,
         ignored=tuple(ignored),
         restart=restart,
-        wiring=wiring.of(name, observed.services, secured=observed.secured if observed.services else secured),
+        wiring=wiring.of(name, observed.services, secured=_is_secured(job, observed, secured)),
+    )
+
+
+def _is_secured(job: Mapping[str, Any], observed: Observed, default: bool) -> bool:
+    """Whether the job's processes talk TLS. Its Service says so, and if that is lost, its certificates do."""
+    if observed.services:
+        return observed.secured
+    status = job.get("status")
+    return bool(isinstance(status, Mapping) and status.get("certificates")) or (
+        default and not started(job, observed)
     )
 
 

@@ -146,8 +146,12 @@ class Pod:
 
 
 def parse_time(value: object) -> datetime | None:
-    """Read a timestamp of the API; None stays None."""
-    return datetime.fromisoformat(value) if isinstance(value, str) else None
+    """Read a timestamp of the API; None is None, and so is what somebody has written in the place of one."""
+    try:
+        found = datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+    return found if found is None or found.tzinfo is not None else None
 
 
 def read(manifest: Mapping[str, Any]) -> Pod | None:

@@ -148,6 +148,31 @@ def test_a_job_that_was_started_without_tls_stays_without() -> None:
     assert "elastic-ps-tls" not in {volume["name"] for volume in volumes}
 
 
+@pytest.mark.parametrize("runs_with", [True, False])
+def test_a_job_whose_service_was_deleted_stays_as_it_is(runs_with: bool) -> None:
+    simulation = Simulation(job_document())
+    simulation.options = Options(secured=runs_with)
+    simulation.settle()
+    simulation.services.clear()
+    del simulation.pods["digits-worker-0"]
+    simulation.options = Options(secured=not runs_with)
+    simulation.settle()
+    volumes = {volume["name"] for volume in simulation.pods["digits-worker-0"]["spec"]["volumes"]}
+    assert ("elastic-ps-tls" in volumes) is runs_with
+
+
+@pytest.mark.parametrize("field", ["issued", "expires"])
+@pytest.mark.parametrize("written", ["soon", "2126-01-01T00:00:00", "2126-01-01", ""])
+def test_a_status_that_somebody_has_written_into(field: str, written: str) -> None:
+    simulation = secured()
+    assert simulation.job is not None
+    simulation.job["status"]["certificates"][field] = written
+    simulation.settle()
+    assert len(simulation.certified) == (2 if field == "expires" else 1), (
+        "new ones, and a status that is right"
+    )
+
+
 def test_a_pod_that_waits_for_a_lost_secret_gets_another_one_once() -> None:
     simulation = secured()
     simulation.now += DAY
