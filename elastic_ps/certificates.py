@@ -21,8 +21,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from elastic_ps.errors import UsageError
 from elastic_ps.identity import SERVING, Identity, from_names, server_name
 
-SKEW = timedelta(minutes=5)
-"""Certificates are valid from so long before they are made: clocks differ."""
+SKEW = timedelta(hours=1)
+"""Certificates are valid from so long before they are made: clocks differ, and one may be set meanwhile."""
 
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551

@@ -44,7 +44,7 @@ class _Start:
     argv: Sequence[str]
     variables: Mapping[str, str]
     log: str
-    certificate: Mapping[str, bytes] | None
+    certificate: Mapping[str, bytes] | None = field(repr=False)
 
 
 @dataclass(frozen=True)

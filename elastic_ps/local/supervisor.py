@@ -94,6 +94,8 @@ class Launcher:
         """
         self._choose_addresses()
         self.directory.sign(self._lock_file)
+        if self._issuer is not None:
+            self._issuer.own()  # now: later the disk may be full
         self._status = self._build_status(ended=False)
         self.directory.write_status(self._status)
         # Not before: a thread object that is made before a fork counts as ended after it.

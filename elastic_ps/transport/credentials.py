@@ -78,6 +78,7 @@ class Credentials:
         self._stamp: _Stamp | None = None
         self._unusable: _Stamp | None = None
         self._ended: Loaded | None = None
+        self._identity: Identity | None = None
         try:
             self._stamp, self._loaded = self._read()
         except (OSError, ValueError) as error:
@@ -85,6 +86,7 @@ class Credentials:
                 f"{directory} is no usable directory of certificates: {_words(error)}. Expected "
                 f"{', '.join(_FILES)}, as docs/security.md describes them"
             ) from error
+        self._identity = self._loaded.identity  # for good: what takes the place of the files has to be of it
 
     def current(self) -> Loaded:
         """The files as they are now; as they were before if they cannot be used at the moment."""
@@ -160,6 +162,8 @@ class Credentials:
         identity = identity_of(chain)
         if identity is None:
             raise ValueError(f"{certificate} names no identity (elastic-ps://JOB/ROLE/INDEX)")
+        if self._identity not in (None, identity):
+            raise ValueError(f"it is that of another process, {identity.uri}")
         client = _context(ssl.PROTOCOL_TLS_CLIENT, self._directory)
         server = None
         if identity.role in SERVING:

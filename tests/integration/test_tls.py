@@ -154,11 +154,14 @@ def test_a_certificate_that_is_replaced_is_used_for_the_next_connection(port: Po
     worker = port.worker(index=3)
     stays = port.connect(worker)
     assert unary(stays, "ask", b"", timeout=SOON) == b"worker 3"
-    write(port.directory / "worker", port.ca, "worker", 4)
-    assert port.ask(worker) == "worker 4"
+    write(port.directory / "worker", port.ca, "worker", 3, lifetime=-timedelta(minutes=1))
+    with pytest.raises(TransportError):
+        port.ask(worker)
+    write(port.directory / "worker", port.ca, "worker", 3)
+    assert port.ask(worker) == "worker 3"
     write(port.directory / "server", port.ca, "server")
-    assert port.ask(worker) == "worker 4"
-    assert unary(stays, "ask", b"", timeout=SOON).startswith(b"worker")
+    assert port.ask(worker) == "worker 3"
+    assert unary(stays, "ask", b"", timeout=SOON) == b"worker 3"
 
 
 def test_an_authority_is_replaced_without_a_break(port: Port) -> None:
@@ -211,6 +214,23 @@ def test_files_that_do_not_fit_together_leave_the_old_ones_in_use(
     said = [record.message for record in caplog.records if "cannot be used" in record.message]
     assert len(said) == 2, "once for each"
     assert "do not fit together" in said[1]
+
+
+def test_the_certificate_of_another_process_leaves_the_old_one_in_use(
+    port: Port, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server with that of a worker would take no connection any more."""
+    caplog.set_level(logging.WARNING)
+    worker = port.worker()
+    write(port.directory / "server", port.ca, "worker", 1)
+    write(port.directory / "worker", port.ca, "worker", 4)
+    for _ in range(2):
+        assert port.ask(worker) == "worker 3"
+    write(port.directory / "server", port.ca, "server")
+    assert port.ask(worker) == "worker 3"
+    said = [record.message for record in caplog.records if "cannot be used" in record.message]
+    assert len(said) == 2, "once for each"
+    assert all("that of another process" in text for text in said)
 
 
 def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:

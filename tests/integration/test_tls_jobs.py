@@ -97,6 +97,7 @@ def test_a_thief_of_a_workers_certificate_harms_that_worker_only(tmp_path: Path,
         modes = {stat.S_IMODE(path.stat().st_mode) for path in tls.glob("*/*")}
         assert modes == {0o600}
         assert stat.S_IMODE(tls.stat().st_mode) == 0o700
+        assert (tls / "operator-0" / "tls.key").exists(), "it can be used although the disk is full by then"
         thief, version = Credentials(tls / "worker-1"), version_of(launcher)
         ports = [*launcher.status().addresses, *launcher._standbys]
         for port in ports:
