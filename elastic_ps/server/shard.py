@@ -497,11 +497,11 @@ class Shard:
     def _clipped(self, samples: int, norm: float) -> float:
         """What the sums are divided by, so that the mean gradient has this norm at most.
 
-        The formula is that of `torch.nn.utils.clip_grad_norm_`.
+        The formula is that of `torch.nn.utils.clip_grad_norm_`: a norm that overflows leaves nothing.
         """
-        square = sum(self._buckets[bucket.index].square() for bucket in self._to_step)
-        found = math.sqrt(square) / samples
-        return samples / min(1.0, norm / (found + 1e-6))
+        norms = [self._buckets[bucket.index].norm() for bucket in self._to_step]
+        found = math.hypot(*norms) / samples
+        return samples * max(1.0, (found + 1e-6) / norm)
 
     @property
     def _to_step(self) -> list[Bucket]:

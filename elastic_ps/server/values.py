@@ -206,11 +206,11 @@ class BucketValues:
             list(present) if first else [a or b for a, b in zip(self._present, present, strict=True)]
         )
 
-    def square(self) -> float:
-        """Of the 2-norm of the round's sum of gradients, in float64."""
+    def norm(self) -> float:
+        """The 2-norm of the round's sum of gradients, in float64."""
         if self.bucket.rule is not Rule.GRADIENT or not any(self._present):
             return 0.0
-        return float(torch.linalg.vector_norm(self.sum, dtype=torch.float64)) ** 2
+        return float(torch.linalg.vector_norm(self.sum, dtype=torch.float64))
 
     def apply(self, samples: float, groups: Sequence[Mapping[str, Any]], version: int) -> None:
         """Make `version` out of the round's sum, whose contributions weigh `samples` together.

@@ -57,6 +57,26 @@ def test_it_is_the_norm_of_the_gradient_of_the_whole_batch(tmp_path: Path, trans
     assert min(norms) < LIMIT < max(norms), "some gradients are clipped, others are not"
 
 
+def test_a_norm_that_is_too_large_for_any_number_makes_no_step_as_in_torch(tmp_path: Path) -> None:
+    models = {}
+
+    def script(session: Session) -> None:
+        model = models[0] = make_mlp().double()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = session.optimizer(sgd, model, max_grad_norm=LIMIT)
+        for x, y in session.loader(Numbers(4), 4):
+            optimizer.zero_grad()
+            (mse(model, x.double(), y.double()) * 1e200).backward()
+            optimizer.step()
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert job.version == 1
+    for ours, before in zip(models[0].parameters(), make_mlp().double().parameters(), strict=True):
+        assert torch.equal(ours, before)
+
+
 def refused(job: Job, **given: Any) -> None:
     def script(session: Session) -> None:
         model = make_mlp()
