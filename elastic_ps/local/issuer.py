@@ -29,6 +29,7 @@ class Issuer:
 
     def __init__(self, run: str, directory: Path) -> None:
         self._run, self._directory = run, directory
+        self._issued: set[Identity] = set()
         self._authority = make_authority(run, now=datetime.now(UTC), lifetime=LIFETIME)
 
     def own(self) -> Path:
@@ -42,7 +43,7 @@ class Issuer:
     def _written(self, identity: Identity) -> Path:
         """The same directory for the process that takes the place of another one."""
         directory = self._directory / f"{identity.role}-{identity.index}"
-        if not (directory / KEY_FILE).exists():
+        if identity not in self._issued or not (directory / KEY_FILE).exists():
             made = issue(self._authority, identity, now=datetime.now(UTC), lifetime=LIFETIME)
             files = {
                 CA_FILE: self._authority.certificate,
@@ -50,6 +51,7 @@ class Issuer:
                 KEY_FILE: made.key,
             }
             write(directory, files)
+            self._issued.add(identity)
         return directory
 
 
@@ -67,7 +69,9 @@ def write(directory: Path, files: Mapping[str, bytes]) -> None:
         return
     for part in (directory.parent, directory):
         part.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part.chmod(0o700)
     for name, content in files.items():
         descriptor = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o600)  # of a file that was there before, too
             file.write(content)
