@@ -132,12 +132,21 @@ def identity_of(certificate: bytes) -> Identity | None:
     Raises:
         ValueError: it is no certificate.
     """
+    return from_names(uris_of(certificate))
+
+
+def uris_of(certificate: bytes) -> list[str]:
+    """The subject alternative names of type URI, and of no other, in the first certificate of a PEM text.
+
+    Raises:
+        ValueError: it is no certificate.
+    """
     parsed = x509.load_pem_x509_certificate(certificate)
     try:
         names = parsed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
-        return None
-    return from_names(names.get_values_for_type(x509.UniformResourceIdentifier))
+        return []
+    return names.get_values_for_type(x509.UniformResourceIdentifier)
 
 
 def validity_of(certificate: bytes) -> tuple[datetime, datetime]:

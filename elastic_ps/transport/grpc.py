@@ -10,6 +10,7 @@ A process may fork while calls are in flight as long as the child leaves its cop
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -25,6 +26,7 @@ disable_grpc_fork_hooks()
 
 import grpc  # noqa: E402
 
+from elastic_ps.certificates import uris_of  # noqa: E402
 from elastic_ps.errors import (  # noqa: E402
     CannotListen,
     ConnectionLost,
@@ -70,8 +72,10 @@ JOIN = timedelta(seconds=10)
 
 _SERVICE, _METHOD = "elastic_ps.transport.Transport", "Call"
 
-_NAMES = "x509_subject_alternative_name"
-"""The key under which gRPC has the names of a certificate."""
+_CERTIFICATE = "x509_pem_cert"
+"""The key under which gRPC has the certificate. It also has the names in that, without their types."""
+
+_uris_of = functools.lru_cache(maxsize=1024)(uris_of)
 
 _VERSION = b"TLSv1.3"
 """gRPC would also talk TLS 1.2. Its older versions do not tell which one they talk."""
@@ -241,8 +245,7 @@ class GrpcServer(Server):
         if self._credentials is None:
             return None
         shown = cast("Mapping[str, Sequence[bytes]]", context.auth_context())
-        names = [name.decode(errors="replace") for name in shown.get(_NAMES, ())]
-        peer = self._credentials.accept(names)
+        peer = self._credentials.accept(uri for one in shown.get(_CERTIFICATE, ()) for uri in _uris_of(one))
         if any(version != _VERSION for version in shown.get("ssl_tls_version", ())):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "TLS 1.3 is expected")
         if peer is None:

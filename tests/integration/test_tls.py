@@ -9,22 +9,24 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from cryptography import x509
 
-from elastic_ps.certificates import KeyPair
+from elastic_ps.certificates import KeyPair, issue, uris_of
 from elastic_ps.errors import ConnectionLost, TransportError, UsageError
+from elastic_ps.identity import Identity
 from elastic_ps.transport import tcp, ways
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
 from elastic_ps.transport.credentials import Credentials
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.tcp import TcpServer
-from tests.certificates import HOUR, authority, write
+from tests.certificates import HOUR, JOB, authority, write
 from tests.integration.transports import LONG, read
 from tests.polling import eventually
 
@@ -75,6 +77,21 @@ def test_a_server_knows_who_calls(port: Port) -> None:
     assert port.ask(port.worker(index=3)) == "worker 3"
     assert port.ask(port.worker("other", index=12)) == "worker 12"
     assert port.ask(port.credentials) == "server 0"
+
+
+def test_a_name_of_another_type_is_no_identity(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may ask an issuer for any DNS name gets no identity for it."""
+    monkeypatch.setattr(x509, "UniformResourceIdentifier", x509.DNSName)
+    forged = issue(port.ca, Identity(JOB, "server"), now=datetime.now(UTC), lifetime=HOUR)
+    monkeypatch.undo()
+    assert uris_of(forged.certificate) == []
+    worker = port.worker()
+    (port.directory / "worker" / "tls.crt").write_bytes(forged.certificate)
+    (port.directory / "worker" / "tls.key").write_bytes(forged.key)
+    monkeypatch.setattr("elastic_ps.transport.credentials.identity_of", lambda _: worker.identity)
+    assert worker.current().certificate == forged.certificate
+    with pytest.raises(TransportError):
+        port.ask(worker)
 
 
 def test_who_has_no_certificate_of_the_job_is_not_answered(port: Port) -> None:
@@ -307,7 +324,7 @@ def test_an_older_tls_is_refused(port: Port) -> None:
                 sock.recv(1)
             return
     # gRPC's client cannot be told to talk an older one.
-    shown = {"x509_subject_alternative_name": [worker.identity.uri.encode()], "ssl_tls_version": [b"TLSv1.2"]}
+    shown = {"x509_pem_cert": [worker.current().certificate], "ssl_tls_version": [b"TLSv1.2"]}
     said: list[str] = []
 
     def abort(code: object, text: str) -> None:
