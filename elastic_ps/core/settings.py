@@ -114,6 +114,11 @@ class Settings:
         """What the norm of a version's gradient is limited to, if it is."""
         return next((group[MAX_GRAD_NORM] for group in self.groups if group.get(MAX_GRAD_NORM)), None)
 
+    def unclipped(self) -> Settings:
+        """The same settings without a limit to the norm of a version's gradient."""
+        groups = [{key: value for key, value in g.items() if key != MAX_GRAD_NORM} for g in self.groups]
+        return replace(self, groups=tuple(groups))
+
     def slowed(self, divisor: float) -> Settings:
         """The same settings, with the learning rate of each group divided by `divisor`."""
         groups = [{**g, "lr": g["lr"] / divisor} if "lr" in g else g for g in self.groups]

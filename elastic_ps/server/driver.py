@@ -359,6 +359,10 @@ class Driver:
             model=Model(layout, found.optimizer),
             change="it joins again, since the job has changed" if tuning.needs_term(job.tuning) else "",
         )
+        clip = state.settings.max_grad_norm
+        if clip is not None and (len(self._shards) > 1 or self._standbys):  # none has the whole gradient
+            logger.warning("max_grad_norm %g counts no more: it needs one parameter server, no standby", clip)
+            state.settings = state.settings.unclipped()
         said = tuning.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self._history.record(
             "restore", term=term, version=found.version, round=state.last_round, consistency=said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,36 @@ def test_a_norm_that_is_too_large_for_any_number_makes_no_step_as_in_torch(tmp_p
         assert job.version == 1
     for ours, before in zip(models[0].parameters(), make_mlp().double().parameters(), strict=True):
         assert torch.equal(ours, before)
+
+
+@pytest.mark.parametrize("server", [{"replicas": 2}, {"durability": "standby"}])
+def test_a_job_that_goes_on_where_nobody_has_the_whole_gradient_clips_no_more(
+    tmp_path: Path, server: dict[str, Any]
+) -> None:
+    """The script has to leave it out, and each parameter server would clip its own part."""
+    limits = []
+
+    def script(epochs: int, **given: Any) -> Callable[[Session], None]:
+        def train(session: Session) -> None:
+            model = make_mlp()
+            sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+            optimizer = session.optimizer(sgd, model, **given)
+            limits.append(session._engine.schedule.current().max_grad_norm)
+            for x, y in session.loader(Numbers(8), 4, epochs=epochs):
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+
+        return train
+
+    for epochs, place, given in [(1, {}, {"max_grad_norm": LIMIT}), (2, {}, {}), (3, server, {})]:
+        checkpoints = tmp_path / "checkpoints"
+        with running_job(
+            tmp_path / str(epochs), checkpoints=checkpoints, resume="auto", parameterServer=place
+        ) as job:
+            job.start(0, script(epochs, **given))
+            job.join()
+    assert limits == [LIMIT, LIMIT, None]
 
 
 def refused(job: Job, **given: Any) -> None:
