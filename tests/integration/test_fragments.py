@@ -27,9 +27,8 @@ from tests.integration.oracle import (
     assert_equal_up_to_round_off,
     mse,
 )
-from tests.integration.test_local_steps import BATCH, adamw, local, steps_on, train
-from tests.integration.trained import alone, training
-from tests.polling import eventually
+from tests.integration.test_local_steps import BATCH, Dying, adamw, local, steps_on, train
+from tests.integration.trained import alone
 
 RULES = pytest.mark.parametrize("outer", ["diloco", "average", "easgd", "downpour"])
 
@@ -232,25 +231,7 @@ def test_at_the_end_of_the_loop_the_model_is_the_jobs(tmp_path: Path, outer: str
 
 @RULES
 def test_a_worker_dies_and_a_parameter_server_too(tmp_path: Path, outer: str) -> None:
-    data, dead = Numbers(400), threading.Event()
-
-    def script(session: Session) -> None:
-        model, first = make_mlp(), not dead.is_set()
-        optimizer = session.optimizer(adamw(model), model)
-        for number, (x, y) in enumerate(session.loader(data, BATCH)):
-            if session.worker == 0 and number == 0:
-                eventually(lambda: training(job, 1) or dead.is_set(), "worker 1 has records")
-            if session.worker == 0 and number == 20:
-                eventually(dead.is_set, "worker 1 dies")
-            optimizer.zero_grad()
-            mse(model, x, y).backward()
-            optimizer.step()
-            if session.worker == 1 and first and number == 9:
-                session._engine.client.close()  # without a goodbye
-                session.close()
-                dead.set()
-                return
-
+    data = Numbers(400)
     with running_job(
         tmp_path,
         checkpoints=tmp_path / "checkpoints",
@@ -263,9 +244,10 @@ def test_a_worker_dies_and_a_parameter_server_too(tmp_path: Path, outer: str) ->
             "checkpoint": {"everyVersions": 2, "interval": "1h"},
         },
     ) as job:
+        script = Dying(job, data, worker=1)
         for worker in range(2):
             job.start(worker, script)
-        job.until(dead.is_set, "worker 1 dies")
+        job.until(script.dead.is_set, "worker 1 dies")
         job.start(1, script)
         before: Mapping[str, int] = {"version": job.version}
         job.until(lambda: job.version >= before["version"] + 2, "two more versions")

@@ -199,36 +199,68 @@ def test_it_is_the_rule_of_the_paper(tmp_path: Path, outer: str) -> None:
 # --- records
 
 
+class Dying:
+    """A script whose worker `worker` vanishes after its step number `last`, in its first process.
+
+    The others begin when that worker has records, and after `waits` steps wait until it is gone.
+
+    Attributes:
+        dead: set when it has vanished.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        data: Numbers,
+        worker: int,
+        *,
+        last: int = 9,
+        waits: int = 20,
+        hold: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self.dead = threading.Event()
+        self._job, self._data, self._worker = job, data, worker
+        self._last, self._waits, self._hold = last, waits, hold
+
+    def __call__(self, session: Session) -> None:
+        model, dies = make_mlp(), session.worker == self._worker and not self.dead.is_set()
+        optimizer = session.optimizer(adamw(model), model)
+        for number, (x, y) in enumerate(session.loader(self._data, BATCH)):
+            if dies:
+                self._hold(number)
+            elif session.worker != self._worker:
+                self._keep_company(number)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if dies and number == self._last:
+                session._engine.client.close()  # without a goodbye
+                session.close()
+                self.dead.set()
+                return
+
+    def _keep_company(self, number: int) -> None:
+        if number == 0:
+            eventually(
+                lambda: training(self._job, self._worker) or self.dead.is_set(), "the worker has records"
+            )
+        if number == self._waits:
+            eventually(self.dead.is_set, "the worker dies")
+
+
 @RULES
 def test_a_worker_that_dies_loses_what_it_has_trained_since_its_last_exchange(
     tmp_path: Path, outer: str
 ) -> None:
     """Others train its records, and a process in its place begins with the job's values."""
-    data, dead = Numbers(480), threading.Event()
-
-    def script(session: Session) -> None:
-        model, first = make_mlp(), not dead.is_set()
-        optimizer = session.optimizer(adamw(model), model)
-        for number, (x, y) in enumerate(session.loader(data, BATCH)):
-            if session.worker == 0 and number == 0:
-                eventually(lambda: training(job, 1) or dead.is_set(), "worker 1 has records")
-            if session.worker == 0 and number == 20:  # its rounds have had two exchanges of worker 1
-                eventually(dead.is_set, "worker 1 dies")
-            optimizer.zero_grad()
-            mse(model, x, y).backward()
-            optimizer.step()
-            if session.worker == 1 and first and number == 9:
-                session._engine.client.close()  # without a goodbye
-                session.close()
-                dead.set()
-                return
-
+    data = Numbers(480)
     with running_job(
         tmp_path, consistency=local(4, outer), data={"shardRecords": 32}, worker={"leaseDuration": "1s"}
     ) as job:
+        script = Dying(job, data, worker=1)  # after two exchanges
         for worker in range(2):
             job.start(worker, script)
-        job.until(dead.is_set, "worker 1 dies")
+        job.until(script.dead.is_set, "worker 1 dies")
         job.start(1, script)
         job.join()
         check_histories(job, data)

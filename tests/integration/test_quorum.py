@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from tests.integration.harness import Numbers, make_mlp, make_spec, running_job
 from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse
 from tests.integration.test_local_steps import (
     BATCH,
+    Dying,
     adamw,
     check_histories,
     local,
@@ -55,26 +55,11 @@ def test_a_slow_worker_is_not_waited_for_and_what_it_has_trained_counts(
     tmp_path: Path, fragments: int
 ) -> None:
     """It takes part for the first time when others have made five versions, and dies with its next steps."""
-    data, dead = Numbers(600), threading.Event()
+    data = Numbers(600)
 
-    def script(session: Session) -> None:
-        model, first = make_mlp(), not dead.is_set()
-        optimizer = session.optimizer(adamw(model), model)
-        for number, (x, y) in enumerate(session.loader(data, BATCH)):
-            if session.worker != 2 and number == 0:
-                eventually(lambda: training(job, 2) or dead.is_set(), "worker 2 has records")
-            if session.worker != 2 and number == 30:
-                eventually(dead.is_set, "worker 2 dies")
-            if session.worker == 2 and first and number == 3:
-                eventually(lambda: job.version >= 5, "the others make versions")
-            optimizer.zero_grad()
-            mse(model, x, y).backward()
-            optimizer.step()
-            if session.worker == 2 and first and number == 5:
-                session._engine.client.close()  # without a goodbye
-                session.close()
-                dead.set()
-                return
+    def hold(number: int) -> None:
+        if number == 3:
+            eventually(lambda: job.version >= 5, "the others make versions")
 
     with running_job(
         tmp_path,
@@ -83,9 +68,10 @@ def test_a_slow_worker_is_not_waited_for_and_what_it_has_trained_counts(
         worker={"leaseDuration": "1s", "replicas": 3, "minReplicas": 2},
         parameterServer={"bucketBytes": 1024},
     ) as job:
+        script = Dying(job, data, worker=2, last=5, waits=30, hold=hold)
         for worker in range(3):
             job.start(worker, script)
-        job.until(dead.is_set, "worker 2 dies")
+        job.until(script.dead.is_set, "worker 2 dies")
         job.start(2, script)
         job.join()
         check_histories(job, data)
