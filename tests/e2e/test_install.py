@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helm_python import Config, HelmError
 
 from tests.e2e.cluster import GivenCluster, wait_for
+from tests.e2e.cluster.shell import run
 from tests.e2e.conftest import restrict
 from tests.e2e.operator_process import ROOT, TRAINING_IMAGE, Jobs, digits, requests
 
@@ -26,15 +29,47 @@ def helm(cluster: GivenCluster) -> Iterator[Config]:
         yield config
 
 
+class HelmCommand:
+    """The `helm` command, used as the library is."""
+
+    def __init__(self, program: Path, kubeconfig: Path) -> None:
+        self._command: list[str | Path] = [program, "--namespace", SYSTEM, "--kubeconfig", kubeconfig]
+
+    def install(self, chart: str, release: str, values: dict[str, Any]) -> None:
+        run([*self._command, "install", release, chart, "--values=-"], stdin=json.dumps(values))
+
+    def upgrade(self, chart: str, release: str, values: dict[str, Any]) -> None:
+        run([*self._command, "upgrade", release, chart, "--values=-"], stdin=json.dumps(values))
+
+    def test(self, release: str, *, timeout: int) -> None:
+        run(
+            [*self._command, "test", release, f"--timeout={timeout}s"],
+            timeout=timedelta(seconds=timeout + 10),
+        )
+
+    def uninstall(self, release: str, *, ignore_not_found: bool = False) -> None:
+        run([*self._command, "uninstall", release, *(["--ignore-not-found"] if ignore_not_found else [])])
+
+
 @pytest.fixture(scope="module")
-def installed(cluster: GivenCluster, helm: Config, training_images: None) -> Iterator[None]:
+def command(cluster: GivenCluster, helm: Config) -> HelmCommand | Config:
+    """The `helm` command where it is at hand, else the library once more."""
+    places = [os.environ.get("ELASTIC_PS_KUBERNETES_BIN", ""), os.environ.get("PATH", "")]
+    program = shutil.which("helm", path=os.pathsep.join(filter(None, places)))
+    return HelmCommand(Path(program), cluster.kubeconfig) if program else helm
+
+
+@pytest.fixture(scope="module")
+def installed(
+    cluster: GivenCluster, helm: Config, command: HelmCommand | Config, training_images: None
+) -> Iterator[None]:
     # Another test may have made the definition without Helm; Helm takes over nothing that is not its own.
     helm.uninstall("elastic-ps", ignore_not_found=True)
     cluster.kubectl("delete", "crd", "trainingjobs.elastic-ps.dev", "--ignore-not-found")
     cluster.kubectl("create", "namespace", SYSTEM, check=False)
     restrict(cluster, SYSTEM)
     try:
-        helm.install(str(CHART), "elastic-ps", {"operator": {"poll": "2s"}})
+        command.install(str(CHART), "elastic-ps", {"operator": {"poll": "2s"}})
         cluster.kubectl("-n", SYSTEM, "rollout", "status", "deployment/elastic-ps", "--timeout=120s")
         yield
     finally:
@@ -121,20 +156,36 @@ def test_suspended_training_goes_on_from_its_checkpoint(installed: None, jobs: J
 
 
 def test_helm_test_upgrade_and_schema(
-    installed: None, cluster: GivenCluster, helm: Config, tmp_path: Path
+    installed: None,
+    cluster: GivenCluster,
+    helm: Config,
+    command: HelmCommand | Config,
+    jobs: Jobs,
+    tmp_path: Path,
 ) -> None:
-    helm.test("elastic-ps", timeout=120)
+    """A job that runs meanwhile notices nothing.
+
+    Always by the same program: one does not take over from the other what it has written (server-side apply).
+    """
+    jobs.apply("trains", worker={"replicas": 1})
+    command.test("elastic-ps", timeout=120)
     with pytest.raises(HelmError, match="concurrency"):
         helm.upgrade(str(CHART), "elastic-ps", {"operator": {"concurrency": 0}})
+    jobs.wait_status("trains", phase="Running", workers="1/1")
+    before = jobs.identities("trains")
     older = tmp_path / "elastic-ps"
     shutil.copytree(CHART, older)
     template = older / "templates" / "crd.yaml"
     template.write_text(template.read_text().replace("    - tj\n", "    - tj\n    - tjob\n"))
     for chart, short in ((older, ["tj", "tjob"]), (CHART, ["tj"])):
-        helm.upgrade(str(chart), "elastic-ps", {"operator": {"poll": "2s"}})
+        another = {"operator": {"poll": "2s"}, "podAnnotations": {"chart": chart.parent.name}}
+        command.upgrade(str(chart), "elastic-ps", another)
         names = cluster.get("crd", "trainingjobs.elastic-ps.dev")["spec"]["names"]
         assert names["shortNames"] == short, "an upgrade of the chart upgrades the definition"
     cluster.kubectl("-n", SYSTEM, "rollout", "status", "deployment/elastic-ps", "--timeout=120s")
+    jobs.kubectl("scale", "tj/trains", "--replicas=2")
+    jobs.wait_status("trains", phase="Running", workers="2/2")
+    assert before.items() <= jobs.identities("trains").items()
 
 
 def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: Jobs) -> None:
@@ -171,10 +222,10 @@ def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: J
 
 
 def test_uninstall_keeps_definition_and_jobs(
-    installed: None, cluster: GivenCluster, helm: Config, jobs: Jobs
+    installed: None, cluster: GivenCluster, command: HelmCommand | Config, jobs: Jobs
 ) -> None:
     jobs.cluster.apply(digits(), namespace=jobs.namespace)
-    helm.uninstall("elastic-ps")
+    command.uninstall("elastic-ps")
     assert cluster.get("crd", "trainingjobs.elastic-ps.dev")
     assert [item["metadata"]["name"] for item in cluster.get("-n", jobs.namespace, "tj")["items"]] == [
         "digits"
