@@ -10,6 +10,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from tests.e2e.cluster import (
     build_image,
     given_cluster,
     host,
+    wait_for,
 )
 from tests.e2e.operator_process import OperatorProcess
 from tools.load_images import IMAGES, ROOT
@@ -147,5 +149,11 @@ def namespace(cluster: GivenCluster) -> Iterator[str]:
     """A namespace for one test, deleted at its end."""
     name = f"test-{uuid.uuid4().hex[:8]}"
     cluster.kubectl("create", "namespace", name)
+    account = ("-n", name, "get", "serviceaccount", "default")  # without it no pod can be made
+    wait_for(
+        lambda: cluster.kubectl(*account, check=False).returncode == 0,
+        what="the namespace gets its service account",
+        timeout=timedelta(seconds=60),
+    )
     yield name
     cluster.kubectl("delete", "namespace", name, "--wait=false")

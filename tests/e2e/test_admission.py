@@ -139,7 +139,8 @@ def test_the_operator_is_held_to_the_secrets_of_jobs(cluster: GivenCluster, name
     cluster.kubectl("-n", namespace, "create", "rolebinding", "writer", "--role=writer", f"--user={account}")
 
     def refused(verb: str, name: str, kind: str) -> str:
-        secret = {"apiVersion": "v1", "kind": "Secret", "type": kind, "metadata": {"name": name}}
+        metadata = {"name": name, "annotations": {"kubernetes.io/service-account.name": "default"}}
+        secret = {"apiVersion": "v1", "kind": "Secret", "type": kind, "metadata": metadata}
         command = ("-n", namespace, f"--as={account}", verb, "--dry-run=server", "-f", "-")
         done = cluster.kubectl(*command, stdin=json.dumps(secret), check=False)
         return "" if done.returncode == 0 else done.stderr

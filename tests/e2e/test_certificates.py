@@ -97,7 +97,9 @@ def test_certificates_end_during_a_run_and_nobody_notices(issuing: OperatorProce
         assert jobs.job("digits")["status"]["worker"]["failures"] == 0
         warnings = jobs.cluster.get("-n", jobs.namespace, "events", "--field-selector=type=Warning")["items"]
         told_of = {(event["reason"], event["message"]) for event in warnings}
-        assert {each for each in told_of if "probe" in each[1] or "elastic-ps-tls" in each[1]} == set()
+        # A pod that ends is not ready any more, and may be told so.
+        wrong = ("Startup probe", "Liveness probe", "elastic-ps-tls")
+        assert {each for each in told_of if any(words in each[1] for words in wrong)} == set()
     finally:
         issuing.close()
         print(issuing.log.read_text()[-4000:])

@@ -61,8 +61,11 @@ class Changing:
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
         for x, y in session.loader(self.data, 4):
             if session.worker == 0 and self.plan and session.version >= self.next:
-                self.change(*self.plan.pop(0))
+                self.change(*self.plan[0])
                 self.next = self.job.version + EVERY
+                self.plan.pop(0)
+            elif session.worker and self.plan:  # else no records might be left for the last change
+                eventually(lambda: not self.plan or session.version < self.next + EVERY, "the job is changed")
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()

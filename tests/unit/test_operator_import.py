@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,9 @@ def test_operator_imports_without_torch() -> None:
     modules = ["certificates", "deaths", "env", "errors", "fields", "identity"]
     modules += ["job", "policies", "status", "training", "tuning"]
     assert answer.stdout.split() == ["elastic_ps", *(f"elastic_ps.{name}" for name in modules)]
+    assert copied() == {"__init__", *modules}, "the operator's image has just what it imports"
+
+
+def copied() -> set[str]:
+    """The modules of `elastic_ps` that operator/Dockerfile copies."""
+    return set(re.findall(r"\belastic_ps/(\w+)\.py\b", (ROOT / "operator" / "Dockerfile").read_text()))
