@@ -247,6 +247,9 @@ class Line:
         """
         try:
             while target:
+                # Asked each time: who reads slower than the other side sends never waits.
+                if deadline is not None and time.monotonic() > deadline:
+                    raise DeadlineExceeded(f"{self._what}: the time is over")
                 try:
                     received = self._socket.receive_into(target)
                 except BlockingIOError:
