@@ -120,6 +120,7 @@ def draw(found: Mapping[str, Sequence[Figure]], path: Path) -> None:
     axes = canvas.subplots()
     colours = ["tab:green" if ratio <= 1 else "tab:orange" for _, ratio in rows]
     axes.barh([name for name, _ in rows], [ratio for _, ratio in rows], color=colours, height=0.7)
+    axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_xscale("log", base=2)

@@ -195,6 +195,10 @@ def compress(model: torch.nn.parallel.DistributedDataParallel, hook: str) -> Non
 HOOKS = ("bf16", "powersgd")
 """DistributedDataParallel's own ways to send fewer bytes: see `compress`."""
 
+BUCKET_MB = {"powersgd": 1024}
+"""PowerSGD has three collectives a bucket, each begun when the one before has ended. With several buckets the ranks
+begin them in different orders, and gloo mixes them up."""
+
 
 def train_with_ddp(case: str, directory: Path, hook: str = "") -> None:
     """What `torchrun` runs in each rank. `hook`: one of `HOOKS`; "" for plain gradients."""
@@ -204,7 +208,7 @@ def train_with_ddp(case: str, directory: Path, hook: str = "") -> None:
     (directory / f"rank-{rank}.pid").write_text(str(os.getpid()))
     chosen = CASES[case]
     model, shape, classes = make_model(chosen.model)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB.get(hook))
     compress(wrapped, hook)
     optimizer = make_optimizer(chosen.optimizer, model)
     x, y = make_batch(shape, classes, chosen.batch)
