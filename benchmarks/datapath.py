@@ -196,8 +196,8 @@ HOOKS = ("bf16", "powersgd")
 """DistributedDataParallel's own ways to send fewer bytes: see `compress`."""
 
 BUCKET_MB = {"powersgd": 1024}
-"""PowerSGD has three collectives a bucket, each begun when the one before has ended. With several buckets the ranks
-begin them in different orders, and gloo mixes them up."""
+"""PowerSGD has three collectives a bucket, each begun when the one before has ended. With several buckets the
+ranks begin them in different orders, and gloo mixes them up."""
 
 
 def train_with_ddp(case: str, directory: Path, hook: str = "") -> None:
