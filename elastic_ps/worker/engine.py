@@ -2,7 +2,8 @@
 
 Everything that a script does comes here as one of a few events: it asks for records, a step's first gradient
 is there, a bucket is complete, the step ends. What is told of it to the parameter server is `Exchange`'s and
-`Client`'s; who the worker is, `Member`'s; which settings it has, `Schedule`'s.
+`Client`'s; who the worker is, `Member`'s; how its model comes into the job, `Entrance`'s; which settings it
+has, `Schedule`'s.
 """
 
 from __future__ import annotations
@@ -10,12 +11,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from elastic_ps.codec.plan import Plan
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import Settings
@@ -23,12 +23,11 @@ from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.tuning import describe
 from elastic_ps.worker.batches import Batches
 from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, expelled
-from elastic_ps.worker.dialogue import Ending, Granted, Membership, Step
-from elastic_ps.worker.encoder import Encoder
+from elastic_ps.worker.dialogue import Ending, Granted, Step
+from elastic_ps.worker.entrance import Entrance
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.local_world import Drained, LocalWorld
 from elastic_ps.worker.member import Member
@@ -36,8 +35,7 @@ from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.phases import Phases
 from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.slices import Slices
-from elastic_ps.worker.summed import Following, Leading
-from elastic_ps.worker.values import Values
+from elastic_ps.worker.stopping import Stopping
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +44,6 @@ _SKIPPED = (
     "made no step after it. No worker trains them; the job's report counts them. To make one step of several "
     "batches, run a backward() for each of them, or load larger batches"
 )
-
-
-_STOP = "stop"
-"""What a process wishes that ends the training; see `LocalWorld`."""
 
 
 class LocalGradients(Protocol):
@@ -93,19 +87,17 @@ class Engine:
 
     Attributes:
         slices: this process's of the batches.
-        spec: how to train the job, as of the last time that this worker has joined.
         batches: what the script has in hand for the next step.
         generation: changes when this worker had to join again, so that all records in hand were dropped.
-        stopped: why a script has ended the training, as far as this worker knows; "" if none has.
         over: all records are in the model, or the training was stopped.
         iterating: a script is in a loop over a loader.
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
         gradients: the model's, from `session.optimizer` on.
         local: in mode `local`, from there on.
-        entered: whether the model has been given to the job, or has got the job's values.
         in_batch: the script computes on a batch, as far as is known.
         at_close: called when this worker leaves.
-        exchange, schedule: of that model, from `enter` on.
+        computing: this worker takes part in rounds, as far as is known.
+        abandoned: a step that had begun was skipped, and the parameter server does not know.
     """
 
     def __init__(
@@ -118,30 +110,34 @@ class Engine:
         history: History,
         world: LocalWorld | None = None,
     ) -> None:
-        self.spec = spec
         self.world = world or LocalWorld()
         self.slices = Slices(self.world.rank, self.world.size)
         self.client = client
         self.member = member
         self.batches = Batches()
         self.generation = 0
-        self.stopped = ""
         self.over = False
         self.chief = False
         self.gradients: LocalGradients
         self.local: LocalTraining | None = None
-        self.entered = False
         self.in_batch = False
         self.at_close: list[Callable[[], object]] = []
-        self.exchange: Exchange | None = None
-        self.schedule: Schedule
         self._trace, self._history = trace, history
+        self._stopped = Stopping(client, self.world)
+        self._entrance = Entrance(
+            spec,
+            client,
+            member,
+            self.world,
+            lambda: self.slices.weights(self.batches.computed),
+            trace=trace,
+            history=history,
+        )
         self._phases = Phases(trace)
-        self._codecs = Plan(spec.compression)
         self._steps = 0
-        self._computing = False
+        self.computing = False
         self._stopping = False
-        self._abandoned = False  # a step that had begun was skipped; the parameter server does not know
+        self.abandoned = False
         self._warned = False
         self._chief_of: dict[int, bool] = {}
         self.iterating = False
@@ -151,6 +147,31 @@ class Engine:
     def closed(self) -> bool:
         """Whether this worker has left for good."""
         return self._closed
+
+    @property
+    def spec(self) -> TrainingJobSpec:
+        """How to train the job, as of the last time that this worker has joined."""
+        return self._entrance.spec
+
+    @property
+    def entered(self) -> bool:
+        """Whether the model has been given to the job, or has got the job's values."""
+        return self._entrance.done
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Of the model, from `enter` on."""
+        return self._entrance.exchange
+
+    @property
+    def schedule(self) -> Schedule:
+        """Of the model, from `enter` on."""
+        return self._entrance.schedule
+
+    @property
+    def stopped(self) -> str:
+        """Why a script has ended the training, as far as this worker knows; "" if none has."""
+        return self._stopped.reason
 
     @property
     def version(self) -> int:
@@ -165,7 +186,7 @@ class Engine:
     @property
     def in_step(self) -> bool:
         """Whether a step has begun that has not ended, as far as the parameter server knows."""
-        return self._abandoned or (self.exchange is not None and self.exchange.under_way is not None)
+        return self.abandoned or (self.exchange is not None and self.exchange.under_way is not None)
 
     # --- coming and going
 
@@ -178,124 +199,29 @@ class Engine:
     ) -> Flat:
         """Join the job with this model; returns the memory that it has from now on. Blocks.
 
-        `brought` is the state with which the optimizer begins, if this worker brings the model.
-
-        Raises:
-            InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
-            ConnectionLost: no parameter server answers.
+        See `Entrance.enter`.
         """
-        local = self.spec.consistency.mode == "local"
-        self.schedule = Schedule(optimizer, own=local)
-        membership = self.member.join(described, self.schedule.current())
-        self._adopt(membership)
-        flat = Flat(membership.layout, described.tensors, stepped_here=local, world=self.world)
-        self.exchange = self._make_exchange(flat)
-        membership = self._initialise(membership, flat, brought)
-        if not membership.initialise:
-            self.schedule.joined(self._in_force())
-        self.entered = True
+        flat = self._entrance.enter(described, optimizer, brought)
         self._phases.watch(model)
-        self.member.note_join(membership.version)
         return flat
 
-    def _make_exchange(self, flat: Flat) -> Exchange:
-        if not self.world.leads:
-            return cast(Exchange, Following(self.world, flat))  # it has all that is called here
-        traffic, trace = self.client.traffic, self._trace
-        encoder = Encoder(
-            flat.layout,
-            self._codecs,
-            worker=self.client.worker,
-            seed=self.spec.data.seed,
-            traffic=traffic,
-            trace=trace,
-        )
-        make: Callable[..., Exchange] = Exchange
-        if not self.world.alone:
-            make = partial(Leading, self.world, lambda: self.slices.weights(self.batches.computed))
-        return make(
-            self.client,
-            flat,
-            self.spec.consistency,
-            encoder,
-            Values(flat, self._codecs, traffic=traffic, trace=trace),
-            ahead=self.spec.parameter_server.send_ahead,
-            trace=trace,
-            history=self._history,
-        )
-
-    def _initialise(self, membership: Membership, flat: Flat, brought: Brought | None) -> Membership:
-        """Give the job this model's values, or get the job's. Blocks.
-
-        If the parameter server is lost meanwhile, this worker joins again: as at first, as long as the model
-        has its own values.
-        """
-        exchange, own = self._exchange(), True
-        while True:
-            try:
-                if membership.initialise:
-                    self.world.decide("session.optimizer(...)", lambda: self._bring(flat, brought))
-                    flat.publish()
-                if not membership.initialise or self._codecs.encodes_values:
-                    own = False
-                    exchange.fetch(membership.version, contributor=False)  # the same values as others get
-                return membership
-            except Refused as refusal:
-                if not expelled(refusal):
-                    raise
-                logger.warning("joining again: %s", refusal)
-            exchange.reset()
-            membership = self.member.join_again(self.schedule.current(), trained=not own)
-            self._adopt(membership)
-
-    def _adopt(self, membership: Membership) -> None:
-        """Make versions as this term of the job does; it may be another way than that of the term before."""
-        if membership.tuning is None:
-            return
-        if membership.tuning.consistency != self.spec.consistency:
-            self.spec = membership.tuning.applied_to(self.spec)
-            logger.info("consistency is %s now", describe(self.spec.consistency))
-        if self.exchange is not None:
-            self.exchange.adopt(self.spec.consistency)
-
-    def _bring(self, flat: Flat, brought: Brought | None) -> None:
-        for bucket in flat.layout.buckets:
-            self.client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
-            for piece in brought.pieces(bucket, flat.tensors) if brought is not None else ():
-                self.client.initialise_state(bucket.index, bucket.shard, *piece)
-        self.client.initialised()
-
-    def _join_again(self, reason: Refused) -> Membership:
+    def _join_again(self, reason: Refused) -> None:
         """Continue as a new member, because the parameter server does not know this worker (any more).
 
         The unfinished step and all records in hand are dropped. The records are handed out again.
         """
-        exchange = self._exchange()
-        logger.warning("joining again: %s", reason)
-        while True:
-            self._drop_step()
-            membership = self.member.join_again(self.schedule.current(), trained=True)
-            exchange.reset()
-            self._adopt(membership)
-            try:
-                exchange.fetch(membership.version, contributor=False)
-                if self.stopped:  # the parameter server may have been lost before it has kept that
-                    self.world.decide("session.stop(...)", lambda: self.client.stop(self.stopped))
-            except Refused as refusal:
-                if not expelled(refusal):
-                    raise
-                continue
-            break
-        self.schedule.take_over(self._in_force())
-        self.member.note_join(membership.version, again=True)
-        logger.info("joined again at version %d", membership.version)
-        return membership
+        self._entrance.again(self._exchange(), reason, drop=self.drop_step, repeat=self._stopped.repeat)
+
+    def come_back(self, refusal: Refused) -> None:
+        """Join again between two steps. Blocks."""
+        self._join_again(refusal)
+        self.gradients.void()
 
     def leave_if_asked(self) -> None:
         """Between two batches: where a worker that was asked to leave does so. Raises Drained."""
         self.in_batch = False
         self.world.decide("the next batch", _nothing)
-        self._heed()
+        self._stopped.heed()
         if self.member.draining and not self.in_step:
             self.exchange_steps()
             self.close()
@@ -371,12 +297,20 @@ class Engine:
     def _begin_of(self, samples: int, besides: Set[int] = frozenset()) -> None:
         """See `Exchange.begin`."""
         exchange = self._exchange()
-        base = exchange.version
-        step = Step(stay=self.client.stay, number=self._steps, base=base, version=base, samples=samples)
         current = self.schedule.current() if exchange.asks_ahead else None
         if current is not None and current.max_grad_norm is not None:
             current = None  # no drafts: the norm is not known before all gradients are there
+        step = self.new_step(exchange.version, samples)
         exchange.begin(step, current.to_json() if current else "", besides=besides)
+
+    def new_step(self, base: int, samples: int = 1) -> Step:
+        """The step that this worker makes next, on version `base`."""
+        return Step(stay=self.client.stay, number=self._steps, base=base, version=base, samples=samples)
+
+    def step_over(self) -> None:
+        """The step that has begun, if any, is over: made, or known to be void."""
+        self._steps += 1
+        self.abandoned = False
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete. Does not block."""
@@ -418,7 +352,7 @@ class Engine:
         except Refused as refusal:
             late = refusal.code is RefusalCode.LATE
             if late and not self.spec.consistency.waits_for_all:
-                self._drop_step()
+                self.drop_step()
                 exchange.reset()
             elif late or self._is_left_out(refusal):
                 self._give_up_step()
@@ -434,8 +368,8 @@ class Engine:
         else:
             self._steps += 1
             batches.step_made()
-            self.stopped = self.stopped or exchange.stopped
-            self._heed()
+            self._stopped.learn(exchange.stopped)
+            self._stopped.heed()
             if made:
                 self.schedule.step_made(settings, self._in_force())
         if self._stopping:
@@ -465,7 +399,7 @@ class Engine:
         except Refused as refusal:
             if not expelled(refusal):
                 raise
-            self._come_back(refusal)
+            self.come_back(refusal)
             return False
         return True
 
@@ -475,15 +409,14 @@ class Engine:
         Returns None if this worker had to join again.
         """
         base = self.version
-        step = Step(stay=self.client.stay, number=self._steps, base=base, version=base, samples=1)
         try:
-            return self.client.begin(step)[0]
+            return self.client.begin(self.new_step(base))[0]
         except Refused as refusal:
             if refusal.code is RefusalCode.LATE:
                 return base  # so is the exchange
             if not expelled(refusal):
                 raise
-            self._come_back(refusal)
+            self.come_back(refusal)
             return None
 
     def begin_exchange(self, samples: int, besides: Set[int]) -> None:
@@ -517,8 +450,8 @@ class Engine:
         So if the script was interrupted while it waited, as by Ctrl-C in a notebook, and goes on: whether the
         step is in the model is not known here. If it is not, its records go to others.
         """
-        self._drop_step()
-        self._abandoned = True
+        self.drop_step()
+        self.abandoned = True
         self._exchange().reset()
 
     def _is_left_out(self, refusal: Refused) -> bool:
@@ -545,82 +478,13 @@ class Engine:
                 raise
             self._join_again(refusal)
         else:
-            self.schedule.take_over(self._in_force())
-
-    def assign(self, flat: Flat) -> None:
-        """Make the values that the script has changed the job's next version. Blocks.
-
-        If another worker's were assigned meanwhile, this worker gets those.
-
-        Raises:
-            UsageError: the values cannot be assigned, or not here.
-            Refused, ConnectionLost: the parameter server did not take them.
-        """
-        exchange = self._exchange()
-        if not self.world.alone:
-            raise UsageError(
-                "session.assign does not work with worker.processes above 1, where the processes share the "
-                "values: one of them would change those that others compute on. Use processes: 1"
-            )
-        if exchange.under_way is not None or self.batches.computed:
-            raise UsageError(
-                "session.assign was called in the middle of a step. Call it between optimizer.step() and the "
-                "next backward()"
-            )
-        if not self.spec.consistency.may_assign:
-            raise UsageError(
-                "session.assign needs consistency.mode sync, without backupWorkers, globalBatchSize "
-                "and deterministic: "
-                "elsewhere a version is made of the steps of some workers, at a time that they do not choose"
-            )
-        flat.take_values()
-        base = exchange.version
-        while True:
-            try:
-                takes_part = self._assign_since(base)
-                break
-            except Refused as refusal:
-                if not expelled(refusal):
-                    raise
-                self._come_back(refusal)
-                base = min(base, exchange.version)
-        if exchange.version != base + 1:
-            self.schedule.take_over(self._in_force())
-        if self._computing and not takes_part:
-            self._drop_step()
-
-    def _assign_since(self, base: int) -> bool:
-        """Assign what the contributions hold, until some values were assigned since `base`, and pull them.
-
-        Returns whether this worker takes part in the open round.
-        """
-        exchange = self._exchange()
-        while not (reply := self.client.assign(base)).done:
-            if reply.version > base and not self._abandoned:
-                logger.warning(
-                    "session.assign replaces version %d. This script has changed the values of version %d, "
-                    "so the model loses the steps in between",
-                    reply.version,
-                    base,
-                )
-            self._abandoned = True  # until it is done
-            number, version = self._steps, reply.version
-            step = Step(stay=self.client.stay, number=number, base=version, version=version, samples=1)
-            try:
-                exchange.assign(step, reply.attempt)
-            except Refused as refusal:
-                if refusal.code not in (RefusalCode.STALE_ATTEMPT, RefusalCode.LATE):
-                    raise
-        self._steps += 1
-        self._abandoned = False
-        exchange.fetch(reply.version, contributor=reply.takes_part)
-        return reply.takes_part
+            self.take_settings()
 
     def skip(self) -> None:
         """No step is made with the batches in hand; their records are not trained by anybody."""
         self._note_skipped(self.batches.skip())
         if self.in_step:  # some of it may be in the sums: this worker leaves the round, and comes again
-            self._abandoned = True
+            self.abandoned = True
             self.generation += 1
             self._steps += 1
             self._exchange().reset()
@@ -653,11 +517,10 @@ class Engine:
             logger.log(logging.DEBUG if self._warned else logging.WARNING, _SKIPPED, records)
             self._warned = True
 
-    def _drop_step(self) -> None:
+    def drop_step(self) -> None:
         """The step under way and all records in hand go to others."""
         self.generation += 1
-        self._steps += 1
-        self._abandoned = False
+        self.step_over()
         self.batches.forget(lost=True)
         self._void_steps()
 
@@ -686,19 +549,19 @@ class Engine:
                         early=early,
                     ),
                 )
-                self._heed()
-                self.stopped = self.stopped or granted.stopped
+                self._stopped.heed()
+                self._stopped.learn(granted.stopped)
                 if granted.pending:
                     continue
                 if wait:
-                    self._abandoned = False
+                    self.abandoned = False
                     self.batches.told()
                     self._accept(granted)
                 return granted.ranges
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
-                self._come_back(refusal)
+                self.come_back(refusal)
                 if not wait:
                     return ()
 
@@ -707,10 +570,10 @@ class Engine:
         exchange = self._exchange()
         behind = granted.version != exchange.version
         if granted.ranges:
-            self._computing, self._stopping = True, False
+            self.computing, self._stopping = True, False
             if behind:
                 exchange.fetch(granted.version, contributor=True)
-                self.schedule.take_over(self._in_force())
+                self.take_settings()
             else:
                 exchange.computes_on(granted.version)
         elif granted.finished:
@@ -720,7 +583,7 @@ class Engine:
                     "skipped. Check that the loss depends on the parameters of the model that was passed to "
                     "session.optimizer(...)"
                 )
-            self._computing = False
+            self.computing = False
             self.over = True
             self.chief = granted.chief
             if behind:
@@ -733,29 +596,12 @@ class Engine:
         """
         if not self.entered:
             raise UsageError("call session.optimizer(...) before session.stop(...)")
-        if not self.world.alone:
-            self.world.wish(_STOP, reason)  # the other processes may not know of it yet
-            return
-        self.stopped = self.stopped or reason
         try:
-            self.client.stop(self.stopped)
+            self._stopped.ask(reason)
         except Refused as refusal:
             if not expelled(refusal):
                 raise
-            self._come_back(refusal)
-
-    def _heed(self) -> None:
-        """A process of this worker may have asked to stop; all know now."""
-        reason = self.world.agreed(_STOP)
-        if not reason or self.stopped:
-            return
-        self.stopped = reason
-        if self.world.leads:
-            try:
-                self.client.stop(reason)
-            except Refused as refusal:
-                if not expelled(refusal):
-                    raise  # else the next call is refused, too, and it is said after joining again
+            self.come_back(refusal)
 
     def is_chief_of(self, epoch: int) -> bool:
         """Whether this worker is the one to evaluate and save in an epoch before the last one. Blocks."""
@@ -767,13 +613,8 @@ class Engine:
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
-                self._come_back(refusal)
+                self.come_back(refusal)
         return self._chief_of[epoch]
-
-    def _come_back(self, refusal: Refused) -> None:
-        """Join again between two steps."""
-        self._join_again(refusal)
-        self.gradients.void()
 
     def leave_out(self, ranges: Sequence[Range]) -> None:
         """Records that the loader does not hand to the script: nobody is to train them."""
@@ -804,7 +645,7 @@ class Engine:
                 "session.pause() was called in the middle of a step. Call it after optimizer.step(), before "
                 "the next batch is loaded"
             )
-        if self._computing:
+        if self.computing:
             self.generation += 1  # what was fetched ahead goes to others, too
             self.stop_computing()
 
@@ -812,20 +653,24 @@ class Engine:
         """Give back what was not computed on, after the step of what was; no round waits for this worker."""
         self.in_batch = False
         self._stopping = bool(self.batches.computed)
-        if self._computing and not self._closed and not self._stopping:
+        if self.computing and not self._closed and not self._stopping:
             self.exchange_steps()
-            self._computing = False
+            self.computing = False
             try:
                 abandoned = self.in_step
                 self.world.decide(
                     "the end of its loop over the loader", lambda: self.client.release(abandoned=abandoned)
                 )
-                self._heed()
-                self._abandoned = False
+                self._stopped.heed()
+                self.abandoned = False
                 self.forget()
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
+
+    def take_settings(self) -> None:
+        """Take the settings over that are in force."""
+        self.schedule.take_over(self._in_force())
 
     def _in_force(self) -> Settings:
         """As of the last pull."""

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_ps.codec import dtype_of
 from elastic_ps.errors import UsageError
+from elastic_ps.worker.assigning import assign
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.gradients import Gradients
 from elastic_ps.worker.local_steps import LocalSteps
@@ -116,7 +117,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def assign(self) -> None:
         """See `Session.assign`."""
-        self._engine.assign(self._flat)
+        assign(self._engine, self._flat)
 
     def skip(self) -> None:
         """Make no step with the batches in hand, for example because the loss is not finite.

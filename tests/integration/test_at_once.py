@@ -152,8 +152,9 @@ def test_a_script_may_go_on_after_an_interrupt(
     def interrupt_once(session: Session) -> None:
         exchange = session._engine.exchange
         assert exchange is not None
-        name = "_wait" if applied or shards > 1 else "_receive"
-        usual = getattr(exchange, name)
+        at_once = not (applied or shards > 1)
+        place, name = (exchange.receiving, "receive") if at_once else (exchange, "_wait")
+        usual = getattr(place, name)
 
         def wait(*given: Any) -> None:
             step = exchange.under_way
@@ -165,7 +166,7 @@ def test_a_script_may_go_on_after_an_interrupt(
             if now:
                 raise KeyboardInterrupt
 
-        setattr(exchange, name, wait)
+        setattr(place, name, wait)
 
     with running_job(
         tmp_path, consistency=consistency, worker={"replicas": 2}, parameterServer={"replicas": shards}

@@ -70,14 +70,14 @@ def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where
     def slow_to_pull(session: Session) -> None:
         exchange = session._engine.exchange
         assert exchange is not None
-        pull = exchange._pull_once
+        pull = exchange.receiving._pull_once
 
         def late(shard: int, what: Any) -> bool:
             if what.contributor:
                 eventually(lambda: job.version >= what.version + 2 or near_the_end(job, data), "others go on")
             return pull(shard, what)
 
-        exchange._pull_once = late  # type: ignore[method-assign,assignment]
+        exchange.receiving._pull_once = late  # type: ignore[method-assign,assignment]
 
     def slow(session: Session) -> None:
         until = session.version + MOST
@@ -312,7 +312,7 @@ def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(
         if session.worker == 1:
             exchange = session._engine.exchange
             assert exchange is not None
-            send, pushes = exchange._send, [0]
+            send, pushes = exchange.sending._send, [0]
 
             def dies(push: Any) -> None:
                 pushes[0] += 1
@@ -321,7 +321,7 @@ def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(
                     session._engine.client.close()
                 send(push)
 
-            exchange._send = dies  # type: ignore[method-assign]
+            exchange.sending._send = dies  # type: ignore[method-assign]
         try:
             for x, y in session.loader(data, 4):
                 optimizer.zero_grad()

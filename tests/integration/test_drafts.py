@@ -124,11 +124,11 @@ def test_an_answer_that_comes_when_its_step_is_over_is_not_one_of_the_next_step(
             return
         if step.number >= 3 and not holding and attempt == 0 and bucket == edges[0]:
             held.set()
-            if any_within(3, lambda: exchanges[0]._attempt > 0):
+            if any_within(3, lambda: exchanges[0]._awaited.attempt > 0):
                 holding.append(step)
                 assert late.wait(30)
         elif holding and step.number == holding[0].number + 1 and bucket == edges[1]:
-            assert any_within(10, lambda: exchanges[0]._acknowledged == edges[2] - 1)
+            assert any_within(10, lambda: exchanges[0].sending._acknowledged == edges[2] - 1)
             late.set()
             time.sleep(0.2)  # the late answer is dealt with
 

@@ -36,11 +36,13 @@ PACKAGES = (
     "elastic_ps.server.rescue",
     "elastic_ps.server.safekeeping",
     "elastic_ps.server.shard",
+    "elastic_ps.worker.awaited",
     "elastic_ps.worker.client",
-    "elastic_ps.worker.exchange",
     "elastic_ps.worker.gradients",
     "elastic_ps.worker.heart",
     "elastic_ps.worker.phases",
+    "elastic_ps.worker.receiving",
+    "elastic_ps.worker.sending",
 )
 
 

@@ -1,0 +1,183 @@
+"""A model's way into the job, and back to where the job is after its worker had to join again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import cast
+
+import torch
+
+from elastic_ps.codec.plan import Plan
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import Refused
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.telemetry import History, Trace
+from elastic_ps.tuning import describe
+from elastic_ps.worker.brought import Brought
+from elastic_ps.worker.client import Client, expelled
+from elastic_ps.worker.dialogue import Membership
+from elastic_ps.worker.encoder import Encoder
+from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.local_world import LocalWorld
+from elastic_ps.worker.member import Member
+from elastic_ps.worker.model import Described, Flat
+from elastic_ps.worker.schedule import Schedule
+from elastic_ps.worker.summed import Following, Leading
+from elastic_ps.worker.values import Values
+
+logger = logging.getLogger(__name__)
+
+
+class Entrance:
+    """Brings one model into the job. Belongs to the training thread.
+
+    Args:
+        world: the processes of this worker.
+        weights: for each of them, its share of the samples of the step that begins.
+
+    Attributes:
+        spec: how to train the job, as of the last time that this worker has joined.
+        exchange, schedule: of the model; `exchange` is None before `enter`, which sets both.
+        done: whether the model has been given to the job, or has got the job's values.
+    """
+
+    def __init__(
+        self,
+        spec: TrainingJobSpec,
+        client: Client,
+        member: Member,
+        world: LocalWorld,
+        weights: Callable[[], Sequence[float]],
+        *,
+        trace: Trace,
+        history: History,
+    ) -> None:
+        self.spec = spec
+        self.exchange: Exchange | None = None
+        self.schedule: Schedule
+        self.done = False
+        self._client, self._member, self._world, self._weights = client, member, world, weights
+        self._trace, self._history = trace, history
+        self._codecs = Plan(spec.compression)
+
+    def enter(
+        self, described: Described, optimizer: torch.optim.Optimizer, brought: Brought | None = None
+    ) -> Flat:
+        """Join the job with this model; returns the memory that it has from now on. Blocks.
+
+        `brought` is the state with which the optimizer begins, if this worker brings the model.
+
+        Raises:
+            InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
+            ConnectionLost: no parameter server answers.
+        """
+        local = self.spec.consistency.mode == "local"
+        self.schedule = Schedule(optimizer, own=local)
+        membership = self._member.join(described, self.schedule.current())
+        self._adopt(membership)
+        flat = Flat(membership.layout, described.tensors, stepped_here=local, world=self._world)
+        self.exchange = exchange = self._make_exchange(flat)
+        membership = self._initialise(exchange, membership, flat, brought)
+        if not membership.initialise:
+            self.schedule.joined(Settings.from_json(exchange.settings))
+        self.done = True
+        self._member.note_join(membership.version)
+        return flat
+
+    def _make_exchange(self, flat: Flat) -> Exchange:
+        if not self._world.leads:
+            return cast(Exchange, Following(self._world, flat))  # it has all that is called here
+        traffic, trace = self._client.traffic, self._trace
+        encoder = Encoder(
+            flat.layout,
+            self._codecs,
+            worker=self._client.worker,
+            seed=self.spec.data.seed,
+            traffic=traffic,
+            trace=trace,
+        )
+        make: Callable[..., Exchange] = Exchange
+        if not self._world.alone:
+            make = partial(Leading, self._world, self._weights)
+        return make(
+            self._client,
+            flat,
+            self.spec.consistency,
+            encoder,
+            Values(flat, self._codecs, traffic=traffic, trace=trace),
+            ahead=self.spec.parameter_server.send_ahead,
+            trace=trace,
+            history=self._history,
+        )
+
+    def _initialise(
+        self, exchange: Exchange, membership: Membership, flat: Flat, brought: Brought | None
+    ) -> Membership:
+        """Give the job this model's values, or get the job's. Blocks.
+
+        If the parameter server is lost meanwhile, this worker joins again: as at first, as long as the model
+        has its own values.
+        """
+        own = True
+        while True:
+            try:
+                if membership.initialise:
+                    self._world.decide("session.optimizer(...)", lambda: self._bring(flat, brought))
+                    flat.publish()
+                if not membership.initialise or self._codecs.encodes_values:
+                    own = False
+                    exchange.fetch(membership.version, contributor=False)  # the same values as others get
+                return membership
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                logger.warning("joining again: %s", refusal)
+            exchange.reset()
+            membership = self._member.join_again(self.schedule.current(), trained=not own)
+            self._adopt(membership)
+
+    def _adopt(self, membership: Membership) -> None:
+        """Make versions as this term of the job does; it may be another way than that of the term before."""
+        if membership.tuning is None:
+            return
+        if membership.tuning.consistency != self.spec.consistency:
+            self.spec = membership.tuning.applied_to(self.spec)
+            logger.info("consistency is %s now", describe(self.spec.consistency))
+        if self.exchange is not None:
+            self.exchange.adopt(self.spec.consistency)
+
+    def _bring(self, flat: Flat, brought: Brought | None) -> None:
+        for bucket in flat.layout.buckets:
+            self._client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
+            for piece in brought.pieces(bucket, flat.tensors) if brought is not None else ():
+                self._client.initialise_state(bucket.index, bucket.shard, *piece)
+        self._client.initialised()
+
+    def again(
+        self, exchange: Exchange, reason: Refused, *, drop: Callable[[], None], repeat: Callable[[], None]
+    ) -> None:
+        """Continue as a new member, because the parameter server does not know this worker any more. Blocks.
+
+        Args:
+            drop: forgets the unfinished step and all records in hand. The records are handed out again.
+            repeat: says again what the parameter server may have forgotten.
+        """
+        logger.warning("joining again: %s", reason)
+        while True:
+            drop()
+            membership = self._member.join_again(self.schedule.current(), trained=True)
+            exchange.reset()
+            self._adopt(membership)
+            try:
+                exchange.fetch(membership.version, contributor=False)
+                repeat()
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                continue
+            break
+        self.schedule.take_over(Settings.from_json(exchange.settings))
+        self._member.note_join(membership.version, again=True)
+        logger.info("joined again at version %d", membership.version)

@@ -1,0 +1,213 @@
+"""The threads that receive the new version, one for each shard.
+
+In mode `sync`, a shard on another host is asked for the new version when the step begins. It then sends
+*drafts*: the next values of those buckets that have the gradients of all workers. So values arrive while
+other gradients leave. Drafts are kept beside the model, and become its values when the shard says that they
+stand. Those of a script that changes hyperparameters between backward and `optimizer.step()` never do, so
+after some steps it is sent none.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from elastic_ps.core.partition import Bucket, Rule
+from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, RefusalCode, Refused
+from elastic_ps.telemetry import Trace
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Incoming
+from elastic_ps.worker.ahead import Ahead
+from elastic_ps.worker.awaited import Awaited, end_of
+from elastic_ps.worker.client import PATIENCE, Client
+from elastic_ps.worker.dialogue import Answers, Stay, Wanted
+from elastic_ps.worker.model import Flat
+from elastic_ps.worker.values import Values
+
+
+class Pull(NamedTuple):
+    """Buckets to be received, begun in a generation of what is `Awaited`.
+
+    `ahead`: hyperparameters, with which drafts of them are taken; see `Wanted`.
+    """
+
+    stay: Stay
+    generation: int
+    version: int
+    contributor: bool
+    buckets: list[int]
+    held: int | None
+    ahead: str = ""
+
+
+class Receiving:
+    """Pulls buckets until all that is awaited has arrived.
+
+    Args:
+        awaited: where it is said what has arrived.
+        values: where what is pulled is received.
+        answers: makes one call to a shard for what is wanted.
+
+    Attributes:
+        ahead: the drafts of the next version.
+        settings: the settings in force, as JSON, as of the last pull.
+        stopped: why a script has ended the training, as of the last pull; "" if none has.
+        steps: in mode `local`, how many this worker makes by itself until its next exchange, as of the last
+            pull; 0 if that has not been said.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        flat: Flat,
+        awaited: Awaited,
+        values: Values,
+        answers: Callable[[Stay, int, Wanted], Answers],
+        *,
+        trace: Trace,
+    ) -> None:
+        self.ahead = Ahead()
+        self.settings = ""
+        self.stopped = ""
+        self.steps = 0
+        self._client, self._flat, self._awaited, self._values = client, flat, awaited, values
+        self._answers = answers
+        self._trace = trace
+        self._heard = [0.0] * client.shards  # when the last answer to a pull came, by the monotonic clock
+        self._queues: list[queue.SimpleQueue[Pull | None]] = [
+            queue.SimpleQueue() for _ in range(client.shards)
+        ]
+        self._threads = [
+            threading.Thread(target=self._run, args=(shard,), name=f"pull-{shard}", daemon=True)
+            for shard in range(client.shards)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End the threads; `Awaited.close` and `Client.close` were called before, so that none blocks."""
+        for each in self._queues:
+            each.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def ask_for(self, pulls: Mapping[int, Pull]) -> None:
+        """Receive these, each from the shard with its number. Does not block."""
+        for shard, pull in pulls.items():
+            self._queues[shard].put(pull)
+
+    def _run(self, shard: int) -> None:
+        while (pull := self._queues[shard].get()) is not None:
+            self.receive(shard, pull)
+
+    def receive(self, shard: int, pull: Pull) -> None:
+        """Ask until all has arrived, or something has gone wrong. Blocks."""
+        awaited = self._awaited
+        self._heard[shard] = time.monotonic()
+        while pull.generation == awaited.generation and awaited.error is None:
+            try:
+                if self._pull_once(shard, pull):
+                    break
+                self._heard[shard] = time.monotonic()
+            except (ConnectionLost, DeadlineExceeded) as error:
+                self._client.notice(self._heard[shard], error)
+                over = time.monotonic() > self._heard[shard] + PATIENCE.total_seconds()
+                if over or awaited.closing.wait(0.1):
+                    awaited.fail(error, pull.generation)
+            except Refused as refusal:
+                if refusal.code is not RefusalCode.NOT_READY or awaited.closing.wait(0.1):
+                    awaited.fail(refusal, pull.generation)
+            except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
+                awaited.fail(error, pull.generation)
+
+    def _pull_once(self, shard: int, pull: Pull) -> bool:
+        """One try to get what is still missing. Returns whether all of it has arrived."""
+        awaited = self._awaited
+        with awaited.changed:
+            missing = [b for b in pull.buckets if b in awaited.missing]
+            wanted = Wanted(
+                pull.version,
+                missing,
+                awaited.attempt,
+                pull.contributor,
+                pull.held,
+                pull.ahead,
+                self.ahead.numbers(missing),
+            )
+        started = time.monotonic_ns()
+        ended = complete = False
+        for reply, incoming in self._answers(pull.stay, shard, wanted):
+            # To the end of the call, so that its connection can be used again.
+            self._heard[shard] = time.monotonic()
+            kind = reply.WhichOneof("kind")
+            early = reply.draft or kind not in ("bucket", "done")
+            if not (awaited.goes_on(pull.generation) if early else self._may_take(pull)):
+                return False
+            if kind == "bucket":
+                bucket = self._flat.layout.buckets[reply.bucket]
+                if reply.draft:
+                    self._take_draft(bucket, reply, incoming, pull.generation)
+                else:
+                    self._take_values(bucket, reply, incoming, pull.generation)
+                now = time.monotonic_ns()
+                self._trace.complete(
+                    "pull",
+                    started,
+                    now,
+                    bucket=bucket.index,
+                    version=reply.version,
+                    draft=reply.draft,
+                    bytes=incoming.size,
+                )
+                started = now
+                continue
+            ended = True
+            if kind == "attempt":
+                self.ahead.forget(pull.buckets)
+                awaited.restart(reply.attempt, pull.generation)
+            elif kind == "done":
+                if shard == 0:
+                    self.settings, self.stopped, self.steps = reply.settings, reply.stopped, reply.steps
+                complete = True
+        if not ended:
+            raise Malformed(f"shard {shard} ended a pull without saying so")
+        if complete:
+            awaited.arrived(end_of(shard), pull.generation)
+        return complete
+
+    def _may_take(self, pull: Pull) -> bool:
+        """Whether the answer is for the step under way, or for what is fetched between two steps.
+
+        Of a step it is taken when the script has ended that. Blocks until then: the version may be made
+        before, if it is made without this worker.
+        """
+        awaited = self._awaited
+        with awaited.changed:
+            if pull.ahead:
+                awaited.changed.wait_for(
+                    lambda: awaited.ending is not None or not awaited.goes_on(pull.generation)
+                )
+            return awaited.goes_on(pull.generation)
+
+    def _take_draft(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, generation: int) -> None:
+        self.ahead.forget([bucket.index])
+        if not reply.unchanged:
+            self._values.receive(bucket, reply, incoming, into=self.ahead.memory(bucket))
+        with self._awaited.changed:
+            if generation == self._awaited.generation:
+                self.ahead.note(bucket.index, reply.draft)
+
+    def _take_values(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, generation: int) -> None:
+        """A bucket has reached the version."""
+        if reply.stands:
+            self.ahead.take(bucket, self._flat.value_of(bucket))
+            self._values.arrived(bucket, reply.version)
+        elif not reply.unchanged:
+            self._values.receive(bucket, reply, incoming)
+            if not self._awaited.attempt:  # else drafts are void because the round has started again
+                self.ahead.superseded(bucket.index, reply.version)
+        constant = bucket.rule is Rule.CONSTANT
+        self._awaited.arrived(bucket.index, generation, version=None if constant else reply.version)
