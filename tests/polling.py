@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-LIMIT = 60.0
+LIMIT = 120.0
 """Seconds that anything in a test may take; it only ends a test that has failed."""
 
 PAUSE = 0.01

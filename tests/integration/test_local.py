@@ -25,7 +25,7 @@ from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.local import LocalServer
 from elastic_ps.transport.memory import Mapped, SharedMemory, place_of, shared_if_possible
 from tests.integration.transports import LONG, Reading, echo, read
-from tests.polling import eventually
+from tests.polling import LIMIT, eventually
 
 LARGE = line.SMALL + 1
 NUMBERS = itertools.count(os.getpid() * 1000 + 500)
@@ -303,7 +303,7 @@ def test_a_script_with_its_own_mind_about_sigpipe_survives_a_server_that_goes() 
         "except ConnectionLost as error:\n    print(error)\n"
     )
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT)
     assert "Broken pipe" in result.stdout
 
 
@@ -484,4 +484,4 @@ def test_a_forked_child_leaves_its_parents_memory_as_it_is() -> None:
         "assert os.waitpid(child, 0)[1] == 0\n"
         "assert bytes(piece) == b'still', bytes(piece)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)

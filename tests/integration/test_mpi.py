@@ -20,7 +20,7 @@ from elastic_ps import env
 from elastic_ps.local import JobDirectory
 from elastic_ps.local.state import LocalStatus
 from tests.integration import mpirun
-from tests.polling import eventually
+from tests.polling import LIMIT, eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -144,7 +144,7 @@ def test_what_ends_mpirun_ends_everything_and_the_job_goes_on_with_resume(ranks:
     agent = psutil.Process(ranks.pids()["worker-0"]).parent()
     assert agent is not None
     agent.kill()
-    run.communicate(timeout=60)
+    run.communicate(timeout=LIMIT)
     assert run.returncode != 0
     eventually(lambda: not any(psutil.pid_exists(p.pid) for p in status.processes), "nothing is left")
     (ranks.directory / "hurry").touch()
@@ -163,7 +163,7 @@ def test_a_script_that_uses_mpi_itself_is_alone_there(ranks: Ranks) -> None:
     )
     arguments = {"records": 40, "widths": [6, 16, 1]}
     run = ranks.start(2, ranks.job(entrypoint="alone:main", arguments=arguments))
-    out, err = run.communicate(timeout=45)
+    out, err = run.communicate(timeout=LIMIT)
     assert run.returncode == 0, err
     assert "40 of 40 in the model" in out
 
@@ -173,7 +173,7 @@ def test_a_rank_that_fails_ends_all_ranks(ranks: Ranks) -> None:
     status = ranks.trains()
     shutil.rmtree(ranks.directory / "elastic-ps" / "ranks" / "logs")  # a rank cannot read the last lines
     os.kill(ranks.pids()["worker-0"], signal.SIGKILL)
-    _, err = run.communicate(timeout=30)
+    _, err = run.communicate(timeout=LIMIT)
     assert run.returncode != 0
     assert "No such file or directory" in err
     eventually(lambda: not any(psutil.pid_exists(p.pid) for p in status.processes), "nothing is left")
@@ -181,7 +181,7 @@ def test_a_rank_that_fails_ends_all_ranks(ranks: Ranks) -> None:
 
 def test_an_order_and_an_answer_that_are_both_large_do_not_wait_for_each_other(ranks: Ranks) -> None:
     run = ranks.start_module(2, "tests.integration.scripts.orders")
-    out, err = run.communicate(timeout=30)
+    out, err = run.communicate(timeout=LIMIT)
     assert run.returncode == 0, err
     assert out == "closed\n"
 
@@ -226,7 +226,7 @@ def test_without_mpi4py_it_says_what_to_install(tmp_path: Path) -> None:
         env={**os.environ, "PMIX_RANK": "0", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
         check=False,
     )
     assert done.returncode == 2

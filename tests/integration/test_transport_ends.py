@@ -20,7 +20,7 @@ from elastic_ps.errors import (
 from elastic_ps.transport.base import Frame, Incoming, unary
 from elastic_ps.transport.wire import CHUNK
 from tests.integration.transports import LONG, SHORT, Reading, World, close, echo, read
-from tests.polling import eventually
+from tests.polling import LIMIT, eventually
 
 
 def test_deadline_while_the_handler_blocks(world: World) -> None:
@@ -141,7 +141,7 @@ def test_closing_a_side_ends_blocked_calls(world: World, side: str, size: int) -
     frame = Frame(b"", memoryview(bytes(size)))
     calls = [in_thread(lambda: list(connection.call("wait", frame, timeout=LONG))) for _ in range(3)]
     for _ in calls:
-        assert entered.acquire(timeout=20)
+        assert entered.acquire(timeout=LIMIT)
     if side == "connection":
         connection.close()
     else:

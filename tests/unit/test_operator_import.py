@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.polling import LIMIT
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
@@ -31,7 +33,7 @@ def test_operator_imports_without_torch() -> None:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT,
     )
     assert answer.returncode == 0, answer.stderr
     modules = ["certificates", "deaths", "env", "errors", "fields", "identity"]

@@ -14,7 +14,7 @@ from elastic_operator.api import Api
 from elastic_operator.leader import DURATION, GIVE_UP, RENEW, Leadership, Record, may_take
 from elastic_operator.metrics import Metrics
 from elastic_operator.settings import Settings
-from tests.polling import eventually
+from tests.polling import LIMIT, eventually
 from tests.unit.api_server import ApiServer, Refusal, Request
 from tests.unit.test_operator_process import Process, start
 
@@ -124,7 +124,7 @@ def test_a_holder_that_cannot_renew_its_lease_for_long_has_lost_it(
     holder.hold(lost.set)
     clock.now = GIVE_UP * DURATION.total_seconds()
     for _ in range(3):
-        assert failed.acquire(timeout=60)
+        assert failed.acquire(timeout=LIMIT)
     assert not lost.is_set(), "it may still be renewed"
     clock.now += 1
     assert lost.wait(60)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.polling import LIMIT
+
 
 @pytest.mark.parametrize("failure", ["raise MemoryError('no room')", "raise RecursionError('no room')"])
 def test_a_server_that_loses_a_thread_ends_and_says_which(failure: str) -> None:
@@ -23,7 +25,7 @@ threading.Thread(target=work, name="ticker", daemon=True).start()
 threading.Event().wait(60)
 """
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert ended.returncode == 1
     assert "in work" in ended.stderr, "the traceback"
@@ -40,4 +42,4 @@ def test_a_server_takes_the_descriptors_that_it_may_have() -> None:
         "process.take_descriptors()\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
