@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import logging
 import os
 import resource
@@ -14,8 +15,10 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from elastic_ps.env import EXIT_HUNG, ProcessEnvironment
+from elastic_ps.errors import InvalidJob
 
 TERMINATION_LOG = Path("/dev/termination-log")
 """Where Kubernetes looks for the reason of an exit."""
@@ -48,6 +51,27 @@ def find_own_modules() -> None:
     """Import from the current directory, too, as `python -m` does: there are the user's modules."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+
+
+def import_own(name: str, *, what: str, whose: str) -> Any:
+    """What a user names as `module:attribute`; their modules are also found in the current directory.
+
+    Args:
+        what: that it is, as in "the codec".
+        whose: the processes that need it, in words.
+
+    Raises:
+        InvalidJob: it cannot be imported.
+    """
+    module, _, attribute = name.partition(":")
+    find_own_modules()
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise InvalidJob(
+            f"{what} {name} cannot be imported: {type(error).__name__}: {error}. It has to be there for "
+            f"{whose}"
+        ) from error
 
 
 def take_descriptors() -> None:

@@ -15,16 +15,16 @@ from elastic_ps.fields import CamelModel, DurationOrAuto
 
 
 class ModeOption(NamedTuple):
-    """A field of `Consistency` that one mode alone has.
+    """A field of `Consistency` that not every mode has.
 
     Attributes:
         field: its name in Python.
-        mode: the mode.
-        needed: what it says, if the mode needs it; "" if the mode can do without.
+        modes: those that have it.
+        needed: what it says, if they need it; "" if they can do without.
     """
 
     field: str
-    mode: str
+    modes: tuple[str, ...]
     needed: str = ""
 
     @property
@@ -36,22 +36,52 @@ class ModeOption(NamedTuple):
 OPTIONS = (
     ModeOption(
         "max_staleness",
-        "bounded",
+        ("bounded",),
         "the number of versions that the other workers may make while one worker computes a step",
     ),
-    ModeOption("global_batch_size", "sync"),
-    ModeOption("reads", "async"),
-    ModeOption("staleness_scale", "async"),
-    ModeOption("gradients", "accumulate", "the number of steps that each version is made of"),
-    ModeOption("steps", "local", "the number of steps that a worker makes by itself between two exchanges"),
-    ModeOption("fragments", "local"),
-    ModeOption("quorum", "local"),
-    ModeOption("grace", "local"),
-    ModeOption("outer", "local"),
-    ModeOption("outer_learning_rate", "local"),
-    ModeOption("outer_momentum", "local"),
+    ModeOption("global_batch_size", ("sync",)),
+    ModeOption("reads", ("async",)),
+    ModeOption("staleness_scale", ("async", "bounded")),
+    ModeOption("max_staleness_p99", ("async", "bounded", "sync")),
+    ModeOption("gradients", ("accumulate",), "the number of steps that each version is made of"),
+    ModeOption(
+        "steps", ("local",), "the number of steps that a worker makes by itself between two exchanges"
+    ),
+    ModeOption("fragments", ("local",)),
+    ModeOption("quorum", ("local",)),
+    ModeOption("grace", ("local",)),
+    ModeOption("outer", ("local",)),
+    ModeOption("outer_learning_rate", ("local",)),
+    ModeOption("outer_momentum", ("local",)),
 )
-"""The fields of `Consistency` that belong to one mode. The CRD has its rules from here."""
+"""The fields of `Consistency` that belong to some modes. The CRD has its rules from here."""
+
+
+def check_named(name: str, known: Sequence[str], *, what: str, own: str) -> str:
+    """`name`, if it is one of those that are `known`, or names something of the user's own.
+
+    Args:
+        what: that it names, as in "codec".
+        own: how the user's own are named, as in "module:Class".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if name in known or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        return name
+    nearest = difflib.get_close_matches(name, known, 1)
+    hint = f"; {nearest[0]} is the nearest" if nearest else ""
+    raise ValueError(f"there is no {what} {name!r}; expected one of {', '.join(known)}, or {own}{hint}")
+
+
+STALENESS_SCALES = ("none", "inverse")
+
+STALENESS_SCALE = Annotated[
+    str,
+    AfterValidator(
+        lambda name: check_named(name, STALENESS_SCALES, what="stalenessScale", own="module:function")
+    ),
+]
 
 
 class OuterRule(NamedTuple):
@@ -144,11 +174,21 @@ class Consistency(CamelModel):
         "wholly, and the next version is made when all that read have finished. With inconsistent, versions "
         "are made meanwhile, so some of the parameters that a worker reads may be newer than others.",
     )
-    staleness_scale: Literal["none", "inverse"] | None = Field(
+    staleness_scale: STALENESS_SCALE | None = Field(
         default=None,
-        description="Only with mode async; none if unset. With inverse, the learning rate of a step is "
-        "divided by one more than its staleness: a step that is 3 versions old is made with a quarter of the "
-        "rate.",
+        description="Only with modes async and bounded; none if unset. With inverse, the learning rate of a "
+        "step is divided by one more than its staleness: a step that is 3 versions old is made with a "
+        "quarter of the rate. A function of your own is named as module:function. It takes the staleness, a "
+        "number of versions, and returns what the rate is multiplied by. A version of several steps has the "
+        "rate of the stalest one.",
+    )
+    max_staleness_p99: int | None = Field(
+        default=None,
+        ge=0,
+        description="Only with modes async, bounded and sync: how stale 99 of 100 steps may be at most, in "
+        "versions. The parameter server measures it, and keeps it by changing the mode while the job runs: "
+        "from async to bounded with this bound, or to sync if it is 0; and back when steps have long been "
+        "half as stale at most. The mode is the one that the job begins with.",
     )
     steps: int | None = Field(
         default=None,
@@ -273,22 +313,37 @@ class Consistency(CamelModel):
     @property
     def may_assign(self) -> bool:
         """Whether a script may assign the model's values (`session.assign`)."""
-        return self.mode == "sync" and self.waits_for_all and not self.deterministic
+        stays = not self.deterministic and self.max_staleness_p99 is None
+        return self.mode == "sync" and self.waits_for_all and stays
 
     @model_validator(mode="after")
     def _check_options(self) -> Consistency:
         for option in OPTIONS:
-            value = getattr(self, option.field)
-            if self.mode == option.mode and option.needed and value is None:
-                raise ValueError(f"mode {option.mode} needs {option.name}: {option.needed}")
-            if self.mode != option.mode and value is not None:
+            value, has = getattr(self, option.field), self.mode in option.modes
+            if has and option.needed and value is None:
+                raise ValueError(f"mode {self.mode} needs {option.name}: {option.needed}")
+            if not has and value is not None:
                 raise ValueError(
                     f"{option.name} {value} has no meaning with mode {self.mode}; leave it out, or set mode: "
-                    f"{option.mode}"
+                    f"{' or '.join(option.modes)}"
                 )
         other = "backupWorkers" if self.backup_workers else "deterministic" if self.deterministic else ""
         if self.mode != "sync" and other:
             raise ValueError(f"{other} works only with mode sync; leave it out, or set mode: sync")
+        return self
+
+    @model_validator(mode="after")
+    def _check_objective(self) -> Consistency:
+        fixed = {
+            "backupWorkers": self.backup_workers,
+            "deterministic": self.deterministic,
+            "globalBatchSize": self.global_batch_size,
+        }
+        for name in (name for name, value in fixed.items() if value and self.max_staleness_p99 is not None):
+            raise ValueError(
+                f"maxStalenessP99 {self.max_staleness_p99} cannot be combined with {name}, with which no "
+                "step is stale and the mode stays sync; leave one of the two out"
+            )
         return self
 
     @model_validator(mode="after")
@@ -373,7 +428,9 @@ class Consistency(CamelModel):
 CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "signsgd", "powersgd")
 """Names of codecs; a codec of the user's own is named as module:Class."""
 
-CODEC = Annotated[str, AfterValidator(lambda name: _check_codec(name, CODECS))]
+CODEC = Annotated[
+    str, AfterValidator(lambda name: check_named(name, CODECS, what="codec", own="module:Class"))
+]
 
 AUTO = "auto"
 """Workers choose the codec."""
@@ -381,16 +438,9 @@ AUTO = "auto"
 MAX_ERROR = 0.02
 """`Compression.max_error`, if it is unset."""
 
-CODEC_OR_AUTO = Annotated[str, AfterValidator(lambda name: _check_codec(name, (*CODECS, AUTO)))]
-
-
-def _check_codec(name: str, known: Sequence[str]) -> str:
-    own = re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name)
-    if name in known or own:
-        return name
-    nearest = difflib.get_close_matches(name, known, 1)
-    hint = f"; {nearest[0]} is the nearest" if nearest else ""
-    raise ValueError(f"there is no codec {name!r}; expected one of {', '.join(known)}, or module:Class{hint}")
+CODEC_OR_AUTO = Annotated[
+    str, AfterValidator(lambda name: check_named(name, (*CODECS, AUTO), what="codec", own="module:Class"))
+]
 
 
 class CompressionRule(CamelModel):

@@ -62,11 +62,24 @@ class Times(CamelModel):
     keep: int = Field(default=3, ge=1)
 
 
+class Moved(CamelModel):
+    """What the parameter server has changed by itself since a person's wish, to keep an objective.
+
+    Attributes:
+        times: how often.
+        wished: the consistency that the person has named.
+    """
+
+    times: int = Field(ge=1)
+    wished: Consistency
+
+
 class Tuning(CamelModel):
     """The fields of a spec that may change while the job runs.
 
     Attributes:
         generation: grows with every change that a person makes, so that the newer of two is known.
+        moved: what has become of that since; None for nothing.
         run: of which run of the job; generations of other runs cannot be compared with it.
         since: the version after which it is in force; the parameter server fills it in.
     """
@@ -76,6 +89,7 @@ class Tuning(CamelModel):
     since: int = Field(default=0, ge=0)
     consistency: Consistency = Field(default_factory=Consistency)
     checkpoint: Times = Field(default_factory=Times)
+    moved: Moved | None = None
 
     @classmethod
     def of(cls, spec: TrainingJobSpec, *, generation: int = 0, run: str = "") -> Tuning:
@@ -94,7 +108,28 @@ class Tuning(CamelModel):
 
     def replaces(self, other: Tuning) -> bool:
         """Whether this is a later one of the same run."""
-        return self.run == other.run and self.generation > other.generation
+        return self.run == other.run and self._number > other._number
+
+    @property
+    def _number(self) -> tuple[int, int]:
+        return self.generation, self.moved.times if self.moved else 0
+
+    @property
+    def wished(self) -> Consistency:
+        """The consistency that a person has named last."""
+        return self.moved.wished if self.moved else self.consistency
+
+    def moved_to(self, consistency: Consistency) -> Tuning:
+        """The same wish, with the consistency that keeps its objective now."""
+        times = self.moved.times + 1 if self.moved else 1
+        moved = Moved(times=times, wished=self.wished)
+        return self.model_copy(update={"consistency": consistency, "moved": moved})
+
+    def after(self, before: Tuning) -> Tuning:
+        """This wish, which follows on `before`: what that has moved stays if the consistency is not meant."""
+        if self.consistency != before.wished:
+            return self
+        return self.model_copy(update={"consistency": before.consistency, "moved": before.moved})
 
     def differs(self, other: Tuning) -> bool:
         """Whether it says anything else."""
@@ -143,7 +178,7 @@ def _plain(value: object) -> str:
 def without_options_of_other_modes(consistency: Mapping[str, Any]) -> dict[str, Any]:
     """A consistency as in YAML, without what belongs to another mode than its own."""
     mode = consistency.get("mode", "sync")
-    foreign = {option.name for option in OPTIONS if option.mode != mode}
+    foreign = {option.name for option in OPTIONS if mode not in option.modes}
     if mode != "sync":
         foreign |= {"backupWorkers"}
     return {name: value for name, value in consistency.items() if name not in foreign}

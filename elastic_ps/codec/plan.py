@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -18,7 +17,7 @@ from elastic_ps.codec.lossless import Plain, Zstd
 from elastic_ps.codec.powersgd import PowerSGD
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import InvalidJob
-from elastic_ps.process import find_own_modules
+from elastic_ps.process import import_own
 from elastic_ps.training import AUTO, MAX_ERROR, Compression
 
 BUILT_IN: Mapping[str, type[Codec]] = {
@@ -211,15 +210,7 @@ def make(name: str, options: Mapping[str, Any]) -> Codec | None:
 
 
 def _imported(name: str) -> type[Codec]:
-    module, _, attribute = name.partition(":")
-    find_own_modules()
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        raise InvalidJob(
-            f"the codec {name} cannot be imported: {type(error).__name__}: {error}. It has to be there for "
-            "the workers and for the parameter server"
-        ) from error
+    kind = import_own(name, what="the codec", whose="the workers and for the parameter server")
     if not (isinstance(kind, type) and issubclass(kind, Codec)):
         raise InvalidJob(f"the codec {name} is no subclass of elastic_ps.codec.base.Codec")
     return kind

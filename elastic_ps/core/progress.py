@@ -68,9 +68,14 @@ class Distribution:
             self.counts[rounded] = self.counts.get(rounded, 0) + 1
             self.largest = max(self.largest, number)
 
+    @property
+    def count(self) -> int:
+        """How many have come."""
+        return sum(self.counts.values())
+
     def percentile(self, percent: float) -> int:
         """The least number that `percent` of those that came do not exceed (nearest rank); 0 for none."""
-        left = percent / 100 * sum(self.counts.values())
+        left = percent / 100 * self.count
         for number in sorted(self.counts):
             left -= self.counts[number]
             if left <= 0:

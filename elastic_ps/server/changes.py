@@ -1,4 +1,4 @@
-"""Changes of a running job: takes over what a person wants, at a version.
+"""Changes of a running job: takes over what a person wants, or what an objective needs, at a version.
 
 What only says when checkpoints are written takes effect at once. A change of the consistency takes effect in
 a new term: the version that the model has is written to disk, with the new tuning, and all shards and workers
@@ -12,6 +12,9 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
+from elastic_ps import scales
+from elastic_ps.core.objective import WINDOW, Objective, ways
+from elastic_ps.core.progress import Distribution
 from elastic_ps.errors import InvalidJob
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
@@ -53,27 +56,25 @@ class Changes:
         self.asked, self.problem = 0, ""
         self._job, self._driver, self._safekeeping, self._keeper = job, driver, safekeeping, keeper
         self._wishes = wishes
+        self._objective = Objective()
         self._wanted: Tuning | None = None
         self._not_before = 0.0
 
     def look(self) -> None:
-        """Take the newest wish over if there is one and it can be done now. Blocks while it is written."""
-        if self._wishes is None:
-            return
+        """Take over what is wanted if there is such and it can be done now. Blocks while it is written."""
         job = self._job
-        try:
-            newest = self._wishes.newest()
-        except InvalidJob as error:
-            newest = None
-            with job.changed:
-                self._refuse(str(error))
-        self._wanted = newest or self._wanted
-        if (wanted := self._wanted) is None:
-            return
+        newest, unusable = self._read()
         with job.changed:
-            if newest is not None:
-                self.asked, self.problem = newest.generation, ""
             state, before = job.state, job.tuning
+            if newest is not None:
+                self.asked, self.problem, self._wanted = newest.generation, "", newest.after(before)
+                self._objective = Objective()
+            if unusable:
+                self._refuse(unusable)
+                return
+            self._wanted = wanted = self._wanted or self._moved(state, before)
+            if wanted is None:
+                return
             if not wanted.replaces(before):
                 self._done()
                 return
@@ -106,6 +107,34 @@ class Changes:
             now, then = describe(wanted.consistency), describe(before.consistency)
             logger.info(text, state.version, now, then)
             self._driver.drive()
+
+    def _read(self) -> tuple[Tuning | None, str]:
+        """What a person wants now, if that is news, and why it cannot be used. Imports what it names."""
+        newest = None
+        try:
+            newest = self._wishes.newest() if self._wishes is not None else None
+            if newest is not None:
+                scales.check(newest.consistency.staleness_scale)
+        except InvalidJob as error:
+            return newest, str(error)
+        return newest, ""
+
+    def _moved(self, state: JobState, before: Tuning) -> Tuning | None:
+        """How the job's objective is kept from now on, if that is another way; the lock is held."""
+        most = before.consistency.max_staleness_p99
+        if most is None or state.recent.count < WINDOW:
+            return None
+        p99, state.recent = state.recent.percentile(99), Distribution()
+        known = ways(before.wished)
+        at = known.index(before.consistency) if before.consistency in known else len(known) - 1
+        step = self._objective.decide(p99, most)
+        if not (step and 0 <= at + step < len(known)):
+            return None
+        if step > 0:
+            self._objective.tried()
+        text = "99 of 100 of the last %d steps were at most %d versions stale; maxStalenessP99 is %d"
+        logger.info(text, WINDOW, p99, most)
+        return before.moved_to(known[at + step])
 
     def _may_begin(self, state: JobState) -> bool:
         """Whether a new term can begin from the version that the model has. The lock is held."""

@@ -18,6 +18,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
+from elastic_ps import scales
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fragments import fragments
@@ -335,11 +336,13 @@ class Driver:
 
         Raises:
             Fenced: a shard obeys a newer term.
+            InvalidJob: see `scales.check`.
         """
         job = self._job
         settings = Settings.from_json(found.state["settings"])
         layout = self._partition(found.specs, settings)
         tuning = tuning_of(found, job.tuning)
+        scales.check(tuning.consistency.staleness_scale)
         try:
             for shard in self._shards:
                 shard.configure(

@@ -31,6 +31,7 @@ def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided:
     after.ledger = state.ledger.copy() if state.ledger else None
     after.metrics = dict(state.metrics)
     after.staleness = replace(state.staleness, counts=dict(state.staleness.counts))
+    after.recent = Distribution()
     after.loss = replace(state.loss, points=list(state.loss.points))
     after.rate, after.pace, after.balance = Rate(), Pace(), Balance()
     after.book(contributions, decided, decided=decided)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
+from elastic_ps import scales
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec.plan import Plan
@@ -124,6 +125,7 @@ class ParameterServer:
         connect_standby: Callable[[int], Connection] | None,
     ) -> None:
         """Shard 0: count this start, find the checkpoint, look after the members."""
+        scales.check(environment.spec.consistency.staleness_scale)
         if store is not None:
             self._enter(environment, store)
         keeper, found = self._keeper(environment, store) if store else (None, None)

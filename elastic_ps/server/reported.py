@@ -42,7 +42,8 @@ def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> 
 
 
 def _staleness(state: JobState) -> Staleness | None:
-    if not (state.consistency.may_be_stale and state.staleness.counts):
+    may_be = state.consistency.may_be_stale or state.staleness.largest  # it was, before the job has changed
+    if not (may_be and state.staleness.counts):
         return None
     p50, p99 = (state.staleness.percentile(percent) for percent in (50, 99))
     return Staleness(p50=p50, p99=p99, max=state.staleness.largest)

@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
+from elastic_ps import scales
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
 from elastic_ps.core.consistency import After, Contribution, Entry, SyncRounds
@@ -85,6 +86,7 @@ class JobState:
         early: workers that wait for records, and whose scripts have not begun the last epoch. They will not
             come to its end if training ends now.
         staleness: of all steps that are in the model.
+        recent: of those that are in it since this was emptied last; see `changes`.
         batch: how many records a worker has in a batch, as the last one to ask has said; 0 before.
         starved: workers that have asked for records when there were none to hand out.
         tuning: what a checkpoint of the present version says of how the next ones are made; None for nothing.
@@ -112,6 +114,7 @@ class JobState:
     loss: Curve = field(default_factory=Curve)
     rate: Rate = field(default_factory=Rate)
     staleness: Distribution = field(default_factory=Distribution)
+    recent: Distribution = field(default_factory=Distribution)
     last_round: dict[str, Any] = field(default_factory=dict)
     early: set[int] = field(default_factory=set)
     batch: int = 0
@@ -487,15 +490,10 @@ class JobState:
         return replace(settings, position=self._position_after(contributions), first=self.settings.first)
 
     def settings_to_step_with(self, contributions: Sequence[Contribution]) -> Settings:
-        """The settings in force; with `stalenessScale: inverse`, a stale step has a smaller learning rate.
-
-        Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", divide the rate by the
-        staleness. Here it is by one more, so that a fresh step has the whole rate.
-        """
-        if self.consistency.staleness_scale != "inverse":
-            return self.settings
-        staleness = self.rounds.staleness
-        return self.settings.slowed(1 + max(staleness[c.worker] for c in contributions))
+        """The settings in force; with `stalenessScale`, a stale step has another learning rate."""
+        scale, staleness = self.consistency.staleness_scale, self.rounds.staleness
+        divisor = scales.divisor(scale, max(staleness[c.worker] for c in contributions))
+        return self.settings if divisor == 1 else self.settings.slowed(divisor)
 
     def _position_after(self, contributions: Sequence[Contribution]) -> Position:
         steps = self.settings.position.version + 1
@@ -533,7 +531,8 @@ class JobState:
             stay.staleness = staleness[c.worker]
             stay.records += sum(r.records for r in c.records)
             self.metrics.update({k: v for k, v in c.metrics.items() if k != "loss"})
-        self.staleness.add(staleness[c.worker] for c in contributions if not c.assigns)
+        for distribution in (self.staleness, self.recent):
+            distribution.add(staleness[c.worker] for c in contributions if not c.assigns)
         self.rounds.end_commit()
         if any(c.assigns for c in contributions):
             self.assigned = self.version

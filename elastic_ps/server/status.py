@@ -117,6 +117,13 @@ def metrics(status: ServerStatus) -> str:
             status.checkpoint_pause_seconds,
         ),
     }
+    if (stale := progress.staleness) is not None:
+        of = "Versions between a step's own and the one that it went into, over all steps:"
+        values |= {
+            "staleness_p50": ("gauge", f"{of} half are at most so stale.", stale.p50),
+            "staleness_p99": ("gauge", f"{of} 99 of 100 are at most so stale.", stale.p99),
+            "staleness_max": ("gauge", f"{of} the stalest one.", stale.max),
+        }
     if (evaluation := progress.evaluation) is not None:
         values |= {
             "evaluated_version": ("gauge", "Version that was evaluated last.", evaluation.version),

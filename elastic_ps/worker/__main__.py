@@ -2,7 +2,8 @@
 
 `python -m elastic_ps.worker --check SPEC` (in JSON) only imports it, to find out before anything is started
 whether that works, whether it takes the job's arguments, and whether there are the codecs of
-`spec.compression`. The evaluator's entrypoint is tried likewise.
+`spec.compression` and the function that `consistency.stalenessScale` may name. The evaluator's entrypoint is
+tried likewise.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def check(text: str) -> int:
     """Print what is wrong with the entrypoints, their arguments or the codecs; returns the exit status."""
     try:
         with process.importing():
+            from elastic_ps import scales
             from elastic_ps.codec.plan import Plan
 
             spec = parse_spec(json.loads(text), source="spec")
@@ -29,6 +31,7 @@ def check(text: str) -> int:
             if (evaluator := spec.evaluator) is not None:
                 entrypoint.load(evaluator.entrypoint, evaluator.arguments, field="spec.evaluator.arguments")
             Plan(spec.compression)
+            scales.check(spec.consistency.staleness_scale)
     except InvalidJob as error:
         print(f"error: {error}", file=sys.stderr)
         return env.EXIT_INVALID

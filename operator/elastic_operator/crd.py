@@ -290,6 +290,14 @@ def _add_rules(spec: Schema) -> None:
             "a version without the slowest workers would have fewer records",
         }
     )
+    fields["consistency"]["x-kubernetes-validations"].append(
+        {
+            "rule": "!has(self.maxStalenessP99) || "
+            "(!self.deterministic && self.backupWorkers == 0 && !has(self.globalBatchSize))",
+            "message": "consistency.maxStalenessP99 and deterministic, backupWorkers or globalBatchSize "
+            "cannot be combined",
+        }
+    )
     fields["consistency"]["properties"]["balance"].pop("nullable")
     waiting = [outer for outer, rule in OUTER_RULES.items() if rule.waits]
     fields["consistency"]["x-kubernetes-validations"] += [
@@ -309,16 +317,17 @@ def _add_rules(spec: Schema) -> None:
     ]
     for option in OPTIONS:
         fields["consistency"]["properties"][option.name].pop("nullable")
-        has, only = f"has(self.{option.name})", f"self.mode == '{option.mode}'"
+        has, modes = f"has(self.{option.name})", " or ".join(option.modes)
+        only = f"self.mode in {list(option.modes)}" if option.modes[1:] else f"self.mode == '{modes}'"
         rule = (
             {
                 "rule": f"({only}) == {has}",
-                "message": f"consistency.{option.name} must be set with mode {option.mode}, and only then",
+                "message": f"consistency.{option.name} must be set with mode {modes}, and only then",
             }
             if option.needed
             else {
                 "rule": f"{only} || !{has}",
-                "message": f"consistency.{option.name} works only with mode {option.mode}",
+                "message": f"consistency.{option.name} works only with mode {modes}",
             }
         )
         fields["consistency"]["x-kubernetes-validations"].append(rule)

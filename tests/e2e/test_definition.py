@@ -67,7 +67,18 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"consistency": {"mode": "async", "deterministic": True}},
     ),
     ("consistency.reads works only with mode async", {"consistency": {"reads": "inconsistent"}}),
-    ("consistency.stalenessScale works only with mode async", {"consistency": {"stalenessScale": "inverse"}}),
+    (
+        "consistency.stalenessScale works only with mode async or bounded",
+        {"consistency": {"stalenessScale": "inverse"}},
+    ),
+    (
+        "consistency.maxStalenessP99 works only with mode async or bounded or sync",
+        {"consistency": LOCAL | {"maxStalenessP99": 2}},
+    ),
+    (
+        "consistency.maxStalenessP99 and deterministic, backupWorkers or globalBatchSize cannot be combined",
+        {"consistency": {"deterministic": True, "maxStalenessP99": 2}},
+    ),
     ("consistency.gradients must be set with mode accumulate", {"consistency": {"gradients": 2}}),
     ("consistency.gradients must be set with mode accumulate", {"consistency": {"mode": "accumulate"}}),
     ("consistency.steps must be set with mode local, and only then", {"consistency": {"mode": "local"}}),

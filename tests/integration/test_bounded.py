@@ -489,11 +489,27 @@ def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Pa
             ASYNC | {"reads": "dirty"},
             "consistency.reads: input should be 'consistent' or 'inconsistent', got",
         ),
-        (ASYNC | {"stalenessScale": "root"}, "consistency.stalenessScale: input should be 'none' or"),
         (
-            bounded() | {"stalenessScale": "inverse"},
-            "stalenessScale inverse has no meaning with mode bounded",
+            ASYNC | {"stalenessScale": "invers"},
+            "there is no stalenessScale 'invers'; expected one of none, inverse, or module:function; inv",
         ),
+        (
+            {"stalenessScale": "inverse"},
+            "stalenessScale inverse has no meaning with mode sync; leave it out, or set mode: async or b",
+        ),
+        (
+            {"mode": "accumulate", "gradients": 3, "maxStalenessP99": 2},
+            "maxStalenessP99 2 has no meaning with mode accumulate; leave it out, or set mode: async or",
+        ),
+        (
+            {"maxStalenessP99": 2, "deterministic": True},
+            "maxStalenessP99 2 cannot be combined with deterministic",
+        ),
+        (
+            {"maxStalenessP99": 2, "backupWorkers": 1},
+            "maxStalenessP99 2 cannot be combined with backupWorkers",
+        ),
+        (ASYNC | {"maxStalenessP99": -1}, "greater than or equal to 0"),
         (ASYNC | {"maxStaleness": 3}, "maxStaleness 3 has no meaning with mode async; leave it out, or set"),
         (ASYNC | {"gradients": 3}, "gradients 3 has no meaning with mode async"),
         (ASYNC | {"backupWorkers": 1}, "backupWorkers works only with mode sync"),

@@ -269,3 +269,88 @@ def test_a_running_job_is_changed_and_begins_so_when_its_parameter_server_is_kil
         launcher.wait()
         outcome = launcher.outcome()
     assert [event.text for event in outcome.record.events if event.kind == "changed"]
+
+
+def test_the_server_keeps_an_objective_of_staleness_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker is slow as long as nobody waits for it; the parameter server dies in between."""
+    monkeypatch.setattr("elastic_ps.server.changes.WINDOW", 50)
+    wished = {"mode": "async", "maxStalenessP99": 20}
+    bounded = {"mode": "bounded", "maxStaleness": 20, "maxStalenessP99": 20}
+    data, restarted, over = Numbers(40_000), list[str](), list[bool]()
+
+    def mode() -> str:
+        return str(job.status().tuning.consistency).partition(",")[0]
+
+    def slow(session: Session) -> None:
+        until = session.version + 60
+        eventually(lambda: job.version >= until or mode() != "mode: async" or over, "others go on")
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        for x, y in session.loader(data, 4):
+            if session.worker == 2:
+                slow(session)
+            if session.worker == 0 and not restarted and mode() == "mode: bounded":
+                job.restart(0)
+                restarted.append(mode())
+            if session.worker == 0 and restarted and consistencies(job)[-1] == wished:
+                over.append(True)
+                session.stop("it has come back to what was wished")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        worker={"replicas": 3},
+        consistency=wished,
+        data={"shardRecords": 8},
+    ) as job:
+        for worker in range(3):
+            job.start(worker, script)
+        job.join()
+    assert restarted == ["mode: bounded"], "it comes back with what it was changed to"
+    assert consistencies(job) == [wished, bounded, wished, bounded, wished], "the third one is a start's"
+    assert check(read(job.history), None) == [], "among others: no step was more stale than its term allows"
+    stale = {
+        term: max(s["staleness"] for commit in commits for s in commit["contributions"])
+        for term, commits in itertools.groupby(job.commits(), lambda c: c["term"])
+    }
+    assert stale[1] > 20, "or nothing had to be kept"
+
+
+def test_a_function_of_ones_own_for_stale_steps_comes_while_the_job_runs(tmp_path: Path) -> None:
+    """And one that cannot be imported is refused in words."""
+    data = Numbers(400)
+    own = "tests.integration.test_changes:halved"
+    told = list[str]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+        for x, y in session.loader(data, 4):
+            if not told and session.version >= EVERY:
+                job.change(1, mode="async", stalenessScale="no_such_module:scale")
+                told.append(eventually(lambda: job.status().tuning.problem, "it is refused"))
+                job.change(2, mode="async", stalenessScale=own)
+                eventually(lambda: job.changed(2), "the change is in force")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", data={"shardRecords": 8}) as job:
+        job.start(0, script)
+        job.join()
+        status = job.status()
+    assert "consistency.stalenessScale no_such_module:scale cannot be imported" in told[0]
+    assert status.tuning.consistency == f"mode: async, stalenessScale: {own}"
+    assert_nothing_lost(job, data)
+
+
+def halved(staleness: int) -> float:
+    """What a user has written."""
+    return 0.5**staleness

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_ps.errors import CannotListen
 from elastic_ps.server.status import StatusServer, metrics
-from elastic_ps.status import Member, Progress, ServerStatus
+from elastic_ps.status import Member, Progress, ServerStatus, Staleness
 
 
 def status_of(*, ready: bool) -> ServerStatus:
@@ -95,4 +95,8 @@ def test_metrics_count_what_the_status_says() -> None:
         'elastic_ps_push_seconds{job="job"}': "0.0",
     }, "no loss was reported"
     assert "# TYPE elastic_ps_version counter" in lines
+    stale = status.progress.model_copy(update={"staleness": Staleness(p50=1, p99=6, max=9)})
+    lines = metrics(status.model_copy(update={"progress": stale})).splitlines()
+    found = [line for line in lines if line.startswith("elastic_ps_staleness")]
+    assert [line.split()[-1] for line in found] == ["1", "6", "9"]
     assert "# TYPE elastic_ps_workers gauge" in lines

@@ -145,3 +145,25 @@ def test_a_change_of_mode_drops_what_belonged_to_the_mode_before() -> None:
 def test_what_cannot_be_set_is_said_before_anything_happens(text: str, says: str) -> None:
     with pytest.raises(UserError, match=says.replace("?", r"\?")):
         set_({}, text)
+
+
+def test_what_the_server_has_moved_is_newer_and_stays_with_a_wish_that_does_not_mean_it() -> None:
+    wished = tuning(1, "run", mode="async", maxStalenessP99=4)
+    bounded = Consistency(mode="bounded", max_staleness=4, max_staleness_p99=4)
+    moved = wished.moved_to(bounded)
+    back = moved.moved_to(wished.consistency)
+    assert moved.replaces(wished)
+    assert back.replaces(moved)
+    assert not moved.replaces(back)
+    assert (moved.wished, back.wished) == (wished.consistency, wished.consistency)
+    assert read_tuning(back.to_json(), source="a checkpoint") == back
+
+    times = wished.model_copy(update={"generation": 2})
+    times.checkpoint.keep = 7
+    kept = times.after(moved)
+    assert kept.replaces(moved)
+    assert (kept.consistency, kept.checkpoint.keep) == (bounded, 7)
+    assert kept.moved_to(wished.consistency).replaces(kept)
+    other = tuning(2, "run", mode="sync")
+    assert other.after(moved) == other
+    assert other.replaces(moved)
