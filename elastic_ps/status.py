@@ -82,7 +82,9 @@ class Progress(CamelModel):
         default=None, description="When the newest complete checkpoint was written."
     )
     metrics: dict[str, float] = Field(
-        default_factory=dict, description="The values that scripts reported last, for example test_accuracy."
+        default_factory=dict,
+        description="The values that scripts reported last, for example test_accuracy. Of a value that was "
+        "reported with a step, the mean, sum or maximum over the steps of the last version that had any.",
     )
     evaluation: EvaluationStatus | None = Field(
         default=None, description="With an evaluator: what it has found so far."

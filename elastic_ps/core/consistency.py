@@ -37,7 +37,7 @@ class Contribution:
         skipped: records that the script has skipped before it.
         assigns: it was no step on records: its values become the version.
         settings: the optimizer's hyperparameters and scheduler states as JSON; "" if unchanged.
-        metrics: what the script reported with this step.
+        metrics, reductions: what the script reported with this step; see `core.metrics.Metrics`.
     """
 
     worker: int
@@ -47,6 +47,7 @@ class Contribution:
     records: tuple[Range, ...] = ()
     settings: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    reductions: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[Range, ...] = ()
     assigns: bool = False
 

@@ -74,6 +74,19 @@ START = Position()
 """Of version 0."""
 
 
+class Made(NamedTuple):
+    """What a version was made of."""
+
+    workers: int = 0
+    """Whose steps it is made of."""
+    samples: int = 0
+    """Of all these steps together."""
+
+
+NOTHING = Made()
+"""Of version 0."""
+
+
 @dataclass(frozen=True)
 class Settings:
     """Hyperparameters of each parameter group, and the states of learning-rate schedulers.
@@ -83,6 +96,7 @@ class Settings:
         schedulers: for each scheduler given to `session.scheduler`, how many steps it has made ("steps"), and
             its `state_dict`'s plain values ("state").
         position: of the version that was made with these settings; the parameter server fills it in.
+        made: likewise, what that version was made of.
         first: the groups as they were when the job began; the parameter server fills them in.
     """
 
@@ -90,6 +104,7 @@ class Settings:
     schedulers: tuple[Mapping[str, Any], ...] = ()
     position: Position = START
     first: tuple[Mapping[str, Any], ...] = ()
+    made: Made = NOTHING
 
     def to_json(self) -> str:
         return json.dumps(
@@ -98,6 +113,7 @@ class Settings:
                 "schedulers": self.schedulers,
                 "position": self.position,
                 "first": self.first,
+                "made": self.made,
             },
             sort_keys=True,
         )
@@ -107,7 +123,8 @@ class Settings:
         """Raises ValueError, KeyError or TypeError if `text` was not made by `to_json`."""
         data = json.loads(text)
         position = Position(*(int(number) for number in data["position"]))
-        return cls(tuple(data["groups"]), tuple(data["schedulers"]), position, tuple(data["first"]))
+        made = Made(*(int(number) for number in data.get("made", ())))
+        return cls(tuple(data["groups"]), tuple(data["schedulers"]), position, tuple(data["first"]), made)
 
     @property
     def max_grad_norm(self) -> float | None:

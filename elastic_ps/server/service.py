@@ -495,6 +495,7 @@ class Service:
             records=ranges_from_message(request.ranges),
             settings=request.settings,
             metrics=dict(request.metrics),
+            reductions=dict(request.reductions),
             skipped=ranges_from_message(request.skipped),
             assigns=request.assigns,
         )

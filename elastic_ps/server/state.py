@@ -18,12 +18,13 @@ from elastic_ps.core.consistency import After, Contribution, Entry, SyncRounds
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.core.membership import Membership, Stay
+from elastic_ps.core.metrics import Metrics, reduce_all
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.portions import PortionedLedger
 from elastic_ps.core.progress import Curve, Distribution, Rate
-from elastic_ps.core.settings import Position, Settings, read_settings
+from elastic_ps.core.settings import Made, Position, Settings, read_settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import Data
 from elastic_ps.training import Consistency
@@ -487,7 +488,8 @@ class JobState:
             return self.settings  # no step is made, so that schedules make none
         sent = self.settings_of(contributions)
         settings = read_settings(sent) if sent else self.settings
-        return replace(settings, position=self._position_after(contributions), first=self.settings.first)
+        position, made = self._position_after(contributions), _made_of(contributions)
+        return replace(settings, position=position, first=self.settings.first, made=made)
 
     def settings_to_step_with(self, contributions: Sequence[Contribution]) -> Settings:
         """The settings in force; with `stalenessScale`, a stale step has another learning rate."""
@@ -530,7 +532,6 @@ class JobState:
             stay.steps, stay.last_step = stay.steps + (not c.assigns), c.step
             stay.staleness = staleness[c.worker]
             stay.records += sum(r.records for r in c.records)
-            self.metrics.update({k: v for k, v in c.metrics.items() if k != "loss"})
         for distribution in (self.staleness, self.recent):
             distribution.add(staleness[c.worker] for c in contributions if not c.assigns)
         self.rounds.end_commit()
@@ -553,8 +554,12 @@ class JobState:
             "decided": decided,
             "contributions": steps,
         }
-        losses = [(c.metrics["loss"], c.samples) for c in contributions if "loss" in c.metrics]
-        if losses:
-            mean = sum(loss * samples for loss, samples in losses) / sum(samples for _, samples in losses)
-            self.loss.add(self.version, mean)
+        reported = reduce_all([Metrics(c.metrics, c.reductions, c.samples) for c in contributions])
+        if (loss := reported.pop("loss", None)) is not None:
+            self.loss.add(self.version, loss)
+        self.metrics.update(reported)
         self.rate.add(self.ledger.applied if self.ledger else 0, now)
+
+
+def _made_of(contributions: Sequence[Contribution]) -> Made:
+    return Made(len({c.worker for c in contributions}), sum(c.samples for c in contributions))

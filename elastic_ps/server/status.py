@@ -6,6 +6,7 @@ Read only. It has a thread of its own and one for each request.
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -148,4 +149,23 @@ def metrics(status: ServerStatus) -> str:
                 f"# TYPE {full} {kind}",
                 f'{full}{{job="{status.job}"}} {value}',
             ]
+    if progress.metrics:
+        full = "elastic_ps_reported"
+        lines += [f"# HELP {full} What scripts have reported last, by its name.", f"# TYPE {full} gauge"]
+        lines += [
+            f'{full}{{job="{status.job}",name="{_escaped(name)}"}} {_number(value)}'
+            for name, value in sorted(progress.metrics.items())
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _escaped(label: str) -> str:
+    """The value of a label, as the text format wants it."""
+    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    """A value, as the text format wants it."""
+    if math.isfinite(value):
+        return str(value)
+    return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

@@ -347,7 +347,7 @@ class PushRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ..., codec: _Optional[str] = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
 
 class FinishRequest(_message.Message):
-    __slots__ = ("caller", "step", "version", "attempt", "samples", "ranges", "settings", "metrics", "skipped", "assigns", "traffic")
+    __slots__ = ("caller", "step", "version", "attempt", "samples", "ranges", "settings", "metrics", "skipped", "assigns", "traffic", "reductions")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -355,6 +355,13 @@ class FinishRequest(_message.Message):
         key: str
         value: float
         def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    class ReductionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -366,6 +373,7 @@ class FinishRequest(_message.Message):
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
     ASSIGNS_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    REDUCTIONS_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     step: int
     version: int
@@ -377,7 +385,8 @@ class FinishRequest(_message.Message):
     skipped: _containers.RepeatedCompositeFieldContainer[Range]
     assigns: bool
     traffic: Traffic
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., assigns: bool = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ...) -> None: ...
+    reductions: _containers.ScalarMap[str, str]
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., assigns: bool = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., reductions: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class Traffic(_message.Message):
     __slots__ = ("pushed_bytes", "pushed_plain_bytes", "pulled_bytes", "pulled_plain_bytes", "encode_seconds", "decode_seconds", "push_seconds", "codec")

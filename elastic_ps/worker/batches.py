@@ -11,13 +11,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from elastic_ps.core.ledger import Range
+from elastic_ps.worker.reporting import Reported
 
 
 class _Kept(NamedTuple):
     """What a step was made with that the parameter server does not know of."""
 
     ranges: list[Range]
-    metrics: dict[str, Any]
+    batches: int
+    reported: Reported
 
     @property
     def records(self) -> int:
@@ -41,7 +43,8 @@ class Batches:
         self._computed: list[list[Range]] = []
         self._kept: list[_Kept] = []
         self._skipped: list[Range] = []
-        self._metrics: dict[str, Any] = {}
+        self._reported = Reported()
+        self._reductions: dict[str, str] = {}
 
     def __bool__(self) -> bool:
         return bool(self._open or self._computed or self._kept)
@@ -132,7 +135,7 @@ class Batches:
         """The gradients of what was computed are gone; returns how many records are skipped by that."""
         records = self.samples
         self._skipped += self.computed
-        self._computed, self._metrics = [], {}
+        self._computed, self._reported = [], Reported()
         return records
 
     def skip(self) -> int:
@@ -145,21 +148,17 @@ class Batches:
 
     def keep(self) -> None:
         """This worker has made a step by itself with what was computed."""
-        self._kept.append(_Kept(list(self.computed), self._metrics))
-        self._computed, self._metrics = [], {}
+        self._kept.append(_Kept(list(self.computed), len(self._computed), self._reported))
+        self._computed, self._reported = [], Reported()
 
     def gather(self) -> None:
-        """What was kept is what the next step is computed on. Its loss is the mean over the records.
-
-        Waits for the device that computes the losses.
-        """
-        losses = [(float(k.metrics["loss"]), k.records) for k in self._kept if "loss" in k.metrics]
+        """What was kept is what the next step is computed on."""
+        reported = Reported()
         for kept in self._kept:
             self._computed.append(kept.ranges)
-            self._metrics |= kept.metrics
-        if losses:
-            self._metrics["loss"] = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
-        self._kept = []
+            reported.append(kept.reported)
+        reported.append(self._reported)
+        self._kept, self._reported = [], reported
 
     def told(self) -> None:
         """The parameter server knows what was skipped."""
@@ -172,19 +171,35 @@ class Batches:
 
     def step_made(self) -> None:
         """A step was made of what was computed. A batch that was loaded before it is for the next one."""
-        self._computed, self._skipped, self._metrics = [], [], {}
+        self._computed, self._skipped, self._reported = [], [], Reported()
 
     def forget(self, *, lost: bool = False) -> None:
         """They go to others; `lost`: without the script's doing."""
-        self._open, self._computed, self._skipped, self._metrics, self._new = [], [], [], {}, 0
+        self._open, self._computed, self._skipped, self._new = [], [], [], 0
+        self._reported = Reported()
         self._kept = []
         self.lost = lost
 
-    def report(self, metrics: Mapping[str, Any]) -> None:
-        """Keep these values, numbers or tensors with one element, for the step."""
-        step = self._kept[-1].metrics if self._kept and not (self._open or self._computed) else self._metrics
-        step.update({k: v.detach() if hasattr(v, "detach") else v for k, v in metrics.items()})
+    def report(self, metrics: Mapping[str, Any], reduce: str = "mean") -> None:
+        """Keep these values, numbers or tensors with one element, for the step.
+
+        Of a name that is reported several times for a batch, the last value counts. Those of several batches
+        of the step become one as `reduce` says, weighted by the records of the batches.
+        """
+        self._reductions |= dict.fromkeys(metrics, reduce)
+        if self._kept and not (self._open or self._computed):
+            last = self._kept[-1]
+            last.reported.add(metrics, batch=last.batches, records=last.records)
+            return
+        batch = self._open[-1] if self._new else self._computed[-1] if self._computed else self._open[0]
+        records = sum(r.records for r in batch)
+        self._reported.add(metrics, batch=max(1, len(self._computed) + self.fresh), records=records)
 
     def metrics(self) -> dict[str, float]:
-        """What was reported. Waits for the device that computes it."""
-        return {key: float(value) for key, value in self._metrics.items()}
+        """What was reported, one value for each name. Waits for the device that computes it."""
+        return self._reported.reduced(self._reductions)
+
+    @property
+    def reductions(self) -> dict[str, str]:
+        """How values become one, by their names; those that are not here become their mean."""
+        return {name: how for name, how in self._reductions.items() if how != "mean"}

@@ -396,6 +396,7 @@ class Client:
             ranges=ranges_to_message(ending.ranges),
             settings=ending.settings,
             metrics=ending.metrics,
+            reductions=ending.reductions,
             skipped=ranges_to_message(ending.skipped),
             assigns=ending.assigns,
             traffic=self.traffic.counts(),

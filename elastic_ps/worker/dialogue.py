@@ -79,13 +79,20 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What is said of a step when all of it has been pushed. `assigns`: that was values, not gradients."""
+    """What is said of a step when all of it has been pushed.
+
+    Attributes:
+        ranges: what it was computed on.
+        metrics, reductions: what the script has reported; see `core.metrics.Metrics`.
+        assigns: it was values that were pushed, not gradients.
+    """
 
     ranges: tuple[Range, ...]
     settings: str
     metrics: Mapping[str, float]
     skipped: tuple[Range, ...] = ()
     assigns: bool = False
+    reductions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

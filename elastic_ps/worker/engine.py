@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import NOTHING, Made, Settings, read_settings
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
@@ -33,6 +33,7 @@ from elastic_ps.worker.local_world import Drained, LocalWorld
 from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.phases import Phases
+from elastic_ps.worker.reporting import checked
 from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.slices import Slices
 from elastic_ps.worker.stopping import Stopping
@@ -179,6 +180,12 @@ class Engine:
         return self.exchange.version if self.exchange else 0
 
     @property
+    def made(self) -> Made:
+        """What the version that this worker has was made of."""
+        text = self.exchange.settings if self.exchange else ""
+        return read_settings(text).made if text else NOTHING
+
+    @property
     def local_steps(self) -> int:
         """How many steps this worker has made by itself since the last exchange, in mode `local`."""
         return self.local.made if self.local else 0
@@ -241,13 +248,24 @@ class Engine:
         self._trace.close()
         self._history.close()
 
-    def report(self, metrics: Mapping[str, Any]) -> None:
-        """Tell the job about values: with the step that is to be made, or at once."""
+    def report(self, metrics: Mapping[str, Any], *, reduce: str = "mean") -> None:
+        """Tell the job about values: with the step that is to be made, or at once.
+
+        Raises:
+            UsageError: a value is no number, or there is no step whose values could become one.
+        """
+        values = checked(metrics, reduce)
         if self.batches:
-            self.batches.report(metrics)
+            self.batches.report(values, reduce)
+        elif reduce != "mean":
+            if not self.batches.lost:  # else its records are trained, and reported, by others
+                raise UsageError(
+                    f"session.metric(..., reduce={reduce!r}) was called outside of a step, where there "
+                    "are no other workers' values. Call it between a batch of the loader and its "
+                    "optimizer.step(), or leave reduce out"
+                )
         elif self.world.leads:
-            plain = {k: v.detach() if hasattr(v, "detach") else v for k, v in metrics.items()}
-            self.client.report({key: float(value) for key, value in plain.items()})
+            self.client.report({name: float(value) for name, value in values.items()})
 
     def optimizer_state(self) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:
         """The entries of the optimizer's state on all shards, with their bytes. Blocks."""
@@ -344,6 +362,7 @@ class Engine:
             ranges=batches.computed,
             settings=settings.to_json(),
             metrics=batches.metrics(),
+            reductions=batches.reductions,
             skipped=batches.skipped,
         )
         try:

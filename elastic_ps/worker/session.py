@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
 from elastic_ps.job import TrainingJobSpec
@@ -80,6 +81,35 @@ class Session:
         It is the number of optimizer steps that were taken, and of times that values were assigned.
         """
         return self._engine.version
+
+    @property
+    def world_size(self) -> int:
+        """How many workers' steps the version that this worker has is made of.
+
+        It is the same for all workers at a version, whenever they joined, also after a resume. Before the
+        first version it is the job's `worker.replicas`. A worker with several processes counts once.
+        """
+        return self._engine.made.workers or self.spec.worker.replicas
+
+    @property
+    def global_batch_size(self) -> int:
+        """How many records the version that this worker has is made of, by all workers together.
+
+        The same for all workers at a version, as `world_size`. Before the first version it is what the job
+        file says: `consistency.globalBatchSize`, or the loader's batch size for each worker.
+
+        Raises:
+            UsageError: before the first version, when `session.loader` has not been called.
+        """
+        planned = self._engine.made.samples or self.spec.consistency.global_batch_size
+        if planned:
+            return planned
+        if not self._loaders:
+            raise UsageError(
+                "session.global_batch_size is not known before the first version: call session.loader(...) "
+                "first, which says how large a worker's batch is"
+            )
+        return self.world_size * self._loaders[-1].batch_size
 
     @property
     def generation(self) -> int:
@@ -338,10 +368,31 @@ class Session:
     def report(self, **metrics: Any) -> None:
         """Report values to the job, as in `loss=loss` or `test_accuracy=0.97`: one number each.
 
-        Between a batch and its `optimizer.step()` they are sent with the step, and `loss` becomes part of the
-        job's loss curve, weighted by samples. At other times they are sent at once.
+        Between a batch and its `optimizer.step()` they are sent with the step. The job's value of a version
+        is the mean over the steps that it is made of, weighted by samples, and `loss` becomes part of the
+        job's loss curve. At other times values are sent at once, and stand for themselves.
+
+        Raises:
+            UsageError: a value is no number.
         """
         self._engine.report(metrics)
+
+    def metric(self, name: str, value: Any, *, reduce: Reduction = "mean") -> None:
+        """Report a value of this step. Out of those of all steps of a version the job makes one.
+
+        A step that is void counts for nothing, and one that is in the model exactly once, also if a round is
+        started again. Of several values of one batch the last one counts; those of several batches of a step
+        become one in the same way. Does not wait for a tensor's device before the step.
+
+        Args:
+            value: a number, or a tensor with one element.
+            reduce: "mean", weighted by samples, "sum" or "max".
+
+        Raises:
+            UsageError: the value is no number; or there is a sum or a maximum to be made, and this is not
+                between a batch and its `optimizer.step()`.
+        """
+        self._engine.report({name: value}, reduce=reduce)
 
     def close(self) -> None:
         """Leave the job and free all resources. This worker's records go to other workers. Idempotent."""

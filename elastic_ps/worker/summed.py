@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
 
+from elastic_ps.core.metrics import Metrics, reduce_all
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.training import Consistency
 from elastic_ps.worker.dialogue import Ending, Step
@@ -77,12 +78,15 @@ class Leading(Exchange):
     def finish(self, ending: Ending) -> bool:
         """See `Exchange`. All processes have to be here."""
 
-        def finish(metrics: list[Mapping[str, float]]) -> _Where:
+        def finish(reported: list[Metrics]) -> _Where:
             self._sums.wait()
-            merged = merge_metrics(metrics, self._sums.weights)
-            return self._where(super(Leading, self).finish(replace(ending, metrics=merged)))
+            shares = zip(reported, self._sums.weights, strict=True)
+            weighed = [each._replace(weight=share) for each, share in shares]
+            reductions = {name: how for each in reversed(reported) for name, how in each.reductions.items()}
+            merged = replace(ending, metrics=reduce_all(weighed), reductions=reductions)
+            return self._where(super(Leading, self).finish(merged))
 
-        return self._world.consult(_STEP, ending.metrics, finish).made
+        return self._world.consult(_STEP, _reported(ending), finish).made
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:
         """See `Exchange`. All processes have to be here."""
@@ -123,7 +127,7 @@ class Following:
 
     def finish(self, ending: Ending) -> bool:
         """See `Leading`."""
-        return self._learn(self._world.consult(_STEP, ending.metrics, _nothing))
+        return self._learn(self._world.consult(_STEP, _reported(ending), _nothing))
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
         """See `Leading`."""
@@ -154,14 +158,9 @@ def _nothing(_: list[Any]) -> _Where:
     raise AssertionError("process 0 calls")
 
 
-def merge_metrics(metrics: Sequence[Mapping[str, float]], weights: Sequence[float]) -> dict[str, float]:
-    """The mean of each metric over the processes that have reported it, weighted by their samples."""
-    merged = {}
-    for key in {key: None for each in metrics for key in each}:
-        given = [(each[key], weight) for each, weight in zip(metrics, weights, strict=True) if key in each]
-        total = sum(weight for _, weight in given)
-        merged[key] = sum(v * w for v, w in given if w) / total if total else given[0][0]
-    return merged
+def _reported(ending: Ending) -> Metrics:
+    """What this process has reported with the step; process 0 knows what it weighs."""
+    return Metrics(ending.metrics, ending.reductions, 0.0)
 
 
 class _Part(NamedTuple):

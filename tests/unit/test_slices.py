@@ -11,7 +11,7 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.env import ProcessEnvironment, read
 from elastic_ps.job import TrainingJobSpec, Worker
 from elastic_ps.worker.slices import Slices, slice_sizes
-from elastic_ps.worker.summed import add_gradients, add_means, merge_metrics
+from elastic_ps.worker.summed import add_gradients, add_means
 
 
 @pytest.mark.parametrize(("records", "processes"), [(8, 4), (9, 4), (3, 4), (1, 1), (0, 2)])
@@ -35,11 +35,6 @@ def test_weights_are_the_shares_of_the_batches_that_were_computed_on() -> None:
     slices.forget()
     slices.note([Range(1, 0, 4)])
     assert slices.weights([Range(1, 0, 4)]) == [0.5, 0.5]
-
-
-def test_metrics_weigh_by_samples_and_by_who_has_them() -> None:
-    merged = merge_metrics([{"loss": 1.0}, {"loss": 4.0, "own": 3.0}, {"loss": math.nan}], [0.5, 0.5, 0.0])
-    assert merged == {"loss": 2.5, "own": 3.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -100,3 +101,16 @@ def test_metrics_count_what_the_status_says() -> None:
     found = [line for line in lines if line.startswith("elastic_ps_staleness")]
     assert [line.split()[-1] for line in found] == ["1", "6", "9"]
     assert "# TYPE elastic_ps_workers gauge" in lines
+
+
+def test_what_scripts_report_has_its_name_as_a_label() -> None:
+    reported = {"prec@1": 97.5, 'a "b"\n\\': -1.0, "lost": math.nan, "far": -math.inf}
+    status = status_of(ready=True).model_copy(update={"progress": Progress(metrics=reported)})
+    lines = [line for line in metrics(status).splitlines() if "elastic_ps_reported" in line]
+    assert lines[1:] == [
+        "# TYPE elastic_ps_reported gauge",
+        r'elastic_ps_reported{job="job",name="a \"b\"\n\\"} -1.0',
+        'elastic_ps_reported{job="job",name="far"} -Inf',
+        'elastic_ps_reported{job="job",name="lost"} NaN',
+        'elastic_ps_reported{job="job",name="prec@1"} 97.5',
+    ]

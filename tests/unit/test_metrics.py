@@ -1,0 +1,81 @@
+"""Values that scripts report become one: over batches, processes and workers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from elastic_ps.core.metrics import REDUCTIONS, Metrics, reduce_all, reduce_values
+from elastic_ps.errors import UsageError
+from elastic_ps.worker.reporting import Reported, checked
+
+
+@pytest.mark.parametrize(("how", "expected"), [("mean", 1.75), ("sum", 3.0), ("max", 2.0)])
+def test_values_become_one(how: str, expected: float) -> None:
+    assert reduce_values([(1.0, 10), (2.0, 30)], how) == expected
+
+
+def test_what_has_no_weight_counts_only_if_there_is_no_other() -> None:
+    reported = [
+        Metrics({"loss": 1.0}, {}, 0.5),
+        Metrics({"loss": 4.0, "own": 3.0}, {}, 0.5),
+        Metrics({"loss": math.nan, "idle": 7.0}, {}, 0.0),
+    ]
+    assert reduce_all(reported) == {"loss": 2.5, "own": 3.0, "idle": 7.0}
+
+
+def test_each_name_has_its_reduction() -> None:
+    hows = {"tokens": "sum", "norm": "max"}
+    reported = [
+        Metrics({"tokens": 3.0, "norm": 5.0, "loss": 1.0}, hows, 1),
+        Metrics({"tokens": 4.0, "norm": 2.0, "loss": 3.0}, hows, 3),
+    ]
+    assert reduce_all(reported) == {"tokens": 7.0, "norm": 5.0, "loss": 2.5}
+    assert reduce_all([]) == {}
+
+
+@pytest.mark.parametrize("how", REDUCTIONS)
+@pytest.mark.parametrize("values", [(1.0, math.nan), (math.nan, 1.0)])
+def test_what_is_no_number_is_not_hidden(values: tuple[float, float], how: str) -> None:
+    assert math.isnan(reduce_values([(value, 1) for value in values], how))
+
+
+def test_a_reduction_that_an_older_server_does_not_know_is_the_mean() -> None:
+    assert reduce_values([(1.0, 1), (2.0, 1)], "median") == 1.5
+
+
+def test_the_last_value_of_a_batch_counts_and_batches_become_one() -> None:
+    step, other = Reported(), Reported()
+    step.add({"loss": 9.0, "tokens": 9.0}, batch=1, records=3)
+    step.add({"loss": 1.0, "tokens": torch.tensor(2)}, batch=1, records=3)
+    step.add({"loss": 5.0, "tokens": 4.0}, batch=2, records=1)
+    assert step.reduced({"tokens": "sum"}) == {"loss": 2.0, "tokens": 6.0}
+    other.add({"loss": 2.0, "tokens": 10.0}, batch=1, records=4)
+    step.append(other)
+    assert step.reduced({"tokens": "max"}) == {"loss": 2.0, "tokens": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.zeros(2, 3), r"a tensor of torch\.float32 with shape \[2, 3\]"),
+        (torch.zeros((), dtype=torch.complex64), "a tensor of torch.complex64"),
+        ("good", "'good'"),
+        (None, "None"),
+    ],
+)
+def test_what_is_no_number_is_named(value: object, words: str) -> None:
+    with pytest.raises(UsageError, match=f"'accuracy' has to be one number, but is {words}"):
+        checked({"loss": 1.0, "accuracy": value}, "mean")
+
+
+def test_an_unknown_reduction_is_named() -> None:
+    with pytest.raises(UsageError, match="got reduce='median'; expected one of mean, sum, max"):
+        checked({"loss": 1.0}, "median")
+
+
+def test_gradients_do_not_stay() -> None:
+    loss = torch.ones(1, requires_grad=True) * 2
+    assert not checked({"loss": loss}, "mean")["loss"].requires_grad
