@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import yaml
 from pydantic import (
@@ -36,6 +36,9 @@ API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "TrainingJob"
 
 _ENTRYPOINT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
+ImportPath: TypeAlias = Annotated[str, Field(pattern=_ENTRYPOINT, max_length=253)]
+"""A class or function of the user's, as `module:name`."""
+
 _CLAIM = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -148,6 +151,13 @@ class ParameterServer(CamelModel):
         "it has the gradients of all workers for it. So values travel while other gradients still do. It "
         "keeps the old values until the whole step is complete, which takes a second copy of values, sums "
         "and optimizer state. Workers on a shard's own host do not need it.",
+    )
+    optimizers: list[ImportPath] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Classes of optimizers of your own that scripts may use besides those of torch.optim, as "
+        "module:Class. The parameter server imports these and no others, so its image has to have them. Each "
+        "has to treat every element of a parameter by itself.",
     )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     durability: Durability = Field(

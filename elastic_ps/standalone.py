@@ -57,7 +57,8 @@ def connect(job: str | os.PathLike[str] | None = None) -> Session:
 
 def alone(spec: TrainingJobSpec) -> TrainingJobSpec:
     """The spec for one worker and one parameter server in one process."""
-    server = ParameterServer(bucket_bytes=spec.parameter_server.bucket_bytes)
+    given = spec.parameter_server
+    server = ParameterServer(bucket_bytes=given.bucket_bytes, optimizers=given.optimizers)
     worker = Worker(replicas=1, lease_duration=PATIENCE, progress_timeout=timedelta(0))
     consistency = spec.consistency.model_copy(update={"backup_workers": 0})
     update = {"parameter_server": server, "worker": worker, "consistency": consistency}

@@ -17,6 +17,7 @@ from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import MANIFEST
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
+from elastic_ps.codec.optimizers import usual_numbers, with_numbers
 from elastic_ps.core.partition import Rule, uncompiled
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, UserError
@@ -171,7 +172,7 @@ def _optimizer_state(
     """What `optimizer.load_state_dict` takes. Raises ModelMismatch."""
     manifest = reader.manifest
     groups = Settings.from_json(manifest.state["settings"]).groups
-    if type(optimizer).__name__ != manifest.optimizer:
+    if type(optimizer).__name__ != manifest.optimizer.rpartition(":")[2]:
         raise ModelMismatch(
             f"the optimizer is a {type(optimizer).__name__}, but the checkpoint is of {manifest.optimizer}"
         )
@@ -190,6 +191,7 @@ def _optimizer_state(
     state = optimizer.state_dict()
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         packed = state["param_groups"][number]
+        numbers = usual_numbers(type(optimizer), saved)
         packed.update({key: _like(packed[key], value) for key, value in saved.items() if key in packed})
         for position, parameter in zip(packed["params"], group["params"], strict=True):
             index = places.get(id(parameter))
@@ -198,11 +200,12 @@ def _optimizer_state(
                 name = "a parameter" if spec is None else spec.name
                 raise ModelMismatch(f"{name} is in parameter group {number}, but not in the checkpoint")
             if entries := reader.state(index, 0, spec.elements):
-                state["state"][position] = {
+                shaped = {
                     key: value.view(spec.shape) if value.dim() else value
                     for key, value in entries.items()
                     if key not in (MASTER, PULLED)
                 }
+                state["state"][position] = with_numbers(shaped, numbers)
     return state
 
 

@@ -1,20 +1,31 @@
-"""What an optimizer of torch keeps for a parameter, and what its constructor takes."""
+"""Which optimizers may run on the parameter server, what they keep, and what they are made with.
+
+Those of torch and our own treat every element by itself. A class of the user's is tried out before it is
+used, see `try_out`.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from elastic_ps.codec.delayed import OURS
 from elastic_ps.codec.memory import name_of
+from elastic_ps.core.partition import ITEM_SIZE
+from elastic_ps.core.settings import check_optimizer
+from elastic_ps.errors import InvalidJob, InvalidModel
+from elastic_ps.process import import_own
 
 WIDE = {"float16": torch.float32, "bfloat16": torch.float32}
 """Half precision is too coarse to add small numbers up in. Sums of gradients are kept in single precision,
 and so is what the optimizer steps, the *master* (Micikevicius et al. 2018, "Mixed Precision Training").
 """
+
+Kind = type[torch.optim.Optimizer]
 
 
 class Entry(NamedTuple):
@@ -25,27 +36,104 @@ class Entry(NamedTuple):
     scalar: bool
 
 
-def class_of(name: str) -> type[torch.optim.Optimizer]:
-    """The class with this name, of torch.optim or our own. Raises AttributeError: there is none."""
-    return OURS[name] if name in OURS else getattr(torch.optim, name)
+class Optimizers:
+    """The classes of optimizers that a job's parameter servers run.
+
+    Args:
+        own: those of the user's, as `module:Class`. No other class is imported, whatever a worker or a
+            checkpoint says.
+
+    Raises:
+        InvalidJob: one cannot be imported, or is no optimizer.
+    """
+
+    def __init__(self, own: Sequence[str] = ()) -> None:
+        self._own = {name: _imported(name) for name in own}
+
+    def class_of(self, name: str) -> Kind:
+        """The class with this name. Raises InvalidModel: no such class may run on the parameter server."""
+        if ":" in name:
+            if name not in self._own:
+                raise InvalidModel(
+                    f"the optimizer {name} cannot run on the parameter server: the job names "
+                    f"{', '.join(self._own) or 'none'} in parameterServer.optimizers"
+                )
+            return self._own[name]
+        check_optimizer(name)
+        kind: Kind = OURS.get(name) or getattr(torch.optim, name)
+        return kind
+
+    def name_of(self, optimizer: torch.optim.Optimizer) -> str:
+        """The name of an optimizer's class.
+
+        Raises:
+            InvalidModel: the parameter server does not run it; the message says what to do.
+        """
+        kind = type(optimizer)
+        for name, own in self._own.items():
+            if kind is own:
+                return name
+        if kind is not (OURS.get(kind.__name__) or getattr(torch.optim, kind.__name__, None)):
+            raise InvalidModel(_not_allowed(kind, self._own))
+        check_optimizer(kind.__name__)
+        return kind.__name__
 
 
-def constructor_arguments(name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+def _not_allowed(kind: Kind, own: Mapping[str, Kind]) -> str:
+    full = f"{kind.__module__}.{kind.__qualname__}"
+    for name in own:
+        if name.endswith(f":{kind.__qualname__}"):
+            return (
+                f"the optimizer is a {full}, but the parameter server runs {name}, which is another class. "
+                f"Import it in the script: from {name.partition(':')[0]} import {kind.__qualname__}"
+            )
+    module = kind.__module__ if kind.__module__ != "__main__" else "MODULE"
+    return (
+        f"the optimizer is a {full}, but the parameter server runs only classes of torch.optim, and no "
+        f"subclasses of them, unless the job names them: parameterServer: {{optimizers: "
+        f"['{module}:{kind.__qualname__}']}}, in a module that the parameter server can import"
+    )
+
+
+def _imported(name: str) -> Kind:
+    what = "in parameterServer.optimizers,"
+    kind = import_own(name, what=what, whose="the workers and for the parameter server")
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise InvalidJob(f"in parameterServer.optimizers, {name} is no subclass of torch.optim.Optimizer")
+    found: Kind = kind
+    return found
+
+
+def is_of_torch(kind: Kind) -> bool:
+    """Whether it is a class of `torch.optim` itself."""
+    return getattr(torch.optim, kind.__name__, None) is kind
+
+
+def constructor_arguments(kind: Kind, group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group that the optimizer's constructor takes.
 
     It checks them, and some it does not look up in the groups: Adagrad's first state is made by it.
     """
-    known = inspect.signature(class_of(name)).parameters
+    known = inspect.signature(kind).parameters
     return {key: value for key, value in group.items() if key in known}
 
 
+def make(kind: Kind, group: Mapping[str, Any], parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    """An optimizer of these parameters with the hyperparameters of a group.
+
+    Raises:
+        TypeError, ValueError: it does not take them.
+    """
+    arguments: Any = constructor_arguments(kind, group)
+    return kind([{**group, "params": list(parameters)}], **arguments)
+
+
 def usual_state(
-    name: str, group: Mapping[str, Any], dtype: torch.dtype, *, whole: bool = False
+    kind: Kind, group: Mapping[str, Any], dtype: torch.dtype, *, whole: bool = False
 ) -> dict[str, tuple[str, bool]]:
     """The state that an optimizer keeps for a parameter after one step: key -> (dtype, whether a scalar).
 
     Args:
-        name: of a class of torch.optim.
         group: the hyperparameters of the parameter's group.
         dtype: of the parameter.
         whole: the parameter has no dimensions.
@@ -54,11 +142,130 @@ def usual_state(
         TypeError, ValueError, RuntimeError: it does not take these hyperparameters, or cannot step.
     """
     parameter = torch.nn.Parameter(torch.zeros(() if whole else (2,), dtype=dtype))
-    arguments: Any = constructor_arguments(name, group)
-    optimizer = class_of(name)([{**group, "params": [parameter]}], **arguments)
+    optimizer = make(kind, group, [parameter])
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return {
         key: (name_of(value.dtype), value.dim() == 0) if torch.is_tensor(value) else ("float64", True)
         for key, value in optimizer.state[parameter].items()
     }
+
+
+def usual_numbers(kind: Kind, group: Mapping[str, Any]) -> dict[str, type]:
+    """The keys of that state that are numbers of Python, and of which type they are: int, float or bool."""
+    if is_of_torch(kind):
+        return {}
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = make(kind, group, [parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter].items()
+    return {key: type(value) for key, value in state if not torch.is_tensor(value)}
+
+
+def with_numbers(state: Mapping[str, Any], numbers: Mapping[str, type]) -> dict[str, Any]:
+    """A state that was saved, where all are tensors, with the numbers that the optimizer keeps as such."""
+    return {key: numbers[key](value.item()) if key in numbers else value for key, value in state.items()}
+
+
+RESERVED = ("value", "master", "pulled")
+"""Keys that a checkpoint has for other things than the optimizer's state."""
+
+
+def try_out(name: str, kind: Kind, group: Mapping[str, Any]) -> None:
+    """Make a few steps with a class of the user's, on a matrix, and on the same elements in two pieces.
+
+    Args:
+        group: the hyperparameters of a parameter group.
+
+    Raises:
+        InvalidModel: it fails; or elements do not come to the same values, so that the model cannot be cut
+            into buckets; or its state cannot be saved.
+    """
+    random = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 3, generator=random) * torch.tensor([[1.0], [4.0]])
+    gradients = [torch.randn(2, 3, generator=random) for _ in range(4)]
+    try:
+        whole = _stepped(kind, group, [values], [[each] for each in gradients])
+        cut = [[*each.view(-1).split(4)] for each in gradients]
+        pieces = _stepped(kind, group, [*values.view(-1).split(4)], cut)
+        again = _stepped(kind, group, [*values.view(-1).split(4)], cut, saved_after=2)
+    except InvalidModel as error:
+        raise InvalidModel(f"the optimizer {name} cannot run on the parameter server: {error}") from None
+    except Exception as error:
+        raise InvalidModel(
+            f"the optimizer {name} cannot run on the parameter server: tried out on a small parameter, it "
+            f"fails with {type(error).__name__}: {error}"
+        ) from error
+    if not _close(whole, pieces):
+        raise InvalidModel(
+            f"the optimizer {name} cannot run on the parameter server: it steps the pieces of a parameter in "
+            "another way than the whole of it. The parameter server cuts parameters into buckets, so an "
+            "optimizer has to treat every element by itself, without norms, shapes or random numbers"
+        )
+    if not _close(pieces, again):
+        raise InvalidModel(
+            f"the state of the optimizer {name} cannot be saved: with its state saved and loaded, it goes on "
+            "in another way. It has to keep all that a step needs in self.state[parameter] and param_groups"
+        )
+
+
+def _close(some: torch.Tensor, others: torch.Tensor) -> bool:
+    return torch.allclose(some, others, rtol=1e-5, atol=1e-6)
+
+
+def _stepped(
+    kind: Kind,
+    group: Mapping[str, Any],
+    values: Sequence[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+    *,
+    saved_after: int = 0,
+) -> torch.Tensor:
+    """All elements after these steps, beside a parameter that has no gradient.
+
+    Args:
+        gradients: for each step, those of all parameters.
+        saved_after: after this step another optimizer goes on, with the state of the first one.
+
+    Raises:
+        InvalidModel: there is something in the state that cannot be saved.
+    """
+    parameters = [torch.nn.Parameter(each.clone()) for each in values]
+    still = torch.nn.Parameter(torch.ones(1))
+    optimizer = make(kind, group, [*parameters, still])
+    for number, step in enumerate(gradients):
+        if number and number == saved_after:
+            before, optimizer = optimizer, make(kind, group, [*parameters, still])
+            for parameter in parameters:
+                optimizer.state[parameter] = _saved(before.state.get(parameter, {}), parameter)
+        for parameter, gradient in zip(parameters, step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+    if not torch.equal(still, torch.ones(1)):
+        raise InvalidModel("it changes a parameter that has no gradient")
+    return torch.cat([parameter.detach().view(-1) for parameter in parameters])
+
+
+def _saved(state: Mapping[Any, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    """A copy of a parameter's state, as a checkpoint has it. Raises InvalidModel: it cannot have it."""
+    copies: dict[str, Any] = {}
+    for key, value in state.items():
+        if not isinstance(key, str) or not re.fullmatch(r"\w{1,100}", key, re.ASCII) or key in RESERVED:
+            raise InvalidModel(f"its state has the key {key!r}; expected a word, and none of {RESERVED}")
+        if torch.is_tensor(value):
+            fits = value.dim() == 0 or value.shape == parameter.shape
+            if not fits or name_of(value.dtype) not in ITEM_SIZE or value.is_complex():
+                raise InvalidModel(
+                    f"its state has a tensor {key!r} of {value.dtype} with shape {list(value.shape)}; what "
+                    f"can be saved are numbers, and tensors of the parameter's shape, {list(parameter.shape)}"
+                )
+            copies[key] = value.clone()
+        elif isinstance(value, bool | int | float):
+            copies[key] = type(value)(float(value))
+        else:
+            raise InvalidModel(
+                f"its state has {key!r}, which is a {type(value).__name__}; what can be saved are numbers, "
+                "and tensors of the parameter's shape"
+            )
+    return copies

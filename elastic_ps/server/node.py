@@ -18,6 +18,7 @@ from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.codec import as_bytes, checksum
+from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
@@ -58,6 +59,7 @@ class Node:
         history: where it is recorded which values the shard has got, made and kept; closed by the caller.
         follower: the shard's standby; closed by `close`.
         codecs: the job's; they say which values workers get. Without them, the shard's own.
+        optimizers: those that the job may have; torch's without it.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Node:
         history: History | None = None,
         follower: Follower | None = None,
         codecs: Plan | None = None,
+        optimizers: Optimizers | None = None,
     ) -> None:
         self.index = index
+        self._optimizers = optimizers or Optimizers()
         self.shards = shards
         self.store = store
         self._consistency = consistency
@@ -132,6 +136,7 @@ class Node:
             trace=self._trace,
             follows=configuration.follows,
             codecs=self._codecs,
+            optimizers=self._optimizers,
         )
         if configuration.load_version is not None:
             if self.store is None:

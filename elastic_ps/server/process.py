@@ -11,6 +11,7 @@ from functools import partial
 from elastic_ps import scales
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
+from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.evaluation import Evaluation
 from elastic_ps.env import ProcessEnvironment
@@ -56,6 +57,7 @@ class ParameterServer:
         patience: with which shard 0 waits for a checkpoint directory that cannot be used at the moment.
 
     Raises:
+        InvalidJob: a codec or an optimizer of the job cannot be imported.
         NoCheckpoint: a checkpoint is required and there is none.
         CheckpointError: the checkpoint directory cannot be used, now or later.
         AskedToEnd: see `Patience`.
@@ -72,6 +74,7 @@ class ParameterServer:
     ) -> None:
         spec, index = environment.spec, environment.index
         codecs = Plan(spec.compression)
+        optimizers = Optimizers(spec.parameter_server.optimizers)
         shards = spec.parameter_server.replicas
         process = f"{environment.role}-{index}"
         self._trace = Trace(environment.trace, process)
@@ -94,6 +97,7 @@ class ParameterServer:
             store=store,
             consistency=spec.consistency,
             codecs=codecs,
+            optimizers=optimizers,
             trace=self._trace,
             history=self._history,
             follower=follower,

@@ -14,10 +14,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
 from elastic_ps.codec import dtype_of, name_of
-from elastic_ps.codec.optimizers import WIDE, usual_state
+from elastic_ps.codec.optimizers import WIDE, Kind, Optimizers, usual_state
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, partition
-from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints, check_optimizer
+from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
 from elastic_ps.errors import CheckpointCorrupt, UserError
 from elastic_ps.job import Data, TrainingJobSpec
 from elastic_ps.server import kept
@@ -70,7 +70,7 @@ def _words(error: Exception) -> str:
 def _try(reader: Reader, spec: TrainingJobSpec) -> None:
     manifest = reader.manifest
     saved = _Saved.model_validate_json(json.dumps(manifest.state))
-    check_optimizer(manifest.optimizer)
+    kind = Optimizers(spec.parameter_server.optimizers).class_of(manifest.optimizer)
     for stay in saved.members:
         counts = (stay.worker, stay.incarnation, stay.steps, stay.records, stay.late, stay.call)
         if min(counts) < 0 or stay.incarnation >= (manifest.term + 1) * INCARNATIONS_PER_TERM:
@@ -92,10 +92,10 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
     )
     if saved.tuning:
         read_tuning(saved.tuning, source="tuning")
-    _try_optimizer(reader, Settings.from_json(saved.settings))
+    _try_optimizer(reader, Settings.from_json(saved.settings), kind)
 
 
-def _try_optimizer(reader: Reader, settings: Settings) -> None:
+def _try_optimizer(reader: Reader, settings: Settings, kind: Kind) -> None:
     """The settings make an optimizer, and the state is such that it can step with it."""
     manifest = reader.manifest
     for index, group in enumerate(settings.groups):
@@ -106,7 +106,7 @@ def _try_optimizer(reader: Reader, settings: Settings) -> None:
     @cache
     def usual(group: int, dtype: str, whole: bool) -> dict[str, tuple[str, bool]]:
         """The state after one step: key -> (dtype, whether it is a scalar)."""
-        return usual_state(manifest.optimizer, settings.groups[group], dtype_of(dtype), whole=whole)
+        return usual_state(kind, settings.groups[group], dtype_of(dtype), whole=whole)
 
     for index, tensor in enumerate(manifest.specs):
         if tensor.rule is not Rule.GRADIENT:

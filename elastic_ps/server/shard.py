@@ -18,7 +18,7 @@ import torch
 
 from elastic_ps.checkpoint.tensors import Source, Stored
 from elastic_ps.codec import as_bytes
-from elastic_ps.codec.optimizers import Entry
+from elastic_ps.codec.optimizers import Entry, Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
@@ -62,6 +62,7 @@ class Shard:
         follows: it is a standby: its state comes bucket by bucket with `take_state`. Until all are there, it
             steps those that it has.
         codecs: the job's; they say of which buckets deltas are sent.
+        optimizers: those that the job may have; torch's without it.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class Shard:
         trace: Trace,
         follows: bool = False,
         codecs: Plan | None = None,
+        optimizers: Optimizers | None = None,
     ) -> None:
         self.layout = layout
+        self._optimizers = optimizers or Optimizers()
         self._codecs = codecs or Plan(Compression())
         self.index = index
         lock = threading.RLock()
@@ -101,6 +104,7 @@ class Shard:
 
     def _make_buckets(self) -> dict[int, BucketValues]:
         name, settings = self._optimizer
+        kind = self._optimizers.class_of(name)
         buckets = self.layout.of_shard(self.index)
         allocate = shared_if_possible([bucket.nbytes for bucket in buckets])
         made = {}
@@ -111,7 +115,7 @@ class Shard:
                 allocate=allocate,
                 deltas=self._codecs.of_deltas(self.layout, bucket),
             )
-            values.build_optimizer(name, settings.groups, self.layout.tensors)
+            values.build_optimizer(kind, settings.groups, self.layout.tensors)
             made[bucket.index] = values
         return made
 

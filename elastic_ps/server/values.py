@@ -12,9 +12,17 @@ import torch
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Source
 from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.base import Codec
-from elastic_ps.codec.optimizers import WIDE, class_of, constructor_arguments, usual_state
+from elastic_ps.codec.optimizers import (
+    WIDE,
+    Kind,
+    constructor_arguments,
+    is_of_torch,
+    usual_numbers,
+    usual_state,
+    with_numbers,
+)
 from elastic_ps.core.partition import Bucket, Rule, TensorSpec
-from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, LIMITS, MAX_NORM, check_optimizer
+from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, LIMITS, MAX_NORM
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.deltas import Delta, make_delta
 from elastic_ps.transport.memory import Allocate, plain
@@ -80,6 +88,7 @@ class BucketValues:
         self._parameters: list[torch.nn.Parameter] = []
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[int] = []
+        self._numbers: Mapping[str, type] = {}
         self._divides = False  # the optimizer's step divides the gradients by its `grad_scale`
         self._rows: list[int] = []
         if bucket.rule is Rule.GRADIENT:
@@ -98,27 +107,26 @@ class BucketValues:
         self.master.copy_(values)
 
     def build_optimizer(
-        self, name: str, groups: Sequence[Mapping[str, Any]], tensors: Sequence[TensorSpec]
+        self, kind: Kind, groups: Sequence[Mapping[str, Any]], tensors: Sequence[TensorSpec]
     ) -> None:
-        """Create the optimizer; `tensors` are all of the model's."""
+        """Create the optimizer; `tensors` are all of the model's. Raises InvalidModel: it cannot be made."""
         if self.bucket.rule is not Rule.GRADIENT:
             return
-        check_optimizer(name)
         members: dict[int, list[torch.nn.Parameter]] = {}
         for parameter, piece in zip(self._parameters, self.bucket.pieces, strict=True):
             members.setdefault(tensors[piece.tensor].group, []).append(parameter)
         self._groups = sorted(members)
         self._rows = [tensors[piece.tensor].row for piece in self.bucket.pieces]
-        kind = class_of(name)
-        arguments = constructor_arguments(name, groups[self._groups[0]])
-        if (
-            "fused" in inspect.signature(kind).parameters
-        ):  # one pass over memory; it also divides, see `apply`
+        first = groups[self._groups[0]]
+        arguments = constructor_arguments(kind, first)
+        # One pass over memory; it also divides, see `apply`.
+        if is_of_torch(kind) and "fused" in inspect.signature(kind).parameters:
             arguments["fused"] = self._divides = True
         try:
             self._optimizer = kind([{**groups[g], "params": members[g]} for g in self._groups], **arguments)
         except (TypeError, ValueError) as error:
-            raise InvalidModel(f"torch.optim.{name} does not take these hyperparameters: {error}") from error
+            raise InvalidModel(f"{kind.__name__} does not take these hyperparameters: {error}") from error
+        self._numbers = usual_numbers(kind, first)
 
     @property
     def sum(self) -> torch.Tensor:
@@ -345,7 +353,7 @@ class BucketValues:
     def take_state(self, index: int, state: dict[str, torch.Tensor]) -> None:
         """Take the optimizer's state of a piece; see `usual_state`."""
         assert self._optimizer is not None
-        self._optimizer.state[self._parameters[index]] = state
+        self._optimizer.state[self._parameters[index]] = with_numbers(state, self._numbers)
 
     def usual_state(self, index: int) -> dict[str, tuple[str, bool]]:
         """What the optimizer keeps for a piece: key -> (dtype, whether it is one number for all of it)."""
@@ -354,7 +362,7 @@ class BucketValues:
         own = self._parameters[index]
         group = next(g for g in self._optimizer.param_groups if any(p is own for p in g["params"]))
         values = {key: value for key, value in group.items() if key != "params"}
-        return usual_state(type(self._optimizer).__name__, values, self.master.dtype)
+        return usual_state(type(self._optimizer), values, self.master.dtype)
 
     def load(self, stored: Source, version: int) -> None:
         """Take values and optimizer state of `version` over; nothing else is read of what is stored."""
@@ -366,7 +374,7 @@ class BucketValues:
             if self.master is not self.values:
                 self._piece(self.master, index).copy_(master)
             if self._optimizer is not None and state:
-                self._optimizer.state[self._parameters[index]] = state
+                self.take_state(index, state)
         self.version = self.changed = version
         self.draft, self.delta = 0, None
 

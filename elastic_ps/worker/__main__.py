@@ -2,8 +2,8 @@
 
 `python -m elastic_ps.worker --check SPEC` (in JSON) only imports it, to find out before anything is started
 whether that works, whether it takes the job's arguments, and whether there are the codecs of
-`spec.compression` and the function that `consistency.stalenessScale` may name. The evaluator's entrypoint is
-tried likewise.
+`spec.compression`, the optimizers of `spec.parameterServer`, and the function that
+`consistency.stalenessScale` may name. The evaluator's entrypoint is tried likewise.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from elastic_ps.worker import entrypoint
 
 
 def check(text: str) -> int:
-    """Print what is wrong with the entrypoints, their arguments or the codecs; returns the exit status."""
+    """Print what is wrong with the entrypoints, their arguments, codecs or optimizers; returns the status."""
     try:
         with process.importing():
             from elastic_ps import scales
+            from elastic_ps.codec.optimizers import Optimizers
             from elastic_ps.codec.plan import Plan
 
             spec = parse_spec(json.loads(text), source="spec")
@@ -32,6 +33,7 @@ def check(text: str) -> int:
                 entrypoint.load(evaluator.entrypoint, evaluator.arguments, field="spec.evaluator.arguments")
             Plan(spec.compression)
             scales.check(spec.consistency.staleness_scale)
+            Optimizers(spec.parameter_server.optimizers)
     except InvalidJob as error:
         print(f"error: {error}", file=sys.stderr)
         return env.EXIT_INVALID

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elastic_ps.codec import as_bytes, dtype_of, name_of
-from elastic_ps.codec.optimizers import WIDE, Entry, usual_state
+from elastic_ps.codec.optimizers import WIDE, Entry, Kind, usual_state
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import CONSTRAINTS
 from elastic_ps.errors import InvalidModel
@@ -46,7 +46,8 @@ class Brought:
             for position, parameter in enumerate(group["params"]):
                 if found := optimizer.state.get(parameter):
                     what = f"parameter {position} of group {number}"
-                    self._entries[id(parameter)] = dict(_entries(name, values, parameter, found, what))
+                    entries = _entries(type(optimizer), values, parameter, found, what)
+                    self._entries[id(parameter)] = dict(entries)
         optimizer.state.clear()
 
     def pieces(
@@ -71,13 +72,13 @@ class Brought:
 
 
 def _entries(
-    name: str, group: Mapping[str, Any], parameter: torch.nn.Parameter, found: Mapping[str, Any], what: str
+    kind: Kind, group: Mapping[str, Any], parameter: torch.nn.Parameter, found: Mapping[str, Any], what: str
 ) -> Iterator[tuple[Entry, torch.Tensor]]:
     """A parameter's state, flat, on the CPU, and in the dtypes of the parameter server."""
-    usual = usual_state(name, group, WIDE.get(name_of(parameter.dtype), parameter.dtype))
+    usual = usual_state(kind, group, WIDE.get(name_of(parameter.dtype), parameter.dtype))
     for key, (dtype, scalar) in usual.items():
         value = found.get(key)
-        if value is None and name == "SGD":
+        if value is None and kind is torch.optim.SGD:
             continue  # its buffer is made by the first step
         value = torch.as_tensor(value if value is not None else [])
         if value.numel() != (1 if scalar else parameter.numel()):

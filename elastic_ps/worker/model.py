@@ -14,14 +14,13 @@ import torch
 from torch.nn.parameter import UninitializedParameter
 
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of, name_of
-from elastic_ps.codec.delayed import OURS
+from elastic_ps.codec.optimizers import Optimizers, try_out
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec, uncompiled
 from elastic_ps.core.settings import (
     CONSTRUCTED,
     MAX_NORM,
     Settings,
     check_constraints,
-    check_optimizer,
     plain_group,
 )
 from elastic_ps.errors import InvalidModel, UsageError
@@ -36,7 +35,7 @@ class Described:
     Attributes:
         specs: the tensors, in order of registration: parameters, then persistent buffers.
         tensors: the model's own, in the same order.
-        optimizer: name of the optimizer's class.
+        optimizer: name of the optimizer's class; `module:Class` of one of the user's.
         own: the model's tensors that the job leaves alone.
     """
 
@@ -48,6 +47,7 @@ class Described:
         averaged: Sequence[str] = (),
         broadcast: Sequence[str] = (),
         own: Sequence[str] = (),
+        optimizers: Optimizers | None = None,
     ) -> None:
         """Look at both; nothing is changed.
 
@@ -55,6 +55,7 @@ class Described:
             averaged, broadcast, own: names of modules, parameters or buffers that the optimizer does not
                 train: those that the script changes, of which the job keeps the mean, or one worker's values,
                 and those that the job leaves alone.
+            optimizers: those that the job may have; torch's without it.
 
         Raises:
             InvalidModel: the parameter server cannot train this; the message says what to do.
@@ -70,14 +71,8 @@ class Described:
                     f"{name} is on the meta device and has no values: call model.to_empty(device=...) and "
                     "initialise the model before you create the optimizer"
                 )
-        self.optimizer = type(optimizer).__name__
         check_wrapper(optimizer)
-        if type(optimizer) is not (OURS.get(self.optimizer) or getattr(torch.optim, self.optimizer, None)):
-            raise InvalidModel(
-                f"the optimizer is a {type(optimizer).__module__}.{self.optimizer}, but the parameter server "
-                "runs only classes of torch.optim, and no subclasses of them"
-            )
-        check_optimizer(self.optimizer)
+        self.optimizer = (optimizers or Optimizers()).name_of(optimizer)
         # Adagrad has a state from the beginning, of step 0.
         if any(not isinstance(state, dict) or state.get("step", 1) > 0 for state in optimizer.state.values()):
             raise InvalidModel(
@@ -85,6 +80,9 @@ class Described:
                 "with its state, also state=optimizer.state_dict()"
             )
         _check_arguments(optimizer)
+        if ":" in self.optimizer:
+            for settings in self.settings(optimizer).groups:
+                try_out(self.optimizer, type(optimizer), settings)
         groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
         parameters = {uncompiled(name): parameter for name, parameter in model.named_parameters()}
         unknown = groups.keys() - {id(p) for p in parameters.values()}

@@ -12,6 +12,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_ps.codec import dtype_of
+from elastic_ps.codec.optimizers import usual_numbers, with_numbers
+from elastic_ps.core.settings import plain_group
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.assigning import assign
 from elastic_ps.worker.engine import Engine
@@ -168,7 +170,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             rest = {key: value for key, value in group.items() if key != "params"}
             groups.append({**rest, "params": [next(counter) for _ in group["params"]]})
-        return {"state": dict(sorted(state.items())), "param_groups": groups}
+        kept = usual_numbers(type(self._wrapped), plain_group(self.param_groups[0], 0))
+        ordered = {number: with_numbers(entries, kept) for number, entries in sorted(state.items())}
+        return {"state": ordered, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises UsageError, because a worker cannot load the state. The message says what to do.

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
@@ -159,8 +160,9 @@ class Session:
         into its model.
 
         Args:
-            optimizer: a new one, of one of the classes of torch.optim in `core.settings.ALLOWED`. In mode
-                `local` any torch optimizer: it runs on this worker, which keeps its state.
+            optimizer: a new one, of one of the classes of torch.optim in `core.settings.ALLOWED`, or of one
+                that the job names in parameterServer.optimizers. In mode `local` any torch optimizer: it runs
+                on this worker, which keeps its state.
             model: on the device where it is to be trained.
             overlap: send gradients while backward runs. False sends them in `step`, for scripts that
                 change gradients in between (clip_grad_norm_, GradScaler) or run backward several times.
@@ -220,7 +222,14 @@ class Session:
             brought = Brought(optimizer, state)
         if any(group.get(MAX_GRAD_NORM) is not None for group in optimizer.param_groups):
             self._require_whole_gradient()
-        described = Described(model, runs_there, averaged=averaged, broadcast=broadcast, own=own)
+        described = Described(
+            model,
+            runs_there,
+            averaged=averaged,
+            broadcast=broadcast,
+            own=own,
+            optimizers=Optimizers(self.spec.parameter_server.optimizers),
+        )
         flat = self._engine.enter(described, model, runs_there, brought)
         self._model = model
         self._optimizer = ElasticOptimizer(

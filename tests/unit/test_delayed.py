@@ -51,7 +51,7 @@ def test_it_is_the_algorithm_of_the_paper(steps: int) -> None:
 def test_its_state_is_what_a_checkpoint_needs() -> None:
     """What has stepped three times and is loaded in the middle goes on as it would have."""
     group = {"lr": 0.7, "momentum": 0.9, "every": 2}
-    assert usual_state("DelayedNesterov", group, torch.float32) == {
+    assert usual_state(DelayedNesterov, group, torch.float32) == {
         "step": ("float32", True),
         "waiting": ("float32", False),
         "momentum_buffer": ("float32", False),

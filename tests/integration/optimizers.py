@@ -1,0 +1,115 @@
+"""Optimizers of a user's own, as a job names them in parameterServer.optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms"."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), decay: float = 0.0
+    ) -> None:
+        if lr <= 0:
+            raise ValueError(f"lr is {lr}")
+        super().__init__(params, {"lr": lr, "betas": betas, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                momentum = state["momentum"]
+                update = momentum.mul(first).add(parameter.grad, alpha=1 - first).sign()
+                parameter.mul_(1 - group["lr"] * group["decay"]).sub_(update, alpha=group["lr"])
+                momentum.mul_(second).add_(parameter.grad, alpha=1 - second)
+
+
+class Trying(torch.optim.Optimizer):
+    """Its step is `change(parameter, gradient, state)`, which a subclass has."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    change = self.change(parameter, parameter.grad, self.state[parameter])
+                    parameter.sub_(change, alpha=group["lr"])
+
+    def change(self, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Counted(Trying):
+    """It keeps a number of Python, which has to be one after it was saved, too."""
+
+    def change(self, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> torch.Tensor:
+        del parameter
+        state["step"] = state.get("step", 0) + 1
+        assert isinstance(state["step"], int)
+        count: int = len(range(state["step"]))
+        return gradient.div(count)
+
+
+class Normed(Trying):
+    """It looks at the whole of a parameter."""
+
+    def change(self, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> torch.Tensor:
+        del state
+        share: torch.Tensor = parameter.norm() / gradient.norm()
+        return gradient * share
+
+
+class Forgetful(Trying):
+    """It keeps something where nobody finds it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.steps = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        super().step(closure)
+
+    def change(self, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> torch.Tensor:
+        del parameter, state
+        return gradient / self.steps
+
+
+class Listed(Trying):
+    """Its state is a list."""
+
+    def change(self, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> torch.Tensor:
+        del parameter
+        state.setdefault("before", []).append(gradient.clone())
+        return gradient
+
+
+class Factored(Trying):
+    """Its state has another shape than the parameter."""
+
+    def change(self, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> torch.Tensor:
+        del parameter
+        state["first"] = gradient.view(-1)[:1].clone()
+        return gradient
+
+
+class Failing(Trying):
+    """It has no step."""
+
+
+NOT_ONE = torch.nn.Linear
