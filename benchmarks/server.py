@@ -53,7 +53,7 @@ def time_commits(name: str, rounds: int) -> tuple[float, float]:
 
     def apply() -> None:
         for values, _ in ours:
-            values.apply(SAMPLES, settings.groups, values.version + 1)
+            values.apply(settings.groups, values.version + 1)
 
     seconds: list[tuple[float, float]] = []
     for _ in range(rounds):

@@ -78,7 +78,7 @@ class Drafts:
             self._spare = self._make()
         values = self._spare[index]
         values.mirror(live)
-        values.apply(basis.samples, basis.groups, basis.version)
+        values.apply(basis.groups, basis.version)
         self._count += 1
         values.draft = self._count
         self._made[index] = _Draft(values, basis, self._count)

@@ -255,7 +255,7 @@ class Shard:
                 return False
             first = not self._log.added.get(key.bucket)
             self._buckets[key.bucket].add(
-                contribution, samples, present, first=first, worker=key.worker, largest=largest, who=who
+                contribution, samples, present, first=first, worker=key.worker, largest=largest
             )
             self._log.add(key)
         return True
@@ -481,7 +481,7 @@ class Shard:
         contributors = frozenset(apply.contributors)
         basis = Basis(version, apply.attempt, contributors, apply.samples, tuple(apply.settings.groups))
         clip = None if apply.assigns else apply.settings.max_grad_norm
-        divisor = apply.samples if clip is None else self._clipped(apply.samples, clip)
+        divisor = 1.0 if clip is None else self._clipped(clip)
         for bucket in stepped:
             with self._changed:
                 values = self._buckets[bucket.index]
@@ -490,7 +490,7 @@ class Shard:
                 elif clip is None and (draft := self._drafts.take(values, basis)):
                     self._buckets[bucket.index] = draft
                 else:
-                    values.apply(divisor, apply.settings.groups, version)
+                    values.apply(apply.settings.groups, version, divisor=divisor)
                 if bucket is stepped[-1]:
                     # Whoever has pulled the last bucket may push for the next round at once.
                     self._log.open(version=version, attempt=attempt, expected=expected)
@@ -498,14 +498,13 @@ class Shard:
         self._torn = False
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
 
-    def _clipped(self, samples: int, norm: float) -> float:
-        """What the sums are divided by, so that the mean gradient has this norm at most.
+    def _clipped(self, norm: float) -> float:
+        """What the mean gradient is divided by, so that it has this norm at most.
 
         The formula is that of `torch.nn.utils.clip_grad_norm_`: a norm that overflows leaves nothing.
         """
         norms = [self._buckets[bucket.index].norm() for bucket in self._to_step]
-        found = math.hypot(*norms) / samples
-        return samples * max(1.0, (found + 1e-6) / norm)
+        return max(1.0, (math.hypot(*norms) + 1e-6) / norm)
 
     @property
     def _to_step(self) -> list[Bucket]:

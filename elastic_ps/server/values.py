@@ -78,7 +78,7 @@ class BucketValues:
         self.version = self.changed = self.draft = self.weight = 0
         self._sum: torch.Tensor | None = None
         self._sums: list[torch.Tensor] = []  # of each piece
-        self._sum_bound = 0.0
+        self._bound = 0.0  # no element of the open round's sum has a larger magnitude
         self._blank = False  # nothing has been added to the open round's sum, whose memory holds anything
         self._lowest = 0
         self._present: list[bool] = []
@@ -89,7 +89,6 @@ class BucketValues:
         self._optimizer: torch.optim.Optimizer | None = None
         self._groups: list[int] = []
         self._numbers: Mapping[str, type] = {}
-        self._divides = False  # the optimizer's step divides the gradients by its `grad_scale`
         self._rows: list[int] = []
         if bucket.rule is Rule.GRADIENT:
             wide = WIDE.get(bucket.dtype, self.values.dtype)
@@ -119,9 +118,8 @@ class BucketValues:
         self._rows = [tensors[piece.tensor].row for piece in self.bucket.pieces]
         first = groups[self._groups[0]]
         arguments = constructor_arguments(kind, first)
-        # One pass over memory; it also divides, see `apply`.
-        if is_of_torch(kind) and "fused" in inspect.signature(kind).parameters:
-            arguments["fused"] = self._divides = True
+        if is_of_torch(kind) and "fused" in inspect.signature(kind).parameters:  # one pass over memory
+            arguments["fused"] = True
         try:
             self._optimizer = kind([{**groups[g], "params": members[g]} for g in self._groups], **arguments)
         except (TypeError, ValueError) as error:
@@ -130,7 +128,11 @@ class BucketValues:
 
     @property
     def sum(self) -> torch.Tensor:
-        """The open round's sum, or what the rule makes of it so far: flat, of the dtype that sums have."""
+        """What the open round's contributions make so far: flat, of the dtype that sums are kept in.
+
+        Of gradients it is the mean, weighted by samples: that is one pass over memory for each contribution,
+        as a sum would be, and the step has nothing to divide.
+        """
         total = self._memory()
         if self._blank:
             total.zero_()
@@ -157,8 +159,10 @@ class BucketValues:
         """Add a worker's step that has no gradient for any piece; `first` begins a new sum."""
         self.weight = samples if first else self.weight + samples
         if first:
-            self._blank, self._sum_bound = True, 0.0
+            self._blank, self._bound = True, 0.0
             self._present = [False] * len(self.bucket.pieces)
+        elif self.bucket.rule is Rule.GRADIENT and not self._blank:
+            self._memory().mul_((self.weight - samples) / self.weight)
 
     def add(
         self,
@@ -169,28 +173,18 @@ class BucketValues:
         first: bool,
         worker: int = 0,
         largest: float = math.inf,
-        who: str = "",
     ) -> None:
         """Add a worker's values to the round's sum; `first` begins a new sum.
 
         Args:
             worker: index of the worker; the lowest one's values count for a BROADCAST.
             largest: no value's magnitude is above it, as far as is known.
-
-        Raises:
-            Refused: NOT_FINITE; `who` would make the sum overflow. It is as before.
         """
         if not present:
             present = [True] * len(self.bucket.pieces)
         restarts, total, first = first, self._memory(), first or self._blank
-        if self.bucket.rule is Rule.GRADIENT:
-            bound = samples * largest
-            if not first:
-                bound += self._sum_bound
-            if bound > torch.finfo(total.dtype).max / 2:
-                _require_no_overflow(contribution, samples, None if first else total, who)
-            self._sum_bound = bound
         self.weight = samples if restarts else self.weight + samples
+        share = samples / self.weight
         if self.bucket.rule is Rule.MAXIMUM:
             if first:
                 total.copy_(contribution)
@@ -204,29 +198,39 @@ class BucketValues:
             if first:
                 total.copy_(contribution)
             else:
-                _move_mean(total, contribution.to(total.dtype), samples / self.weight)
-        elif first:
-            torch.mul(contribution.to(total.dtype), samples, out=total)
+                _move_mean(total, contribution.to(total.dtype), share)
         else:
-            total.add_(contribution, alpha=samples)
+            self._add_gradient(contribution, share, largest, first=first)
         self._blank = False
         self._present = (
             list(present) if first else [a or b for a, b in zip(self._present, present, strict=True)]
         )
 
+    def _add_gradient(self, gradient: torch.Tensor, share: float, largest: float, *, first: bool) -> None:
+        """Move the mean towards a gradient that has this share of its weight. Nothing overflows by that."""
+        total = self._memory()
+        self._bound = largest if first else max(self._bound, largest)
+        if first and share == 1:
+            total.copy_(gradient)
+        elif first:
+            torch.mul(gradient.to(total.dtype), share, out=total)
+        elif self._bound > torch.finfo(total.dtype).max / 2:  # their difference might overflow
+            total.mul_(1 - share).add_(gradient, alpha=share)
+        else:
+            torch.lerp(total, gradient.to(total.dtype), share, out=total)
+
     def norm(self) -> float:
-        """The 2-norm of the round's sum of gradients, in float64."""
+        """The 2-norm of the round's mean gradient, in float64."""
         if self.bucket.rule is not Rule.GRADIENT or not any(self._present):
             return 0.0
         return float(torch.linalg.vector_norm(self.sum, dtype=torch.float64))
 
-    def apply(self, samples: float, groups: Sequence[Mapping[str, Any]], version: int) -> None:
-        """Make `version` out of the round's sum, whose contributions weigh `samples` together.
-
-        The sum is not the sum any more after that.
+    def apply(self, groups: Sequence[Mapping[str, Any]], version: int, *, divisor: float = 1.0) -> None:
+        """Make `version` out of the round's sum, which is nothing any more after that.
 
         Args:
-            samples: what the sum is divided by; more than the samples, if the gradient is scaled down.
+            groups: the optimizer's hyperparameters.
+            divisor: what the mean gradient is divided by.
         """
         self.draft = 0
         if self.bucket.rule is Rule.MAXIMUM:
@@ -234,7 +238,7 @@ class BucketValues:
         elif self.bucket.rule in (Rule.MEAN, Rule.BROADCAST):
             self.values.copy_(self.sum)
         elif any(self._present) or any(groups[number].get(key) for number in self._groups for key in LIMITS):
-            self._step(groups, samples)
+            self._step(groups, divisor)
             self._publish(version)
         else:
             self.version = version
@@ -278,13 +282,11 @@ class BucketValues:
             return []
         return [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
 
-    def _step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
+    def _step(self, groups: Sequence[Mapping[str, Any]], divisor: float) -> None:
         assert self._optimizer is not None
         total = self.sum
-        if self._divides:
-            self._optimizer.grad_scale = torch.tensor(float(samples))  # type: ignore[attr-defined]
-        else:
-            total.div_(samples)
+        if divisor != 1:
+            total.div_(divisor)
         for own, number in zip(self._optimizer.param_groups, self._groups, strict=True):
             own.update(groups[number])
         gradients = {
@@ -414,22 +416,3 @@ def require_finite(contribution: torch.Tensor, who: str, *, usual: torch.Tensor 
     if bad:
         raise Refused(RefusalCode.NOT_FINITE, f"{who}: {bad} of {contribution.numel()} values are NaN or Inf")
     return math.inf
-
-
-def _require_no_overflow(
-    contribution: torch.Tensor, samples: int, total: torch.Tensor | None, who: str
-) -> None:
-    """Raise Refused (NOT_FINITE) if finite values, weighed and added to a finite sum, are not finite."""
-    dtype = WIDE.get(str(contribution.dtype).removeprefix("torch."), contribution.dtype)
-    sum_after = contribution.to(dtype) * samples
-    finite = torch.isfinite(contribution)
-    if total is not None:
-        sum_after += total
-        finite &= torch.isfinite(total)
-    bad = int((finite & ~torch.isfinite(sum_after)).sum())
-    if bad:
-        raise Refused(
-            RefusalCode.NOT_FINITE,
-            f"{who}: {bad} of {contribution.numel()} values overflow {sum_after.dtype} when they are "
-            f"multiplied by {samples} samples and added to the sum",
-        )

@@ -177,7 +177,7 @@ def test_two_workers_get_the_same_draft_and_the_sums_stay_as_they_are() -> None:
     drafts = [[next(items) for _ in rig.buckets] for items in (ahead(rig, 0), ahead(rig, 1))]
     assert [d.draft for d in drafts[0]] == [d.draft for d in drafts[1]]
     sums = {s.bucket: s.total.clone() for s in rig.shard.sums()}
-    wanted = {Rule.GRADIENT: 8.0, Rule.MEAN: 8 / 3, Rule.MAXIMUM: 3.0}
+    wanted = {Rule.GRADIENT: 8 / 3, Rule.MEAN: 8 / 3, Rule.MAXIMUM: 3.0}
     for bucket in rig.buckets:
         assert torch.allclose(sums[bucket.index], ones(4, wanted[bucket.rule]))
     rig.commit(0, 1, samples=3)

@@ -164,11 +164,11 @@ def test_a_shard_that_fails_in_the_middle_of_a_step_has_lost_the_model(
         rig.push(0, ones(300), bucket=bucket.index)
     original, calls = BucketValues.apply, []
 
-    def apply(self: BucketValues, *arguments: Any) -> None:
+    def apply(self: BucketValues, *arguments: Any, **named: Any) -> None:
         calls.append(self)
         if len(calls) == 2:
             raise MemoryError("no memory for a step")
-        original(self, *arguments)
+        original(self, *arguments, **named)
 
     monkeypatch.setattr(BucketValues, "apply", apply)
     with pytest.raises(MemoryError):

@@ -42,7 +42,8 @@ def test_pushes_of_many_threads_are_all_added(threads: ThreadPoolExecutor) -> No
         again = [threads.submit(rig.push, w, ones(1000, float(w)), samples=w + 1) for w in workers]
         assert sum(f.result(10) for f in [*added, *again]) == len(workers), "each is added once"
         rig.commit(*workers, samples=55)
-        assert torch.equal(rig.values(), before - sum(w * (w + 1) for w in workers) / 55)
+        expected = before - sum(w * (w + 1) for w in workers) / 55
+        assert torch.allclose(rig.values(), expected), "in whatever order"
 
 
 def test_counters_take_the_maximum_and_running_statistics_the_mean() -> None:
@@ -172,32 +173,17 @@ def test_in_deterministic_mode_nobody_waits_for_who_has_vanished(threads: Thread
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_finite_gradients_whose_weighted_sum_overflows_are_refused_by_name(dtype: str) -> None:
+@pytest.mark.parametrize(("sign", "samples"), [(1, 4), (-1, 4), (1, 2**63 - 1)])
+def test_the_mean_of_finite_gradients_is_finite(dtype: str, sign: int, samples: int) -> None:
+    """However large they are, and however many samples a worker says that they are made of."""
     rig = Rig(one_bucket(tensor("w", 4, dtype=dtype)))
-    huge = 2.0 ** (math.frexp(torch.finfo(dtype_of(dtype)).max)[1] - 2)
+    huge = torch.finfo(dtype_of(dtype)).max
 
     def gradient(value: float) -> torch.Tensor:
-        return torch.tensor([1.0, value, 1.0, 1.0], dtype=dtype_of(dtype))
+        return torch.tensor([1.0, value, huge, 1.0], dtype=dtype_of(dtype))
 
-    with pytest.raises(Refused, match="worker 0, step 0, bucket 0: 1 of 4 values overflow") as no:
-        rig.push(0, gradient(huge), samples=4)
-    assert no.value.code is RefusalCode.NOT_FINITE
-    assert rig.push(0, gradient(huge), samples=3)
-    with pytest.raises(Refused, match="worker 1, step 0, bucket 0: 1 of 4 values"):
-        rig.push(1, gradient(huge), samples=2)
-    assert rig.push(1, gradient(-huge), samples=3), "the sum is as before"
-    rig.commit(0, 1, samples=6)
-    assert torch.equal(rig.values().float(), torch.tensor([-1.0, 0.0, -1.0, -1.0]))
-
-
-def test_a_sum_that_overflows_little_by_little_is_refused() -> None:
-    """No contribution is large by itself; a worker says how many samples it is made of."""
-    rig = Rig(one_bucket(tensor("w", 2)))
-    gradient, samples = torch.tensor([1.4 * 2.0**63, 0.0]), 2**63 - 1
-    for worker in (0, 1):
-        assert rig.push(worker, gradient, samples=samples)
-    with pytest.raises(Refused, match="worker 2, step 0, bucket 0: 1 of 2 values overflow"):
-        rig.push(2, gradient, samples=samples)
-    rig.commit(0, 1, samples=samples)
-    for worker in (0, 1):
-        assert rig.push(worker, gradient, samples=samples), "each round has a sum of its own"
+    rig.push(0, gradient(huge), samples=samples)
+    rig.push(1, gradient(sign * huge), samples=samples)
+    rig.commit(0, 1, samples=2 * samples)
+    expected = torch.tensor([-1.0, -huge if sign > 0 else 0.0, -huge, -1.0], dtype=torch.float64)
+    assert torch.allclose(rig.values().double(), expected, rtol=1e-6, atol=0)

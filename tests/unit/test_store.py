@@ -367,7 +367,7 @@ def test_a_checkpoint_can_be_cut_otherwise(
                 gradient = torch.randn(values.bucket.elements, generator=generator)
                 present = [piece.tensor != 3 for piece in values.bucket.pieces]
                 values.add(gradient, 1, present, first=True)
-                values.apply(1, settings.groups, version)
+                values.apply(settings.groups, version)
     found = replace(manifest(2), tensors=[{**asdict(s), "shape": list(s.shape)} for s in specs])
     for shard in range(first.shards):
         own = [values for values in buckets if values.bucket.shard == shard]
