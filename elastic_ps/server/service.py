@@ -249,7 +249,8 @@ class Service:
                 draft=item.draft,
                 stands=item.stands,
             )
-            yield Frame(reply.SerializeToString(), sent.body)
+            last = item.bucket == request.buckets[-1] and not item.draft
+            yield Frame(reply.SerializeToString(), sent.body, more=last)
         settings = self._coordinator.job.settings if self._coordinator is not None else ""
         stopped = self._coordinator.job.stopped if self._coordinator is not None else ""
         steps = self._coordinator.job.steps(caller.worker) if self._coordinator is not None else 0
@@ -536,7 +537,8 @@ class Service:
 
 
 def _frame(message: Message) -> Frame:
-    return Frame(message.SerializeToString())
+    """The last answer to a call."""
+    return Frame(message.SerializeToString(), more=True)
 
 
 def _done(*, duplicate: bool = False) -> Frame:

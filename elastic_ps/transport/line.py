@@ -23,7 +23,7 @@ import numpy as np
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed
 from elastic_ps.identity import Identity
 from elastic_ps.transport import sockets
-from elastic_ps.transport.base import Frame, Limits
+from elastic_ps.transport.base import EMPTY, Frame, Limits
 from elastic_ps.transport.memory import Handle, Mapped, place_of
 from elastic_ps.transport.views import flat, target_of
 
@@ -36,6 +36,9 @@ of the body, and where it is in that memory."""
 
 SMALL = 128 * 1024
 """Bytes of a body that is sent although it is in shared memory: that is faster than to wait for an answer."""
+
+AHEAD = 16 * 1024
+"""Bytes that are received at a time where a frame begins: small frames take one call of the system."""
 
 _SCRATCH = 256 * 1024
 
@@ -81,6 +84,8 @@ class Line:
         self.transport = "shm" if self._passes_memory else "tcp"
         self._shown: list[int] = []
         self._seen: dict[int, Mapped] = {}
+        self._ahead = EMPTY  # what was received, and is not used yet
+        self._handed: list[int] = []  # descriptors of memory whose frames are still to be read
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
@@ -93,6 +98,8 @@ class Line:
         self.hang_up()
         self._sock.close()
         self._seen.clear()
+        while self._handed:
+            os.close(self._handed.pop())
 
     def alive(self) -> bool:
         """Whether the other side is still there, as far as can be seen."""
@@ -224,13 +231,13 @@ class Line:
             raise self._lost(error) from error
         return rest
 
-    def tell(self, kind: Kind, header: bytes = b"") -> None:
-        """Send a frame without method and body. Blocks."""
-        self.send([HEAD.pack(kind, 0, 0, len(header), 0, 0, 0), header], None)
+    def tell(self, kind: Kind, header: bytes = b"", *, after: bytes = b"") -> None:
+        """Send a frame without method and body, after these bytes. Blocks."""
+        self.send([b"".join((after, HEAD.pack(kind, 0, 0, len(header), 0, 0, 0), header))], None)
 
     def send_while_waiting(self, rest: list[bytes | memoryview], deadline: float) -> list[bytes | memoryview]:
         """Send `rest` until all of it is sent or something arrives; returns what is left of it. Blocks."""
-        while rest:
+        while rest and not self._ahead:
             if self._wait(select.POLLIN | select.POLLOUT, deadline) & ~select.POLLOUT:
                 break
             rest = self.send_some(rest)
@@ -250,6 +257,11 @@ class Line:
                 # Asked each time: who reads slower than the other side sends never waits.
                 if deadline is not None and time.monotonic() > deadline:
                     raise DeadlineExceeded(f"{self._what}: the time is over")
+                if self._ahead:
+                    received = min(len(target), len(self._ahead))
+                    target[:received] = self._take(received)
+                    target = target[received:]
+                    continue
                 try:
                     received = self._socket.receive_into(target)
                 except BlockingIOError:
@@ -266,6 +278,8 @@ class Line:
 
     def receive(self, size: int, deadline: float | None) -> bytes:
         """The next `size` bytes. Blocks. Takes memory for what has arrived, not for what was announced."""
+        if size <= len(self._ahead):
+            return bytes(self._take(size))
         pieces = []
         while size:
             piece = bytearray(min(size, _SCRATCH))
@@ -290,42 +304,46 @@ class Line:
             Malformed: it is none.
         """
         while True:
-            buffer = memoryview(bytearray(HEAD.size))
-            received, fds = self._first_bytes(buffer, deadline)
-            try:
-                self.receive_into(buffer[received:], deadline)
-                head = Head(*HEAD.unpack(buffer))
-                if head.kind != Kind.MEMORY:
-                    return head
-                if len(fds) != 1:
-                    raise Malformed(f"{len(fds)} shared memories handed over at once")
-                self._seen[head.memory] = Mapped(fds.pop())
-                for oldest in list(self._seen)[:-MEMORIES]:
-                    del self._seen[oldest]
-            finally:
-                for fd in fds:
-                    os.close(fd)
+            if not self._ahead:
+                self._receive_ahead(deadline)
+            head = Head(*HEAD.unpack(self.receive(HEAD.size, deadline)))
+            if head.kind != Kind.MEMORY:
+                return head
+            if not self._handed:
+                raise Malformed("no shared memory was handed over with its frame")
+            self._seen[head.memory] = Mapped(self._handed.pop(0))
+            for oldest in list(self._seen)[:-MEMORIES]:
+                del self._seen[oldest]
 
-    def _first_bytes(self, buffer: memoryview, deadline: float | None) -> tuple[int, list[int]]:
+    def _take(self, size: int) -> memoryview:
+        """So many bytes of those that were received ahead."""
+        taken, self._ahead = self._ahead[:size], self._ahead[size:]
+        return taken
+
+    def _receive_ahead(self, deadline: float | None) -> None:
+        """Receive what is there between two frames, and no more than `AHEAD` bytes. Blocks until some are."""
         while True:
             try:
-                if self._passes_memory:
-                    data, fds, flags, _ = socket.recv_fds(self._sock, len(buffer), 4)
-                    if flags & socket.MSG_CTRUNC and not fds:
-                        text = f"{self._what}: no descriptor is left for shared memory (see ulimit -n)"
-                        raise ConnectionLost(text)
-                    buffer[: len(data)] = data
-                    received = len(data)
-                else:
-                    received, fds = self._socket.receive_into(buffer), []
+                data = self._receive_handed() if self._passes_memory else self._socket.receive(AHEAD)
             except BlockingIOError:
                 self._wait(select.POLLIN, deadline)
                 continue
             except OSError as error:
                 raise self._lost(error) from error
-            if not received:
+            if not data:
                 raise self._lost()
-            return received, fds
+            self._ahead = memoryview(data)
+            return
+
+    def _receive_handed(self) -> bytes:
+        """As `socket.recv`, with the descriptors that come along; it ends with the first of these."""
+        data, fds, flags, _ = socket.recv_fds(self._sock, AHEAD, 4)
+        self._handed += fds
+        if flags & socket.MSG_CTRUNC and not fds:
+            raise ConnectionLost(f"{self._what}: no descriptor is left for shared memory (see ulimit -n)")
+        if len(fds) > 1 or len(self._handed) > MEMORIES:
+            raise Malformed(f"{len(self._handed)} shared memories handed over at once")
+        return data
 
     def frame(self, head: Head, limits: Limits, deadline: float | None) -> Received:
         """The frame that begins with `head`. Blocks until its header is there.

@@ -38,6 +38,10 @@ class Plain:
         """Returns how many bytes were received; 0: the other side has ended the connection."""
         return self.sock.recv_into(target)
 
+    def receive(self, most: int) -> bytes:
+        """What is there, of `most` bytes at most; none: the other side has ended the connection."""
+        return self.sock.recv(most)
+
     def alive(self) -> bool:
         """Whether the other side is still there, as far as can be seen. Raises as `receive_into`."""
         return bool(self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
@@ -94,6 +98,14 @@ class Encrypted(Plain):
         self._records += 1
         try:
             return self.sock.recv_into(target)
+        except ssl.SSLWantReadError:
+            raise BlockingIOError from None
+
+    def receive(self, most: int) -> bytes:
+        """See `Plain.receive`."""
+        self._records += 1
+        try:
+            return self.sock.recv(most)
         except ssl.SSLWantReadError:
             raise BlockingIOError from None
 

@@ -20,7 +20,7 @@ from typing import Protocol
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, TransportError
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
 from elastic_ps.transport.credentials import Credentials, UntrustedError, names_of
-from elastic_ps.transport.line import Head, Kind, Line, Received
+from elastic_ps.transport.line import SMALL, Head, Kind, Line, Received
 from elastic_ps.transport.refusal import Kind as Blame
 from elastic_ps.transport.refusal import Refusal, answers
 from elastic_ps.transport.shares import Shares
@@ -222,16 +222,21 @@ class StreamServer(Server):
             line.discard(_EVERYTHING, None)  # closed at once, a client that still sends might not see why
             return False
         with contextlib.closing(answers(handler, incoming.method, incoming, alive=line.alive)) as items:
+            held = b""  # frames that are sent with the next one
             for item in items:
                 if isinstance(item, Refusal):
-                    line.tell(Kind.REFUSAL, item.to_bytes())
+                    line.tell(Kind.REFUSAL, item.to_bytes(), after=held)
                     break
                 parts, shared = line.encode(Kind.ANSWER, item, share=not incoming.arriving)
-                line.send(parts, None)
+                if item.more and not shared and len(item.body) + len(held) <= SMALL:
+                    held += b"".join(parts)
+                    continue
+                line.send([held, *parts], None)
+                held = b""
                 if shared:
                     self._require(line.head(None), Kind.NEXT)
             else:
-                line.tell(Kind.END)
+                line.tell(Kind.END, after=held)
         incoming.discard()
         with self._changed:
             self._busy.discard(line)

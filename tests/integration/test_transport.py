@@ -48,6 +48,20 @@ def test_a_call_with_headers_only(world: World) -> None:
     assert unary(world.pair(handler), "greet", b"you", timeout=LONG) == b"greet you"
 
 
+def test_an_answer_that_may_travel_with_the_next_one_has_the_body_that_it_had(world: World) -> None:
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        body = bytearray(b"first")
+        yield Frame(b"", memoryview(body), more=True)
+        body[:] = b"other"
+        yield Frame(b"", memoryview(body), more=True)
+        raise Refused(RefusalCode.NOT_READY, "no third one")
+
+    answers = world.pair(handler).call("list", Frame(b""), timeout=LONG)
+    assert [read(next(answers)) for _ in range(2)] == [b"first", b"other"]
+    with pytest.raises(Refused, match="no third one"):
+        next(answers)
+
+
 def test_many_answers_arrive_in_order(world: World) -> None:
     bodies = [bytes([index]) * (index * 7001) for index in range(100)]
 

@@ -20,7 +20,7 @@ from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Frame
+from elastic_ps.transport.base import EMPTY, Frame
 from elastic_ps.transport.convert import tensors_to_message
 from elastic_ps.transport.inproc import InprocServer, connect
 
@@ -62,7 +62,7 @@ class Worker:
     ) -> list[tuple[bytes, torch.Tensor]]:
         """All answers to a call: header, and the floats of the body."""
         method = type(request).__name__.removesuffix("Request")
-        frame = Frame(request.SerializeToString(), *([] if body is None else [as_bytes(body)]))
+        frame = Frame(request.SerializeToString(), EMPTY if body is None else as_bytes(body))
         answers = []
         for incoming in self.connections[shard].call(method, frame, timeout=timedelta(seconds=30)):
             values = torch.empty(incoming.size // 4)
