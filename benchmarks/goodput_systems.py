@@ -28,8 +28,8 @@ PAUSE = 0.02
 """Seconds that each step sleeps, in place of a larger model's forward pass, so that two cores are enough."""
 SLOWNESS = 5.0
 """How many times as long a slow worker sleeps."""
-LEASE = 3.0
-INTERVAL = 5.0
+LEASE = 1.5
+INTERVAL = 1.0
 """Seconds between two checkpoints, of all systems."""
 
 Kind: TypeAlias = Literal["kill", "kill-ps", "freeze", "slow"]
@@ -173,7 +173,7 @@ class OnParameterServer:
         self.job = make_job(directory, workers, consistency)
         self.history = directory / "history"
         self.history.mkdir()
-        self.launcher = Launcher(self.job, Options(root=directory / "state", history=self.history))
+        self.launcher = Launcher(self.job, Options(root=directory / "state", history=self.history, spares=2))
 
     def samples(self) -> int | None:
         from elastic_ps.local.poller import fetch_status

@@ -95,6 +95,7 @@ def _run_job(
         tls=not parsed.insecure,
         slots=slots,
         bind=parsed.bind,
+        spares=parsed.spares,
         host=slots.world.address if slots is not None else "127.0.0.1",
         programs=programs or Programs(),
     )

@@ -39,6 +39,8 @@ class Options:
             docs/security.md. False: whoever reaches a port of the job rules it.
         slots: where workers are started; None is this host.
         bind: each worker that is started on this host has cores of its own.
+        spares: how many processes wait on this host to take the place of one that dies. Each has imported
+            torch, and takes the memory that this needs.
         host: an address of this host, at which workers reach the parameter servers.
         route: what stands between workers and parameter servers; None for nothing.
         on_worker_gone: told about worker processes that died; may block, is called on its own thread.
@@ -54,6 +56,7 @@ class Options:
     tls: bool = True
     slots: Slots | None = None
     bind: bool = False
+    spares: int = 0
     host: str = "127.0.0.1"
     route: Route | None = None
     on_worker_gone: WorkerGone = tell_parameter_server

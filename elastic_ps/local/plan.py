@@ -266,12 +266,14 @@ def restart_delay(attempts: Iterable[Process]) -> timedelta:
     """How long to wait before a process is replaced, given all processes so far with its index.
 
     The first replacement comes at once; each further one that follows a process which lived for less than
-    a minute waits twice as long, up to 30 s.
+    a minute waits twice as long, up to 30 s. But not if the process was killed from outside after it had done
+    something for the job: that says nothing about the next one.
     """
 
     def died_soon(process: Process) -> bool:
         lived = (process.ended or process.started) - process.started
-        return process.ending in ("killed", "failed") and lived < 60.0
+        from_outside = process.death is not None and process.death.kind == "killed" and process.useful
+        return process.ending in ("killed", "failed") and lived < 60.0 and not from_outside
 
     streak = sum(1 for _ in takewhile(died_soon, reversed(list(attempts))))
     return timedelta(seconds=min(30.0, 0.5 * 2 ** (streak - 2)) if streak > 1 else 0.0)

@@ -76,15 +76,25 @@ class Started(Protocol):
 
 
 class Child:
-    """A process that was started here. To be used by one thread."""
+    """A process that was started here. To be used by one thread.
 
-    def __init__(
-        self, argv: Sequence[str], *, variables: Mapping[str, str], log: Path, lifeline: Lifeline
-    ) -> None:
-        self._log = log
+    Args:
+        popen: which leads a session of its own.
+        log: the file that its output is added to from now on.
+    """
+
+    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
+        self._popen, self._log = popen, log
+        self._offset = log.stat().st_size if log.exists() else 0
+        self.pid = popen.pid
+
+    @classmethod
+    def start(
+        cls, argv: Sequence[str], *, variables: Mapping[str, str], log: Path, lifeline: Lifeline
+    ) -> Child:
+        """Start a program."""
         with log.open("ab") as output:
-            self._offset = output.tell()
-            self._popen: subprocess.Popen[bytes] = subprocess.Popen(
+            popen = subprocess.Popen(
                 argv,
                 env=dict(variables),
                 stdin=subprocess.DEVNULL,
@@ -93,7 +103,7 @@ class Child:
                 pass_fds=(lifeline.fd,),
                 start_new_session=True,
             )
-        self.pid = self._popen.pid
+            return cls(popen, log)
 
     def poll(self) -> int | None:
         """See `Started`."""

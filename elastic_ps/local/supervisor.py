@@ -33,7 +33,8 @@ from elastic_ps.local.plan import Observed, Process, StopRequest, Verdict
 from elastic_ps.local.poller import Poller, fetch_evaluations, fetch_loss
 from elastic_ps.local.processes import Child, Lifeline, Started, bound_to, free_ports, with_threads
 from elastic_ps.local.record import Record
-from elastic_ps.local.snapshot import phase_of, process_statuses, stuck, useful
+from elastic_ps.local.snapshot import phase_of, process_statuses, settled, stuck, useful
+from elastic_ps.local.spares import Spares
 from elastic_ps.local.state import JobDirectory, LocalStatus, generation_of, start_time
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.status import ServerStatus
@@ -171,6 +172,7 @@ class Launcher:
     def _run(self) -> None:
         """The supervisor thread: whatever happens in it, no process outlives it."""
         self._lifeline, self._poller = Lifeline(), Poller(self._http)
+        self._spares = Spares(self.options.spares, self._lifeline)
         self._notices = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-gone")
         try:
             while not self._over():
@@ -182,6 +184,7 @@ class Launcher:
         finally:
             for child in self._children.values():
                 child.kill()
+            self._spares.close()
             self._lifeline.close()
             self._poller.close()
             self._notices.shutdown(wait=True, cancel_futures=True)
@@ -198,6 +201,8 @@ class Launcher:
         for action in planning.plan(self._desired(), self._observed, now):
             self._execute(action, now)
             changed = True
+        if settled(self._observed, workers=self.job.spec.worker.replicas):
+            self._spares.fill(self._variables())
         with self._lock:
             self._status = self._build_status(ended=False)
         if changed or now - self._written >= STATUS_INTERVAL.total_seconds():
@@ -347,7 +352,6 @@ class Launcher:
         if action.role == "ps":
             self._poller.restarted(action.index)
         programs = self.options.programs
-        spec = self.job.spec
         environment = self._environment(action)
         program = {"worker": programs.worker, "evaluator": programs.evaluator}.get(
             action.role, programs.server
@@ -360,13 +364,11 @@ class Launcher:
                 action.index, program, variables=variables, log=log, certificate=certificate
             )
         else:
-            processes = spec.parameter_server.replicas + len(self._standbys) + spec.worker.replicas
-            processes += spec.evaluator is not None
             bound = self.options.bind and action.role == "worker"
             with bound_to(self._cores(action.index)) if bound else contextlib.nullcontext():
-                everything = {"PYTHONUNBUFFERED": "1", **inherited(), **variables}
-                everything = with_threads(everything, processes=1 if bound else processes)
-                child = Child(program, variables=everything, log=log, lifeline=self._lifeline)
+                everything = {**self._variables(bound=bound), **variables}
+                spare = None if bound else self._spares.take(program, variables=everything, log=log)
+                child = spare or Child.start(program, variables=everything, log=log, lifeline=self._lifeline)
         self._children[child.pid] = child
         self._start_times[child.pid] = start_time(child.pid)
         self._instances[child.pid] = environment.instance
@@ -374,6 +376,14 @@ class Launcher:
         self._observed = replace(self._observed, processes=(*self._observed.processes, process))
         if action.replaces is not None:
             self._event("process", f"{process.name} is started again (pid {child.pid}): {action.reason}")
+
+    def _variables(self, *, bound: bool = False) -> dict[str, str]:
+        """What each process that is started here has in its environment; `bound`: it has cores of its own."""
+        spec = self.job.spec
+        processes = spec.parameter_server.replicas + len(self._standbys) + spec.worker.replicas
+        processes += spec.evaluator is not None
+        variables = {"PYTHONUNBUFFERED": "1", **inherited()}
+        return with_threads(variables, processes=1 if bound else processes)
 
     def _cores(self, worker: int) -> tuple[int, ...]:
         return planning.cores_of(worker, workers=self._most_workers, cores=os.sched_getaffinity(0))

@@ -191,6 +191,15 @@ def test_replacements_wait_longer_and_longer_while_a_worker_dies_at_once() -> No
     assert plan(DESIRED, observed(worker(0), *[ended(1, -9)] * 4), NOW) == []
 
 
+def test_who_was_killed_from_outside_after_it_had_done_something_is_replaced_at_once() -> None:
+    """However often: that says nothing about the next one."""
+    killed, crashed, failed = (ended(0, status, useful=True) for status in (-9, -11, 1))
+    assert restart_delay([killed] * 9) == timedelta(0)
+    for each in (crashed, failed):
+        assert restart_delay([each] * 4) == timedelta(seconds=2)
+        assert restart_delay([each, each, each, killed]) == timedelta(0)
+
+
 def test_a_job_that_cannot_work_fails_at_once_with_the_workers_words() -> None:
     result = verdict(worker(0), ended(1, EXIT_INVALID, output="model has no trainable parameters"))
     assert result == Verdict("Failed", "InvalidJob", "model has no trainable parameters")
