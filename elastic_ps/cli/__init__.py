@@ -51,6 +51,10 @@ def main(arguments: Sequence[str] | None = None, *, programs: Programs | None = 
             from elastic_ps.cli.evaluate import evaluate
 
             return evaluate(parsed)
+        if parsed.command == "hostfile":
+            from elastic_ps.cli.hostfile import hostfile
+
+            return hostfile(parsed)
         from elastic_ps.cli import control, setting
 
         commands = {

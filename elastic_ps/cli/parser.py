@@ -109,6 +109,14 @@ examples:
   elastic-ps evaluate checkpoints --entrypoint evaluate:main --version 80"""
 
 
+HOSTFILE_EXAMPLES = """\
+examples:
+  elastic-ps hostfile host0:1 host1:4 host2:4 > hosts
+  elastic-ps hostfile --from hosts_address --slots 4 > hosts
+  salloc --ntasks=9                          then, in the allocation:
+  elastic-ps hostfile > hosts && mpirun -n 9 --hostfile hosts elastic-ps run job.yaml"""
+
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=98)
@@ -129,6 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_evaluate(commands)
     _add_drill(commands)
+    _add_hostfile(commands)
     return parser
 
 
@@ -360,6 +369,36 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     cluster.add_argument(
         "-n", "--namespace", metavar="NS", help="default: the namespace of kubectl's context"
     )
+
+
+def _add_hostfile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    hostfile = commands.add_parser(
+        "hostfile",
+        help="print a hostfile for mpirun",
+        description="Print a hostfile for `mpirun --hostfile`: of the hosts that are named, else of the\n"
+        "Slurm allocation that this is called in. The first host has rank 0, with the launcher and\n"
+        "the parameter servers. Each other rank is a worker.",
+        epilog=HOSTFILE_EXAMPLES,
+        formatter_class=_Help,
+    )
+    hostfile.add_argument(
+        "hosts", metavar="HOST[:SLOTS]", nargs="*", help="a host, and for how many ranks it has room"
+    )
+    hostfile.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE", help="a file with a host in each line"
+    )
+    hostfile.add_argument(
+        "--slots", type=_slots, default=1, metavar="N", help="of a host that does not say (default: 1)"
+    )
+    hostfile.add_argument(
+        "--style", choices=["open-mpi", "mpich"], default="open-mpi", help="whose mpirun reads it"
+    )
+
+
+def _slots(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: expected 1 or more")
+    return int(text)
 
 
 def _faults(text: str) -> list[Kind]:

@@ -1,4 +1,4 @@
-"""`mpirun --hostfile`, as docs/mpi.md shows it: hosts are network namespaces with names of their own."""
+"""`elastic-ps hostfile` and `mpirun --hostfile`, as in docs/mpi.md: hosts are network namespaces."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ def hosts() -> Iterator[Hosts]:
     made.close()
 
 
+def written_by_command(slurm: dict[str, str]) -> str:
+    """What `elastic-ps hostfile` prints in an allocation of Slurm."""
+    command = [sys.executable, "-m", "elastic_ps.cli", "hostfile"]
+    variables = {**os.environ, **slurm, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert "mpirun -n 4" in done.stdout
+    return done.stdout
+
+
 def test_workers_on_other_hosts_train(hosts: Hosts, tmp_path: Path) -> None:
     names = [f"host{number}" for number in range(3)]
     known = tmp_path / "names"
@@ -45,7 +54,9 @@ def test_workers_on_other_hosts_train(hosts: Hosts, tmp_path: Path) -> None:
     enter.write_text(ENTER.format(prefix=hosts.namespace(0).removesuffix("0"), names=known))
     enter.chmod(0o755)
     hostfile = tmp_path / "hosts"
-    hostfile.write_text("host0 slots=1\nhost1 slots=2\nhost2 slots=1\n")
+    hostfile.write_text(
+        written_by_command({"SLURM_JOB_NODELIST": "host[0-2]", "SLURM_TASKS_PER_NODE": "1,2,1"})
+    )
     job = {
         "apiVersion": "elastic-ps.dev/v1alpha1",
         "kind": "TrainingJob",
