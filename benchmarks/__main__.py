@@ -43,6 +43,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "Four hosts (network namespaces) with links of 1 Gbit/s, with a worker and a shard each.",
         ("--rounds", "1", "--codec", "bf16", "--codec", "int8", "--codec", "topk"),
     ),
+    "processes": Benchmark(
+        "Workers of several processes",
+        "Four processes on another host than the parameter server, as one worker beside four: bytes on the "
+        "parameter server's link, its processor time, and the time of a step, with a link of 1 Gbit/s.",
+    ),
     "transport": Benchmark(
         "Bodies between two processes", "Up and down, beside `sendall` and `recv_into` on a TCP socket."
     ),

@@ -138,6 +138,44 @@ def require_alive(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
 
 
+def start_job(
+    hosts: Hosts,
+    spec: TrainingJobSpec,
+    servers: Sequence[int],
+    workers: Sequence[int],
+    directory: Path,
+    *,
+    scheme: str = "",
+) -> list[subprocess.Popen[bytes]]:
+    """Start a job's processes, which write their logs into `directory`.
+
+    Args:
+        servers, workers: on which hosts they are.
+    """
+    # With a scheme the port is the one that is listened on; without one, that of gRPC.
+    places = tuple(f"{scheme}{address(host)}:{DEFAULT_PORT}" for host in servers)
+    roles: list[tuple[Role, int, int]] = [("ps", index, host) for index, host in enumerate(servers)]
+    roles += [("worker", index, host) for index, host in enumerate(workers)]
+    processes = []
+    for role, index, host in roles:
+        environment = ProcessEnvironment(
+            job="benchmark",
+            spec=spec,
+            role=role,
+            index=index,
+            addresses=places,
+            bind=places[index] if role == "ps" else "",
+            http=f"127.0.0.1:{DEFAULT_HTTP_PORT}",
+            run="benchmark",
+            instance=uuid.uuid4().hex,
+        )
+        module = "elastic_ps.server" if role == "ps" else "elastic_ps.worker"
+        command = [sys.executable, "-m", module]
+        log = directory / f"{role}-{index}.log"
+        processes.append(hosts.start(host, command, environment.to_variables(), log))
+    return processes
+
+
 def measure_ours(
     hosts: Hosts,
     case: str,
@@ -161,27 +199,7 @@ def measure_ours(
                 "compression": compression,
             }
         )
-        # With a scheme the port is the one that is listened on; without one, that of gRPC.
-        places = tuple(f"{scheme}{address(host)}:{DEFAULT_PORT}" for host in servers)
-        roles: list[tuple[Role, int, int]] = [("ps", index, host) for index, host in enumerate(servers)]
-        roles += [("worker", index, host) for index, host in enumerate(workers)]
-        processes = []
-        for role, index, host in roles:
-            environment = ProcessEnvironment(
-                job="benchmark",
-                spec=spec,
-                role=role,
-                index=index,
-                addresses=places,
-                bind=places[index] if role == "ps" else "",
-                http=f"127.0.0.1:{DEFAULT_HTTP_PORT}",
-                run="benchmark",
-                instance=uuid.uuid4().hex,
-            )
-            module = "elastic_ps.server" if role == "ps" else "elastic_ps.worker"
-            command = [sys.executable, "-m", module]
-            log = directory / f"{role}-{index}.log"
-            processes.append(hosts.start(host, command, environment.to_variables(), log))
+        processes = start_job(hosts, spec, servers, workers, directory, scheme=scheme)
         with killed_at_the_end(processes, directory):
             return collect(directory, len(workers), lambda: require_alive(processes))
 
