@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         InvalidModel,
         ModelMismatch,
         Refused,
+        TensorLost,
         UsageError,
         UserError,
     )
@@ -54,6 +55,7 @@ _PLACES = {
     "UsageError": "elastic_ps.errors",
     "ConnectionLost": "elastic_ps.errors",
     "Refused": "elastic_ps.errors",
+    "TensorLost": "elastic_ps.errors",
 }
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "ModelMismatch",
     "Refused",
     "Session",
+    "TensorLost",
     "TrainingJob",
     "UsageError",
     "UserError",

@@ -15,6 +15,7 @@
     │   ├── DeadlineExceeded      no answer within the time given. May be retried
     │   └── Malformed             bytes that do not follow the protocol
     ├── CollectiveFailed          an operation of a communicator, because another process did not do its part
+    ├── TensorLost                a tensor of `session.server` that is there no more; the message says why
     ├── Refused                   the parameter server refuses the request; `code` says why
     ├── CheckpointError
     │   ├── NoCheckpoint          the directory holds no whole checkpoint
@@ -86,6 +87,14 @@ class CollectiveFailed(ElasticPSError):
     """
 
 
+class TensorLost(ElasticPSError):
+    """A tensor of `session.server` is there no more. The message names it.
+
+    It was freed, or a parameter server that had a part of it was started again. `session.server.init` begins
+    it anew, with the values that the script gives.
+    """
+
+
 class RefusalCode(enum.IntEnum):
     """Why a parameter server refused; the numbers are on the wire and never change their meaning."""
 
@@ -122,6 +131,8 @@ class RefusalCode(enum.IntEnum):
     """The process has made a later call of this kind; the network delivered this one too late."""
     FORBIDDEN = 16
     """The caller's certificate does not permit it to make this call, or to speak for this worker."""
+    GONE = 17
+    """The tensor of a script that is meant is not there any more."""
 
 
 class Refused(ElasticPSError):

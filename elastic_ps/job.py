@@ -159,6 +159,13 @@ class ParameterServer(CamelModel):
         "module:Class. The parameter server imports these and no others, so its image has to have them. Each "
         "has to treat every element of a parameter by itself.",
     )
+    tensor_bytes: int = Field(
+        default=1024 * 1024 * 1024,
+        ge=0,
+        le=2**44,
+        description="How many bytes the tensors that scripts keep with session.server may take on each "
+        "parameter server. They need memory besides the model and its optimizer's state.",
+    )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     durability: Durability = Field(
         default="checkpoint",

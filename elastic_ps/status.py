@@ -246,7 +246,14 @@ class ServerStatus(CamelModel):
     term: int = Field(
         description="How often the parameter server has been started. 0 while it waits for its storage."
     )
-    ready: bool = Field(description="Whether the model has its first values.")
+    ready: bool = Field(
+        description="Whether the model has its first values, or a script has asked for a tensor of "
+        "session.server."
+    )
+    tensor_bytes: int = Field(
+        default=0,
+        description="How many bytes the tensors of session.server take on this parameter server.",
+    )
     progress: Progress = Field(default_factory=Progress)
     durable_age_seconds: float | None = Field(
         default=None, description="How many seconds ago the newest complete checkpoint was written."

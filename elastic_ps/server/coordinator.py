@@ -531,9 +531,13 @@ class Coordinator:
             return step <= self._check(worker, incarnation).last_step
 
     def report(self, worker: int, incarnation: int, metrics: Mapping[str, float]) -> None:
-        """Keep values that a script reports outside a step."""
+        """Keep values that a script reports outside a step.
+
+        A worker that has not joined reports, too, with 0: its script uses `session.server` alone.
+        """
         with self.job.changed:
-            self._check(worker, incarnation)
+            if incarnation:
+                self._check(worker, incarnation)
             self.job.state.metrics.update(metrics)
 
 

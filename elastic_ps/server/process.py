@@ -27,6 +27,8 @@ from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.saved import require_usable
 from elastic_ps.server.service import Calls, Service
+from elastic_ps.server.tensor_service import TensorService
+from elastic_ps.server.tensors import Tensors
 from elastic_ps.server.wishes import Wishes
 from elastic_ps.status import ServerStatus
 from elastic_ps.telemetry import History, Trace
@@ -103,6 +105,13 @@ class ParameterServer:
             follower=follower,
         )
         self._index, self._job, self._shards = index, environment.job, shards
+        self._tensors = Tensors(
+            index,
+            shards,
+            bucket_bytes=spec.parameter_server.bucket_bytes,
+            most_bytes=spec.parameter_server.tensor_bytes,
+            clock=time.monotonic,
+        )
         self.lead: Lead | None = None
         self.term = 1
         self._desk: Desk | None = None
@@ -110,9 +119,10 @@ class ParameterServer:
             if index == 0 and leads:
                 self._take_the_lead(environment, store, connect, connect_standby)
             coordinator = self.lead.coordinator if self.lead is not None else None
-            beside: Calls = {}
+            beside: Calls = self._answering_about_tensors(environment) if leads else {}
             if self.lead is not None and self._desk is not None:
-                beside = DeskService(environment.job, self._desk, self.lead.last_version).methods
+                desk = DeskService(environment.job, self._desk, self.lead.last_version)
+                beside = {**beside, **desk.methods}
             service = Service(
                 environment.job, self.node, coordinator, codecs, standby=not leads, beside=beside
             )
@@ -120,6 +130,10 @@ class ParameterServer:
         except BaseException:
             self.close(keep=False)
             raise
+
+    def _answering_about_tensors(self, environment: ProcessEnvironment) -> Calls:
+        size = environment.spec.parameter_server.bucket_bytes
+        return TensorService(environment.job, self._tensors, bucket_bytes=size).methods
 
     def _take_the_lead(
         self,
@@ -222,14 +236,17 @@ class ParameterServer:
     def status(self) -> ServerStatus:
         """What GET /status says; only shard 0 knows of members and progress."""
         if self.lead is not None:
-            return self.lead.status()
-        return ServerStatus(
-            job=self._job,
-            shard=self._index,
-            shards=self._shards,
-            term=self.term,
-            ready=self.node.configured,
-        )
+            status = self.lead.status()
+        else:
+            status = ServerStatus(
+                job=self._job,
+                shard=self._index,
+                shards=self._shards,
+                term=self.term,
+                ready=self.node.configured,
+            )
+        ready = status.ready or self._tensors.used
+        return status.model_copy(update={"ready": ready, "tensor_bytes": self._tensors.nbytes})
 
     @property
     def fenced(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import torch
@@ -28,33 +28,42 @@ class Buffers:
         for _ in range(RECEIVE_BUFFERS):
             self._free.put(torch.empty(nbytes, dtype=torch.uint8))
 
+    def receive(
+        self, bucket: Bucket, incoming: Incoming, *, timeout: timedelta
+    ) -> AbstractContextManager[torch.Tensor]:
+        """A bucket's worth of values that comes in; see `values`."""
+        return self.values(f"bucket {bucket.index}", bucket.dtype, bucket.nbytes, incoming, timeout=timeout)
+
     @contextmanager
-    def receive(self, bucket: Bucket, incoming: Incoming, *, timeout: timedelta) -> Iterator[torch.Tensor]:
-        """A bucket's worth of values that comes in, where it lies if that memory is shared. Blocks.
+    def values(
+        self, what: str, dtype: str, nbytes: int, incoming: Incoming, *, timeout: timedelta
+    ) -> Iterator[torch.Tensor]:
+        """Values that come in, flat; where they lie if that memory is shared. Blocks.
 
         Its sender may change shared memory only when it has lost its stay, or the round has started again.
         Then the sum that it is added to, of an attempt that is over, is never used.
 
+        Args:
+            what: they are, in words.
+
         Raises:
             Refused: MALFORMED: the size is another. NOT_READY: all buffers were in use until `timeout`.
         """
-        if incoming.size != bucket.nbytes:
-            raise Refused(
-                RefusalCode.MALFORMED,
-                f"{incoming.size} bytes for bucket {bucket.index}, which has {bucket.nbytes}",
-            )
-        dtype, shared = dtype_of(bucket.dtype), incoming.view()
+        if incoming.size != nbytes:
+            text = f"{incoming.size} bytes for {what}, which has {nbytes}"
+            raise Refused(RefusalCode.MALFORMED, text)
+        kind, shared = dtype_of(dtype), incoming.view()
         if shared is not None:
-            yield as_tensor(shared, dtype)
+            yield as_tensor(shared, kind)
             return
         try:
             buffer = self._free.get(timeout=timeout.total_seconds())
         except queue.Empty:
             raise Refused(RefusalCode.NOT_READY, "too many pushes are being received; push again") from None
         try:
-            data = as_bytes(buffer[: bucket.nbytes])
+            data = as_bytes(buffer[:nbytes])
             incoming.read_into(data)
-            yield as_tensor(data, dtype)
+            yield as_tensor(data, kind)
         finally:
             self._free.put(buffer)
 

@@ -68,6 +68,14 @@ def require_job(named: str, job: str) -> None:
         raise Refused(RefusalCode.WRONG_JOB, f"this is the parameter server of another job than {named!r}")
 
 
+def check_caller(caller: pb.Caller, incoming: Incoming, job: str) -> None:
+    """Raises Refused if a worker that calls is not who it says, or of another job."""
+    problem = permissions.refuse_to_speak_for(incoming.peer, caller.worker)
+    if problem is not None:
+        raise Refused(RefusalCode.FORBIDDEN, problem)
+    require_job(caller.job, job)
+
+
 class Service:
     """A `transport.base.Handler` for one parameter server.
 
@@ -147,10 +155,7 @@ class Service:
 
     def _check(self, caller: pb.Caller, incoming: Incoming, *, joined: bool = True) -> pb.Caller:
         """The worker that calls. Raises Refused if it is not who it says, or no member (any more)."""
-        problem = permissions.refuse_to_speak_for(incoming.peer, caller.worker)
-        if problem is not None:
-            raise Refused(RefusalCode.FORBIDDEN, problem)
-        require_job(caller.job, self._job)
+        check_caller(caller, incoming, self._job)
         if not joined:
             return caller
         term = self._coordinator.job.term if self._coordinator is not None else self._node.term
@@ -525,7 +530,7 @@ class Service:
 
     def _report(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.ReportRequest, incoming.header)
-        caller = self._check(request.caller, incoming)
+        caller = self._check(request.caller, incoming, joined=bool(request.caller.incarnation))
         self._members.report(caller.worker, caller.incarnation, request.metrics)
         yield _done()
 

@@ -112,6 +112,7 @@ def metrics(status: ServerStatus) -> str:
         "durable_version": ("gauge", "Version of the newest checkpoint.", progress.durable_version),
         "durable_age_seconds": ("gauge", "Age of the newest checkpoint.", status.durable_age_seconds),
         "term": ("counter", "Starts of this parameter server.", status.term),
+        "tensor_bytes": ("gauge", "Bytes of tensors of session.server.", status.tensor_bytes),
         "checkpoint_pause_seconds": (
             "counter",
             "Time that training stood still for checkpoints.",

@@ -734,3 +734,117 @@ class ReadFileRequest(_message.Message):
     version: int
     file: str
     def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., file: _Optional[str] = ...) -> None: ...
+
+class Birth(_message.Message):
+    __slots__ = ("number", "origin")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    origin: int
+    def __init__(self, number: _Optional[int] = ..., origin: _Optional[int] = ...) -> None: ...
+
+class Named(_message.Message):
+    __slots__ = ("name", "shape", "dtype", "birth")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    BIRTH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    birth: Birth
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., birth: _Optional[_Union[Birth, _Mapping]] = ...) -> None: ...
+
+class DeclareTensorRequest(_message.Message):
+    __slots__ = ("caller", "instance", "tensor", "above", "lost")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    ABOVE_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    instance: str
+    tensor: Named
+    above: int
+    lost: Birth
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., instance: _Optional[str] = ..., tensor: _Optional[_Union[Named, _Mapping]] = ..., above: _Optional[int] = ..., lost: _Optional[_Union[Birth, _Mapping]] = ...) -> None: ...
+
+class DeclareTensorReply(_message.Message):
+    __slots__ = ("birth", "life", "bring", "pending")
+    BIRTH_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    BRING_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    birth: Birth
+    life: int
+    bring: bool
+    pending: bool
+    def __init__(self, birth: _Optional[_Union[Birth, _Mapping]] = ..., life: _Optional[int] = ..., bring: bool = ..., pending: bool = ...) -> None: ...
+
+class PutTensorRequest(_message.Message):
+    __slots__ = ("caller", "instance", "tensor", "start")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    instance: str
+    tensor: Named
+    start: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., instance: _Optional[str] = ..., tensor: _Optional[_Union[Named, _Mapping]] = ..., start: _Optional[int] = ...) -> None: ...
+
+class PutTensorReply(_message.Message):
+    __slots__ = ("later",)
+    LATER_FIELD_NUMBER: _ClassVar[int]
+    later: bool
+    def __init__(self, later: bool = ...) -> None: ...
+
+class PushTensorRequest(_message.Message):
+    __slots__ = ("caller", "instance", "number", "name", "birth", "life", "start", "rule")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BIRTH_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    instance: str
+    number: int
+    name: str
+    birth: Birth
+    life: int
+    start: int
+    rule: str
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., instance: _Optional[str] = ..., number: _Optional[int] = ..., name: _Optional[str] = ..., birth: _Optional[_Union[Birth, _Mapping]] = ..., life: _Optional[int] = ..., start: _Optional[int] = ..., rule: _Optional[str] = ...) -> None: ...
+
+class PullTensorRequest(_message.Message):
+    __slots__ = ("caller", "name", "birth", "life")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BIRTH_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    name: str
+    birth: Birth
+    life: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., name: _Optional[str] = ..., birth: _Optional[_Union[Birth, _Mapping]] = ..., life: _Optional[int] = ...) -> None: ...
+
+class PullTensorReply(_message.Message):
+    __slots__ = ("start", "done")
+    START_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    done: bool
+    def __init__(self, start: _Optional[int] = ..., done: bool = ...) -> None: ...
+
+class FreeTensorRequest(_message.Message):
+    __slots__ = ("caller", "name", "birth")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BIRTH_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    name: str
+    birth: Birth
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., name: _Optional[str] = ..., birth: _Optional[_Union[Birth, _Mapping]] = ...) -> None: ...

@@ -33,7 +33,7 @@ from elastic_ps.errors import (
     Refused,
 )
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.transport.base import EMPTY, Connection, Frame, Incoming
 from elastic_ps.transport.convert import (
     layout_from_message,
     ranges_from_message,
@@ -68,6 +68,8 @@ GOODBYE = timedelta(seconds=2)
 TIMEOUT = timedelta(seconds=60)
 """Deadline of one attempt. Servers answer blocked calls sooner, so only a lost answer takes this long."""
 
+NO_ANSWER = "the parameter server ended the call without an answer"
+
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
@@ -89,6 +91,7 @@ class Client:
         pid: of the process that its starter knows, if that is another one.
 
     Attributes:
+        instance: see above.
         stay: the present one, since the last `join`.
         traffic: of that stay; what each step ends with tells it.
     """
@@ -107,7 +110,7 @@ class Client:
         self.worker = worker
         self.stay = Stay(job, worker)
         self.traffic = Traffic()
-        self._instance = instance or uuid.uuid4().hex
+        self.instance = instance or uuid.uuid4().hex
         self._calls = itertools.count(1)
         self._pending = 0  # the number of a Take that is to be asked again
         self.shards = len(connections)
@@ -161,7 +164,7 @@ class Client:
             tensors=tensors_to_message(tensors),
             optimizer=pb.Optimizer(name=optimizer, groups=settings.to_json()),
             again=again,
-            instance=self._instance,
+            instance=self.instance,
         )
         while True:
             try:
@@ -243,7 +246,7 @@ class Client:
     def gone(self) -> None:
         """End the stay in the middle of a step, which is void by that. Tried for `GOODBYE` only."""
         self._patience = GOODBYE
-        request = pb.GoneRequest(job=self.stay.job, worker=self.worker, instance=self._instance)
+        request = pb.GoneRequest(job=self.stay.job, worker=self.worker, instance=self.instance)
         self._ask(0, "Gone", request, pb.Done)
 
     def release(self, *, abandoned: bool = False) -> None:
@@ -432,6 +435,29 @@ class Client:
 
     # --- how
 
+    def call(
+        self,
+        shard: int,
+        method: str,
+        request: Message,
+        *,
+        read: Callable[[Incoming], T],
+        body: memoryview = EMPTY,
+    ) -> list[T]:
+        """Make a call that may be repeated; returns what `read` makes of each answer, at least one. Blocks.
+
+        Raises Refused, ConnectionLost.
+        """
+        frame = Frame(request.SerializeToString(), body)
+
+        def attempt() -> list[T]:
+            answers = [read(incoming) for incoming in self._call(shard, method, frame)]
+            if not answers:
+                raise ConnectionLost(NO_ANSWER)
+            return answers
+
+        return self._retry(attempt)
+
     def notice(self, since: float, problem: Exception) -> None:
         """Now and then, say that a call has failed since `since` (monotonic) and is made again."""
         now = time.monotonic()
@@ -478,4 +504,4 @@ def _only(answers: Iterator[Incoming]) -> bytes:
     headers = [incoming.header for incoming in answers]
     if headers:
         return headers[0]
-    raise ConnectionLost("the parameter server ended the call without an answer")
+    raise ConnectionLost(NO_ANSWER)

@@ -29,6 +29,7 @@ from elastic_ps.worker.model import Described, check_wrapper
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.schedule import Interval, check_interval
 from elastic_ps.worker.seed import seed_everything
+from elastic_ps.worker.tensors import Tensors
 
 S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 
@@ -71,6 +72,8 @@ class Session:
             spec, client, self._member, trace=trace or Trace(None, ""), history=history, world=world
         )
         self._owner = os.getpid()
+        self._client = client
+        self._tensors: Tensors | None = None
         self._optimizer: ElasticOptimizer | None = None
         self._model: torch.nn.Module | None = None
         self._loaders: list[ElasticLoader] = []
@@ -292,6 +295,25 @@ class Session:
         """
         self._engine.pause()
 
+    @property
+    def server(self) -> Tensors:
+        """Tensors on the parameter server that scripts push to and pull from as they like; see `Tensors`.
+
+        They need neither `session.optimizer` nor `session.loader`. A job whose scripts use no loader succeeds
+        when every worker has come to the end of its script.
+
+        Raises:
+            UsageError: this worker has several processes.
+        """
+        if not self._world.alone:
+            raise UsageError(
+                "session.server is for workers with one process. Set worker.processes: 1, and more replicas"
+            )
+        if self._tensors is None:
+            size = self.spec.parameter_server.bucket_bytes
+            self._tensors = Tensors(self._client, bucket_bytes=size)
+        return self._tensors
+
     def loader(
         self, source: Any, batch_size: int | None = None, *, epochs: int = 1, **options: Any
     ) -> ElasticLoader:
@@ -406,6 +428,8 @@ class Session:
     def close(self) -> None:
         """Leave the job and free all resources. This worker's records go to other workers. Idempotent."""
         if os.getpid() == self._owner:
+            if self._tensors is not None:
+                self._tensors.close()
             self._engine.close()
 
     def drain(self) -> None:

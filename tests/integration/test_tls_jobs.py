@@ -56,6 +56,12 @@ def calls(name: str) -> Sequence[Message]:
         pb.GoneRequest(job=name, worker=VICTIM),
         pb.EvaluateRequest(job=name, process="x"),
         pb.ReadFileRequest(job=name, version=0, file="manifest.json"),
+        pb.DeclareTensorRequest(
+            caller=caller, instance="x", tensor=pb.Named(name="x", shape=[1], dtype="int8")
+        ),
+        pb.PushTensorRequest(caller=caller, instance="x", name="x", rule="zero"),
+        pb.PullTensorRequest(caller=caller, name="x"),
+        pb.FreeTensorRequest(caller=caller, name="x"),
     ]
 
 

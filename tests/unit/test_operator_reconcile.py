@@ -197,6 +197,18 @@ def test_workers_that_end_with_records_left_fail_the_job() -> None:
     assert "session.stop(reason)" in simulation.condition("Failed")["message"]
 
 
+def test_a_job_whose_scripts_open_no_data_set_succeeds_when_they_have_ended() -> None:
+    """They use `session.server` alone."""
+    simulation = running()
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, tensor_bytes=4096)
+    simulation.end("digits-worker-0", 1)
+    simulation.settle()
+    assert not simulation.status.get("completionTime"), "one that fails is started again"
+    simulation.end("digits-worker-0", 0)
+    simulation.settle()
+    assert simulation.condition("Succeeded")["message"] == "every worker has ended its script"
+
+
 def test_a_job_that_a_script_has_stopped_succeeds_with_the_reason() -> None:
     simulation = running()
     progress = Progress(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
@@ -16,7 +17,9 @@ from elastic_ps.server.desk import Desk
 from elastic_ps.server.desk_service import DeskService
 from elastic_ps.server.node import Node
 from elastic_ps.server.permissions import OF_EVALUATORS, OF_OPERATORS, OF_WORKERS, refuse, refuse_to_speak_for
-from elastic_ps.server.service import Service
+from elastic_ps.server.service import Calls, Service
+from elastic_ps.server.tensor_service import TensorService
+from elastic_ps.server.tensors import Tensors
 from elastic_ps.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from tests.unit.shard_rig import SYNC, Body
@@ -68,10 +71,14 @@ def services() -> list[Service]:
     def node(index: int) -> Node:
         return Node(index, 2, store=None, consistency=SYNC, trace=Trace(None, ""))
 
+    def tensors(index: int) -> Calls:
+        kept = Tensors(index, 2, bucket_bytes=1024, most_bytes=1024, clock=time.monotonic)
+        return TensorService("secret", kept, bucket_bytes=1024).methods
+
     desk = DeskService("secret", cast(Desk, None), lambda: None)
     return [
-        Service("secret", node(0), cast(Coordinator, object()), beside=desk.methods),
-        Service("secret", node(1), None),
+        Service("secret", node(0), cast(Coordinator, object()), beside={**desk.methods, **tensors(0)}),
+        Service("secret", node(1), None, beside=tensors(1)),
         Service("secret", node(1), None, standby=True),
     ]
 
@@ -130,6 +137,11 @@ CALLER = pb.Caller(job="secret", worker=4, term=1)
         pb.LeaveRequest(caller=CALLER),
         pb.ReportRequest(caller=CALLER),
         pb.OptimizerStateRequest(caller=CALLER),
+        pb.DeclareTensorRequest(caller=CALLER, instance="x"),
+        pb.PutTensorRequest(caller=CALLER, instance="x"),
+        pb.PushTensorRequest(caller=CALLER, instance="x", rule="zero"),
+        pb.PullTensorRequest(caller=CALLER),
+        pb.FreeTensorRequest(caller=CALLER),
     ],
     ids=lambda request: type(request).__name__,
 )

@@ -16,7 +16,7 @@ from elastic_ps.status import Member, Progress, ServerStatus, Staleness
 
 
 def status_of(*, ready: bool) -> ServerStatus:
-    return ServerStatus(job="job", shard=0, shards=1, term=3, ready=ready)
+    return ServerStatus(job="job", shard=0, shards=1, term=3, ready=ready, tensor_bytes=4096)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,7 @@ def test_metrics_count_what_the_status_says() -> None:
         'elastic_ps_durable_version{job="job"}': "6",
         'elastic_ps_durable_age_seconds{job="job"}': "1.5",
         'elastic_ps_term{job="job"}': "3",
+        'elastic_ps_tensor_bytes{job="job"}': "4096",
         'elastic_ps_checkpoint_pause_seconds{job="job"}': "0.25",
         'elastic_ps_pushed_bytes{job="job"}': "303",
         'elastic_ps_pushed_plain_bytes{job="job"}': "0",

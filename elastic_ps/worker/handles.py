@@ -1,0 +1,114 @@
+"""What goes on in the background for a script: threads that make its calls, and handles to wait for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Generic, TypeVar
+
+from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, TensorLost, UsageError
+
+MOST_QUEUED = 32
+"""Calls that wait for a parameter server. A further one is waited for, so that memory does not grow."""
+
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
+    """Something that was begun and goes on in the background.
+
+    Attributes:
+        name: the tensor's that it is about.
+    """
+
+    def __init__(self, name: str, parts: Sequence[Future[None]], result: Callable[[], T]) -> None:
+        self.name = name
+        self._parts, self._result = parts, result
+        self._seen = False
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would not block."""
+        return all(part.done() for part in self._parts)
+
+    def wait(self, timeout: timedelta | None = None) -> T:
+        """Block until it is done; returns the tensor of a pull, None of a push. May be called again.
+
+        Raises:
+            TensorLost: the tensor is there no more; the message says why.
+            ConnectionLost: a parameter server has not answered for 15 minutes. A push may have been carried
+                out on some slices of the tensor.
+            TimeoutError: it is not done within `timeout`. It goes on.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        try:
+            for part in self._parts:
+                part.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except Refused as refusal:
+            raise in_words(refusal) from refusal
+        finally:
+            self._seen = self.done
+        return self._result()
+
+    def raise_unseen(self) -> None:
+        """Raise what went wrong, of one that is done, unless somebody has waited for it."""
+        if not self._seen:
+            self.wait()
+
+
+class Lane:
+    """A thread that makes the calls to one shard, in the order in which they were begun."""
+
+    def __init__(self, shard: int) -> None:
+        self._changed = threading.Condition()
+        self._work: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"tensors-{shard}", daemon=True)
+        self._thread.start()
+
+    def add(self, work: Callable[[], None]) -> Future[None]:
+        """Begin it after all others. Blocks while `MOST_QUEUED` wait."""
+        future: Future[None] = Future()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing or len(self._work) < MOST_QUEUED)
+            if self._closing:
+                raise UsageError("the session is closed, so session.server cannot be used any more")
+            self._work.append((work, future))
+            self._changed.notify_all()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._work)
+                if not self._work:
+                    return
+                work, future = self._work.popleft()
+                self._changed.notify_all()
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - whoever waits for it gets it
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+    def close(self) -> None:
+        """Take no more work, and end when that which was begun is done."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join(seconds)
+
+
+def in_words(refusal: Refused) -> ElasticPSError:
+    """What a script gets to see of a refusal."""
+    if refusal.code is RefusalCode.GONE:
+        return TensorLost(str(refusal))
+    return UsageError(str(refusal)) if refusal.code is RefusalCode.INVALID else refusal

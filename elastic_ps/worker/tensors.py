@@ -1,0 +1,451 @@
+"""`session.server`: the parameter server by itself, for scripts that decide alone what it is to keep.
+
+Tensors with names, which any worker may add to, overwrite and read at any time. After TorchMPI's parameter
+server (github.com/facebookresearch/TorchMPI), and the push and pull of ps-lite (Li et al.,
+"Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import groupby
+
+import torch
+
+from elastic_ps.codec import as_bytes, name_of
+from elastic_ps.core.partition import ITEM_SIZE
+from elastic_ps.core.spread import PUSH_RULES, PushRule, Slice, spread
+from elastic_ps.errors import ConnectionLost, ElasticPSError, RefusalCode, Refused, UsageError
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Incoming
+from elastic_ps.worker.client import GOODBYE, Client
+from elastic_ps.worker.handles import Handle, Lane, in_words
+
+logger = logging.getLogger(__name__)
+
+RENEW = timedelta(seconds=10)
+"""How often a worker that brings a large tensor tells its home that it still does."""
+
+FIRST_PAUSE = 0.02
+LONGEST_PAUSE = 1.0
+"""Seconds between two looks whether another worker has brought a tensor."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor that this worker has initialised: which one it is, and where.
+
+    Attributes:
+        slices: in the order of their elements.
+        lives: of each shard that has some, its process.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    birth: pb.Birth
+    slices: Sequence[Slice]
+    lives: dict[int, int]
+
+    @property
+    def home(self) -> int:
+        return self.slices[0].shard
+
+    def message(self) -> pb.Named:
+        return pb.Named(name=self.name, shape=self.shape, dtype=self.dtype, birth=self.birth)
+
+    def by_shard(self) -> dict[int, list[Slice]]:
+        ordered = sorted(self.slices, key=lambda each: (each.shard, each.start))
+        return {shard: list(slices) for shard, slices in groupby(ordered, key=lambda each: each.shard)}
+
+    def part(self, data: memoryview, part: Slice) -> memoryview:
+        """The bytes of a slice, of those of the tensor."""
+        item = ITEM_SIZE[self.dtype]
+        return data[part.start * item : (part.start + part.length) * item]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+class Tensors:
+    """Tensors on the job's parameter servers, each under a name. Use `session.server`; thread-safe.
+
+    They are no part of the model: no version, no optimizer, no checkpoint. A large tensor is cut into slices,
+    which are shared out over the parameter servers. A push is carried out slice by slice, when it comes, so a
+    pull may find some slices before and some after another worker's push; within a slice it is before or
+    after. Each slice of each push is carried out exactly once, whatever gets lost on the way. A process finds
+    what it has pushed itself: what it begins is carried out in that order.
+
+    The tensors live in the memory of the parameter servers. If a server is started again, those that it had
+    a part of are gone. Every use of one then raises `TensorLost`, until `init` has begun it anew.
+
+    Args:
+        bucket_bytes: `parameterServer.bucketBytes`.
+    """
+
+    def __init__(self, client: Client, *, bucket_bytes: int) -> None:
+        self._client, self._bucket_bytes = client, bucket_bytes
+        self._known: dict[str, _Known] = {}
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(time.monotonic_ns())  # a process may have several sessions
+        self._lanes: dict[int, Lane] = {}
+        self._pushes: deque[Handle[None]] = deque()
+
+    # --- what a script calls
+
+    def init(self, name: str, tensor: torch.Tensor) -> bool:
+        """Make a tensor known under a name; with the values of the first worker that does. Blocks.
+
+        Every worker calls it before it uses the tensor, with the same shape and dtype. For those that come
+        later it only finds the tensor. If the tensor is lost, it begins anew, with the values of the first
+        worker that calls this then.
+
+        Args:
+            tensor: dense, of any shape but an empty one, on any device; one of the dtypes of
+                `core.partition.ITEM_SIZE`.
+
+        Returns whether the values were this worker's.
+
+        Raises:
+            UsageError: another worker has initialised it with another shape or dtype; there is no room for it
+                (`parameterServer.tensorBytes`); no such tensor can be.
+            ConnectionLost: a parameter server has not answered for 15 minutes.
+        """
+        values = _copied(name, tensor)
+        shape, dtype = tuple(values.shape), name_of(values.dtype)
+        slices = spread(name, shape, dtype, bucket_bytes=self._bucket_bytes, shards=self._client.shards)
+        try:
+            known, brought = self._find_or_bring(name, shape, dtype, slices, as_bytes(values))
+        except Refused as refusal:
+            raise in_words(refusal) from refusal
+        with self._lock:
+            self._known[name] = known
+            self._pushes = deque(push for push in self._pushes if push.name != name)  # to one before it
+        return brought
+
+    def push(self, name: str, tensor: torch.Tensor | None = None, rule: PushRule = "add") -> Handle[None]:
+        """Begin to change a tensor. Blocks only while many other calls are under way.
+
+        Args:
+            tensor: of the tensor's shape and dtype, on any device. It is copied, so the script may change it
+                at once. None with the rule `zero`.
+            rule: `add` adds it to what is there, `copy` puts it in the place of that, `zero` sets all
+                elements to zero.
+
+        Raises:
+            UsageError: no such tensor is known; another shape or dtype; another rule.
+            TensorLost, ConnectionLost: an earlier push, for which nobody has waited, has failed.
+        """
+        known = self._get(name)
+        if rule not in PUSH_RULES:
+            raise UsageError(
+                f"push({name!r}): unknown rule {rule!r}; expected one of {', '.join(PUSH_RULES)}"
+            )
+        if (tensor is None) != (rule == "zero"):
+            wanted = "no tensor" if rule == "zero" else "a tensor"
+            raise UsageError(f"push({name!r}): the rule {rule!r} needs {wanted}")
+        data = None
+        if tensor is not None:
+            values = _copied(name, tensor)
+            _require_same("push", known, values)
+            data = as_bytes(values)
+        self._raise_failed()
+        with self._lock:
+            number = next(self._numbers)
+            begin = partial(self._push_slices, known, number, rule, data)
+            handle = Handle(name, self._begin(known, begin), _nothing)
+            self._pushes.append(handle)
+        return handle
+
+    def pull(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The values that a tensor has now. Blocks.
+
+        Args:
+            out: where to put them, of the tensor's shape and dtype, on any device; else they are put into a
+                new tensor on the CPU.
+
+        Raises:
+            UsageError: no such tensor is known; another shape or dtype.
+            TensorLost, ConnectionLost: see `Handle.wait`; or an earlier push, for which nobody has waited,
+                has failed.
+        """
+        return self.prefetch(name, out).wait()
+
+    def prefetch(self, name: str, out: torch.Tensor | None = None) -> Handle[torch.Tensor]:
+        """Begin a `pull`, to go on computing meanwhile; `wait()` of what this returns gives the tensor.
+
+        `out` is written to by `wait`, and not before.
+        """
+        known = self._get(name)
+        if out is not None:
+            _require_same("pull", known, out)
+        self._raise_failed()
+        values = torch.empty(known.shape, dtype=getattr(torch, known.dtype))
+        with self._lock:
+            parts = self._begin(known, partial(self._pull_slices, known, as_bytes(values)))
+
+        def result() -> torch.Tensor:
+            return values if out is None else out.detach().copy_(values)
+
+        return Handle(name, parts, result)
+
+    def free(self, name: str) -> None:
+        """Forget a tensor, on all parameter servers and for all workers. Blocks.
+
+        Other workers that use it get `TensorLost`. The name may be used again.
+        """
+        known = self._get(name)
+        request = pb.FreeTensorRequest(caller=self._caller(), name=name, birth=known.birth)
+        home = [known.home]
+        for shards in ([shard for shard in known.by_shard() if shard not in home], home):
+            with self._lock:
+                parts = [self._begin_on(shard, partial(self._ask_done, shard, request)) for shard in shards]
+            Handle(name, parts, _nothing).wait()
+        with self._lock:
+            self._known.pop(name, None)
+
+    def names(self) -> list[str]:
+        """The tensors that this worker has initialised and not freed."""
+        with self._lock:
+            return list(self._known)
+
+    def close(self) -> None:
+        """Carry out what was begun, for `GOODBYE` at most, and end the threads."""
+        deadline = time.monotonic() + GOODBYE.total_seconds()
+        with self._lock:
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.close()
+        for lane in lanes:
+            lane.join(max(0.0, deadline - time.monotonic()))
+        pushes, self._pushes = self._pushes, deque()
+        for push in pushes:
+            try:
+                if push.done:
+                    push.raise_unseen()
+                else:
+                    logger.warning("a push to the tensor %r may not have been carried out", push.name)
+            except ElasticPSError as error:
+                logger.warning("a push to the tensor %r has failed: %s", push.name, error)
+
+    # --- bringing a tensor
+
+    def _find_or_bring(
+        self, name: str, shape: tuple[int, ...], dtype: str, slices: Sequence[Slice], data: memoryview
+    ) -> tuple[_Known, bool]:
+        """See docs/protocol.md. Raises Refused, ConnectionLost."""
+        above, lost, pause = 0, pb.Birth(), FIRST_PAUSE
+        while True:
+            known = _Known(name, shape, dtype, pb.Birth(), slices, {})
+            said = self._declare(known, above=above, lost=lost)
+            if said.pending:
+                time.sleep(pause)
+                pause = min(LONGEST_PAUSE, pause * 2)
+                continue
+            known = _Known(name, shape, dtype, said.birth, slices, {known.home: said.life})
+            others = [each for each in slices if each.shard != known.home]
+            if said.bring and not self._put(known, others, data):
+                above = self._births_elsewhere(known)
+                continue
+            looks = {
+                shard: self._look(known, shard) for shard in range(self._client.shards) if shard != known.home
+            }
+            if any(look.bring for look in looks.values()):  # a server has been started again meanwhile
+                above = max(look.birth.number for look in looks.values())
+                lost = pb.Birth() if said.bring else said.birth
+                continue
+            known.lives.update({shard: look.life for shard, look in looks.items()})
+            if not said.bring:
+                return known, False
+            if self._put(known, [each for each in slices if each.shard == known.home], data):
+                return known, True
+
+    def _put(self, known: _Known, slices: Sequence[Slice], data: memoryview) -> bool:
+        """Send slices of a tensor that this worker brings. False if another worker brings it now."""
+        told = time.monotonic()
+        try:
+            for part in slices:
+                if time.monotonic() - told > RENEW.total_seconds():
+                    told = time.monotonic()
+                    said = self._declare(known)
+                    if not (said.bring and said.birth == known.birth):
+                        return False
+                request = pb.PutTensorRequest(
+                    caller=self._caller(),
+                    instance=self._client.instance,
+                    tensor=known.message(),
+                    start=part.start,
+                )
+                answers = self._client.call(
+                    part.shard,
+                    "PutTensor",
+                    request,
+                    body=known.part(data, part),
+                    read=lambda incoming: pb.PutTensorReply.FromString(incoming.header),
+                )
+                if answers[0].later:
+                    return False
+        except Refused as refusal:
+            if refusal.code is RefusalCode.GONE:
+                return False
+            self._give_up(known)
+            raise
+        return True
+
+    def _give_up(self, known: _Known) -> None:
+        """A tensor that could not be brought as a whole takes no memory."""
+        request = pb.FreeTensorRequest(caller=self._caller(), name=known.name, birth=known.birth)
+        for shard in known.by_shard():
+            try:
+                self._ask_done(shard, request)
+            except ElasticPSError as error:
+                logger.info("the tensor %r could not be freed: %s", known.name, error)
+
+    def _births_elsewhere(self, known: _Known) -> int:
+        shards = known.by_shard().keys() - {known.home}
+        return max((self._look(known, shard).birth.number for shard in shards), default=0)
+
+    def _declare(
+        self, known: _Known, *, above: int = 0, lost: pb.Birth | None = None
+    ) -> pb.DeclareTensorReply:
+        tensor = known.message()
+        tensor.ClearField("birth")
+        return self._ask_about(known.home, tensor, above=above, lost=lost)
+
+    def _look(self, known: _Known, shard: int) -> pb.DeclareTensorReply:
+        return self._ask_about(shard, known.message())
+
+    def _ask_about(
+        self, shard: int, tensor: pb.Named, *, above: int = 0, lost: pb.Birth | None = None
+    ) -> pb.DeclareTensorReply:
+        request = pb.DeclareTensorRequest(
+            caller=self._caller(), instance=self._client.instance, tensor=tensor, above=above, lost=lost
+        )
+        answers = self._client.call(
+            shard,
+            "DeclareTensor",
+            request,
+            read=lambda incoming: pb.DeclareTensorReply.FromString(incoming.header),
+        )
+        return answers[0]
+
+    # --- what the threads do
+
+    def _push_slices(
+        self,
+        known: _Known,
+        number: int,
+        rule: PushRule,
+        data: memoryview | None,
+        shard: int,
+        slices: Sequence[Slice],
+    ) -> None:
+        for part in slices:
+            request = pb.PushTensorRequest(
+                caller=self._caller(),
+                instance=self._client.instance,
+                number=number,
+                name=known.name,
+                birth=known.birth,
+                life=known.lives[shard],
+                start=part.start,
+                rule=rule,
+            )
+            body = memoryview(b"") if data is None else known.part(data, part)
+            self._client.call(shard, "PushTensor", request, body=body, read=_header)
+
+    def _pull_slices(self, known: _Known, data: memoryview, shard: int, slices: Sequence[Slice]) -> None:
+        request = pb.PullTensorRequest(
+            caller=self._caller(), name=known.name, birth=known.birth, life=known.lives[shard]
+        )
+        places = {part.start: known.part(data, part) for part in slices}
+
+        def read(incoming: Incoming) -> int | None:
+            reply = pb.PullTensorReply.FromString(incoming.header)
+            if reply.done:
+                return None
+            if reply.start not in places:
+                raise ConnectionLost(f"shard {shard} has sent a slice of {known.name!r} that it has not")
+            incoming.read_into(places[reply.start])
+            return reply.start
+
+        answers = self._client.call(shard, "PullTensor", request, read=read)
+        if answers != [*places, None]:
+            raise ConnectionLost(f"shard {shard} has sent {len(answers)} of {len(places)} slices")
+
+    def _ask_done(self, shard: int, request: pb.FreeTensorRequest) -> None:
+        self._client.call(shard, "FreeTensor", request, read=_header)
+
+    # --- how
+
+    def _caller(self) -> pb.Caller:
+        return pb.Caller(job=self._client.stay.job, worker=self._client.worker)
+
+    def _get(self, name: str) -> _Known:
+        with self._lock:
+            known = self._known.get(name)
+            names = ", ".join(map(repr, self._known)) or "none"
+        if known is None:
+            raise UsageError(
+                f"this worker has initialised no tensor {name!r} with session.server, or has freed it. "
+                f"Initialised: {names}. Call session.server.init({name!r}, tensor) first"
+            )
+        return known
+
+    def _begin(self, known: _Known, work: Callable[[int, Sequence[Slice]], None]) -> list[Future[None]]:
+        """Have the threads of all shards with slices work on these. The lock is held."""
+        return [
+            self._begin_on(shard, partial(work, shard, slices)) for shard, slices in known.by_shard().items()
+        ]
+
+    def _begin_on(self, shard: int, work: Callable[[], None]) -> Future[None]:
+        """The lock is held, so that all shards get what is begun in the same order."""
+        if shard not in self._lanes:
+            self._lanes[shard] = Lane(shard)
+        return self._lanes[shard].add(work)
+
+    def _raise_failed(self) -> None:
+        """Raise what a push has raised that nobody has waited for: it would pass unnoticed."""
+        while True:
+            with self._lock:
+                if not (self._pushes and self._pushes[0].done):
+                    return
+                push = self._pushes.popleft()
+            push.raise_unseen()
+
+
+def _copied(name: str, tensor: object) -> torch.Tensor:
+    """A contiguous copy on the CPU. Raises UsageError if it is no tensor that can be kept."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"session.server keeps tensors, but {name!r} was given a {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or name_of(tensor.dtype) not in ITEM_SIZE or not tensor.numel():
+        raise UsageError(
+            f"session.server cannot keep {name!r}: a {tensor.layout} tensor, {tensor.dtype}, of shape "
+            f"{list(tensor.shape)}. Expected a dense one with elements, of {', '.join(ITEM_SIZE)}"
+        )
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+
+def _require_same(what: str, known: _Known, tensor: torch.Tensor) -> None:
+    given = f"{name_of(tensor.dtype)}{list(tensor.shape)}"
+    if given != str(known):
+        raise UsageError(
+            f"{what}({known.name!r}): the tensor is {given}, but {known.name!r} was initialised as {known}"
+        )
+
+
+def _header(incoming: Incoming) -> bytes:
+    return incoming.header
+
+
+def _nothing() -> None:
+    pass

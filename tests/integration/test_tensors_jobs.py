@@ -1,0 +1,111 @@
+"""Jobs of real processes whose scripts use `session.server` and nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.job import TrainingJob, load_job, parse_job
+from elastic_ps.local import Launcher, Options
+from elastic_ps.local.poller import fetch_status
+from elastic_ps.schemes import Scheme
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.launching import wait_for_end
+from tests.integration.oracle import mse
+from tests.polling import eventually
+
+ROOT = Path(__file__).parents[2]
+DOCS = (ROOT / "docs" / "tensors.md").read_text()
+
+
+def job(directory: Path) -> TrainingJob:
+    spec = {
+        "entrypoint": "tests.integration.scripts.counted:main",
+        "arguments": {"until": str(directory / "enough")},
+        "parameterServer": {"replicas": 2, "bucketBytes": 1024},
+        "worker": {"replicas": 2},
+    }
+    document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
+    return parse_job({**document, "metadata": {"name": "counted"}, "spec": spec}, source="test")
+
+
+@pytest.mark.parametrize(("transport", "shard"), [("shm", 0), ("tcp", 1), ("grpc", 0)])
+def test_a_server_is_killed_and_the_job_succeeds(tmp_path: Path, transport: Scheme, shard: int) -> None:
+    """With certificates, as every job: all of it is a worker's right."""
+    options = Options(root=tmp_path / "state", transport=transport)
+    with Launcher(job(tmp_path), options) as launcher:
+        launcher.start()
+
+        def held() -> bool:
+            """Whether the shard has its part of the tensor; fails when the job ends."""
+            status = launcher.status()
+            assert status.phase in ("Pending", "Running"), status.message
+            answer = fetch_status(status.http[shard]) if status.http else None
+            return answer is not None and answer.tensor_bytes > 0
+
+        def both_say(text: str) -> bool:
+            logs = [launcher.directory.log("worker", index) for index in range(2)]
+            return held() and all(text in log.read_text() for log in logs)
+
+        eventually(partial(both_say, "begun"), "the tensor is there")
+        (pid,) = (p.pid for p in launcher.status().processes if (p.role, p.index) == ("ps", shard))
+        os.kill(pid, signal.SIGKILL)
+        told = f"told: the tensor 'count' is lost: parameter server {shard}"
+        eventually(partial(both_say, told), "the workers are told, and the tensor has begun anew")
+        (tmp_path / "enough").touch()
+        wait_for_end(launcher)
+        outcome = launcher.outcome()
+    assert (outcome.verdict.phase, outcome.verdict.message) == (
+        "Succeeded",
+        "every worker has ended its script",
+    )
+    assert outcome.status.server is not None
+    assert outcome.status.server.ready
+    assert outcome.status.failures == 0
+
+
+def test_elastic_averaging_by_hand_learns_the_digits(tmp_path: Path) -> None:
+    """The example; with buckets so small that the centre lies on both parameter servers."""
+    example = load_job(ROOT / "examples" / "easgd" / "job.yaml")
+    server = example.spec.parameter_server.model_copy(update={"bucket_bytes": 4096})
+    spec = example.spec.model_copy(update={"parameter_server": server})
+    with Launcher(example.model_copy(update={"spec": spec}), Options(root=tmp_path)) as launcher:
+        launcher.start()
+        wait_for_end(launcher)
+        outcome = launcher.outcome()
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    assert outcome.status.server is not None
+    assert outcome.status.server.progress.metrics["test_accuracy"] > 0.8
+
+
+def test_downpour_by_hand_as_the_docs_have_it(tmp_path: Path) -> None:
+    (code,) = re.findall(r"<!-- runs in [^\n]*test_tensors_jobs.py -->\n```python\n(.*?)```", DOCS, re.DOTALL)
+    data, losses = Numbers(400), {}
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        names: dict[str, Any] = {
+            "torch": torch,
+            "session": session,
+            "model": model,
+            "loss_fn": torch.nn.functional.mse_loss,
+            "loader": torch.utils.data.DataLoader(data, 10),
+        }
+        before = float(mse(model, data.x, data.y).detach())
+        exec(code, names)
+        losses[session.worker] = (before, float(mse(model, data.x, data.y).detach()))
+
+    with running_job(tmp_path, parameterServer={"replicas": 2, "bucketBytes": 1024}) as running:
+        for worker in range(2):
+            running.start(worker, script)
+        running.join()
+    for before, after in losses.values():
+        assert after < 0.9 * before
