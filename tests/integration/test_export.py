@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +132,53 @@ def test_export_writes_a_plain_state_dict(trained: Trained, tmp_path: Path, name
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+PLAIN = """
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 12)
+        self.body = torch.nn.Sequential(torch.nn.Linear(12, 12), torch.nn.BatchNorm1d(12))
+        self.temperature = torch.nn.Parameter(torch.rand(()))
+        self.head = torch.nn.Linear(12, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embedding(tokens).flatten(0, 1))) * self.temperature
+
+
+model = Tied()
+model.load_state_dict(load_file(sys.argv[1]))
+model(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+for part in Path(sys.argv[2]).glob("*.safetensors"):
+    assert load_file(part), "the checkpoint's own files are of this format, too"
+assert not [name for name in sys.modules if name.startswith("elastic")]
+print(sum(float(value.double().sum()) for value in load_file(sys.argv[1]).values()))
+"""
+"""A script that knows nothing of us."""
+
+
+def test_a_script_without_our_library_trains_on(trained: Trained, tmp_path: Path) -> None:
+    out = tmp_path / "model.safetensors"
+    command = [sys.executable, "-m", "elastic_ps.cli", "export", str(trained.directory), str(out)]
+    subprocess.run(command, capture_output=True, check=True)
+    (tmp_path / "plain.py").write_text(PLAIN)
+    files = Store(trained.directory).path(trained.version)
+    plain = [sys.executable, str(tmp_path / "plain.py"), str(out), str(files)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(plain, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    expected = sum(float(value.double().sum()) for value in trained.values.values())
+    assert float(done.stdout) == pytest.approx(expected)
+
+
 def test_export_says_what_is_wrong(trained: Trained, tmp_path: Path) -> None:
     def export(*arguments: str) -> str:
         command = [sys.executable, "-m", "elastic_ps.checkpoint", *arguments]
@@ -188,6 +237,33 @@ def test_a_broken_checkpoint_is_said_so_and_left_where_it_is(trained: Trained, t
     with pytest.raises(CheckpointCorrupt):
         elastic_ps.load_checkpoint(directory, Tied(seed=0), version=newest)
     assert store.versions() == [before, newest]
+
+
+def test_a_broken_checkpoint_is_not_exported(trained: Trained, tmp_path: Path) -> None:
+    """Nothing is written; without a version, an older one that is whole is, and the command says so."""
+    directory, out = tmp_path / "checkpoints", tmp_path / "model.pt"
+    shutil.copytree(trained.directory, directory)
+    store = Store(directory)
+    *_, before, newest = store.versions()
+    broken = store.path(newest) / "shard-0-of-2.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-1])
+    out.write_text("what was there before")
+
+    def export(*version: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "elastic_ps.cli", "export", str(directory), str(out), *version]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = export("--version", str(newest))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert "error: " in done.stderr
+    assert f"version-{newest:010d}" in done.stderr
+    assert out.read_text() == "what was there before"
+    done = export()
+    assert done.returncode == 0
+    assert f"version {before}," in done.stdout
+    assert "a newer checkpoint is broken, so an older one is used" in done.stderr
+    assert not list(tmp_path.glob(".model*"))
 
 
 def test_saving_a_submodule_writes_its_own_tensors_only(trained: Trained) -> None:

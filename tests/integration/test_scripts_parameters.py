@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint.tensors import MASTER
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
@@ -150,6 +152,51 @@ def test_other_precisions(tmp_path: Path, dtype: torch.dtype) -> None:
         return mse(model, x.to(kind), y.to(kind))
 
     check_against_replay(tmp_path, lambda: make_mlp().to(dtype), sgd, loss=loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_updates_add_up_in_half_precision(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Each step changes a weight of 1 by 2**-12, which is nothing in either precision; plain torch loses it.
+
+    The parameter server's master, which has all of them, survives the parameter server.
+    """
+
+    class Weights(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(300, dtype=dtype))
+
+    models, data = Models(), Numbers(512)
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = Weights()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=2.0**-12), model)
+        for step, _ in enumerate(session.loader(data, 2)):
+            optimizer.zero_grad()
+            model.weight.sum().backward()
+            if session.worker == 0 and step == 20:
+                job.restart(0)
+            optimizer.step()
+
+    server = {"checkpoint": {"everyVersions": 10, "interval": "1h"}}
+    with running_job(tmp_path, checkpoints=tmp_path / "kept", parameterServer=server) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        versions = job.version
+    exact = 1 - versions * 2.0**-12
+    alone = Weights()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=2.0**-12)
+    for _ in range(versions):
+        alone.weight.grad = torch.ones_like(alone.weight)
+        optimizer.step()
+    assert torch.equal(alone.weight, torch.ones_like(alone.weight)), "plain torch loses every one"
+    for model in models.values():
+        parameter = next(model.parameters())
+        assert parameter.dtype is dtype
+        assert torch.equal(parameter, torch.full((300,), exact).to(dtype))
+    with Store(tmp_path / "kept").open(versions) as kept:
+        assert torch.equal(kept.state(0, 0, 300)[MASTER], torch.full((300,), exact))
 
 
 def test_the_order_of_elements_in_memory_is_kept(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_a_dry_run_prints_the_job_that_would_run(tmp_path: Path) -> None:
 BAD_INPUT = {
     "aggregate": ("--num-workers 2 --num-aggregate 3", "--num-aggregate is 3, but there are 2 workers"),
     "network": ("--network LeNte", "did you mean LeNet?"),
+    "data set": ("--dataset Cifar", "there is no data set 'Cifar'; did you mean Cifar10? There are: digits,"),
     "rate": ("--lr fast", "'fast' is not a number from 0 on"),
     "count": ("--batch-size 0", "'0' is not a whole number from 1 on"),
     "gpu": ("--enable-gpu maybe", "'maybe' is neither yes nor no"),
