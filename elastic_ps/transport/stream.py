@@ -39,6 +39,9 @@ STALL = timedelta(seconds=5)
 HANDSHAKE = timedelta(seconds=10)
 """How long a client may take to agree on keys."""
 
+HURRY = timedelta(seconds=1)
+"""How long a client has to agree on keys and to greet once many others do not, see `StreamServer._hurry`."""
+
 JOIN = timedelta(seconds=10)
 """How long `close` waits for threads that nothing should hold up."""
 
@@ -49,6 +52,9 @@ has a share of them, see `transport.shares`."""
 SHARE = 4
 """A server has one of so many of the process's descriptors at most. Others need some: gRPC, which is used
 instead by those that were closed, and checkpoints."""
+
+UNKNOWN = 4
+"""One of so many of its sockets may be held by those that have not greeted; then these have to hurry."""
 
 _EVERYTHING = 1 << 62
 
@@ -89,6 +95,7 @@ class StreamServer(Server):
         self._changed = threading.Condition()
         self._lines: dict[Line, threading.Thread] = {}
         self._busy: set[Line] = set()
+        self._unknown: dict[Line, float] = {}  # since when, the longest first
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         unlimited = descriptors == resource.RLIM_INFINITY
         self._most = SOCKETS if unlimited else min(SOCKETS, descriptors // SHARE)
@@ -149,6 +156,7 @@ class StreamServer(Server):
                 sock.close()
                 continue
             client = place[0] if isinstance(place, tuple) else ""  # within a host it is always this user
+            self._hurry()
             thread = threading.Thread(
                 target=self._answer_all, args=(line, client), name=f"{self._address} calls", daemon=True
             )
@@ -161,6 +169,7 @@ class StreamServer(Server):
                     if not self._closed and len(self._lines) < self._most:
                         thread.start()
                         self._lines[line] = thread
+                        self._unknown[line] = time.monotonic()
                         admitted = True
             except RuntimeError as error:  # the system gives no thread
                 _LOG.warning("%s takes no more connections for a moment: %s", self._address, error)
@@ -171,6 +180,21 @@ class StreamServer(Server):
     def _give_back(self, client: str) -> None:
         if client:
             self._shares.give_back(client)
+
+    def _hurry(self) -> None:
+        """Hang up on those who have not said who they are, if they hold sockets that others may need.
+
+        One address has no more than its share; half a handshake from each of many would take all sockets.
+        """
+        with self._changed:
+            if len(self._unknown) < self._most // UNKNOWN:
+                return
+            limit = time.monotonic() - HURRY.total_seconds()
+            for line, since in [*self._unknown.items()]:
+                if since > limit:
+                    break
+                line.hang_up()
+                del self._unknown[line]
 
     def _secured(self, sock: socket.socket) -> socket.socket:
         """The socket with TLS on it, if the server talks that; nothing is sent yet. Raises OSError."""
@@ -194,6 +218,8 @@ class StreamServer(Server):
             self._identify(line)
             line.send([self._hello], None)
             if line.receive(len(GREETING), None) == GREETING:
+                with self._changed:
+                    self._unknown.pop(line, None)
                 while self._answer_one(line):
                     pass
         except TransportError as error:
@@ -203,6 +229,7 @@ class StreamServer(Server):
             self._give_back(client)
             with self._changed:
                 del self._lines[line]
+                self._unknown.pop(line, None)
                 self._busy.discard(line)
                 self._changed.notify_all()
 

@@ -21,7 +21,7 @@ from cryptography import x509
 from elastic_ps.certificates import KeyPair, issue, uris_of
 from elastic_ps.errors import ConnectionLost, TransportError, UsageError
 from elastic_ps.identity import Identity
-from elastic_ps.transport import tcp, ways
+from elastic_ps.transport import shares, stream, tcp, ways
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
 from elastic_ps.transport.credentials import Credentials
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
@@ -299,6 +299,29 @@ def test_strangers_bytes_and_half_handshakes_leave_nothing_behind(port: Port) ->
     eventually(lambda: me.num_fds() <= descriptors + 10, "the sockets go")
     assert me.memory_info().rss < memory + 32 * 1024 * 1024
     assert port.ask(worker) == "worker 3"
+
+
+def test_half_handshakes_from_many_addresses_leave_sockets_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each address holds its share, and all of them together hold everything."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * stream.SHARE, 1000))
+    monkeypatch.setattr(shares, "LEAST", 2)
+    monkeypatch.setattr(stream, "HANDSHAKE", timedelta(hours=1))
+    with contextlib.ExitStack() as stack:
+        port = Port("tcp", tmp_path, stack)
+        worker, place = port.worker(), tcp.split(port.server.address)
+        for index in range(8):
+            source = (f"127.0.0.{10 + index // 2}", 0)
+            half = stack.enter_context(socket.create_connection(place, 10, source_address=source))
+            half.sendall(client_hello()[:60])
+
+        def answered() -> bool:
+            with contextlib.suppress(TransportError):
+                return port.ask(worker) == "worker 3"
+            return False
+
+        eventually(answered, "a worker of the job is answered")
 
 
 def client_hello() -> bytes:
