@@ -13,6 +13,7 @@ failed                any other exit status or signal, out of memory, a command 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -182,7 +183,9 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         exit=_last_exit(container).get("exitCode"),
         said=str(_last_exit(container).get("message") or "").strip().rpartition("\n")[2][-300:],
         node=str((manifest.get("spec") or {}).get("nodeName") or ""),
-        conditions=frozenset((c.get("type"), c.get("status")) for c in status.get("conditions") or []),
+        conditions=_shared(
+            frozenset((str(c.get("type")), str(c.get("status"))) for c in status.get("conditions") or [])
+        ),
         problem=problem,
         started=parse_time(started),
         ended=parse_time(terminated.get("finishedAt")),
@@ -195,6 +198,12 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         last_words=_last_words(metadata, container),
         version=str(metadata.get("resourceVersion") or ""),
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _shared(conditions: frozenset[tuple[str, str]]) -> frozenset[tuple[str, str]]:
+    """The one that was seen first of all that are equal: most pods have the same, and thousands are kept."""
+    return conditions
 
 
 def _last_exit(container: Mapping[str, Any]) -> Mapping[str, Any]:

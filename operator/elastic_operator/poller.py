@@ -63,12 +63,32 @@ def essence(status: ServerStatus) -> object:
     return (status.term, status.ready, status.problem, tuning, tuple(status.standbys), ends, members)
 
 
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A server's answer as it is kept: parsed it takes nine kilobytes, for each job.
+
+    Attributes: `progress`: a hash, to see whether it has moved.
+    """
+
+    text: str
+    progress: int
+    essence: object
+
+    @classmethod
+    def of(cls, status: ServerStatus) -> _Answer:
+        text = json.dumps(status.model_dump(mode="json", by_alias=True, exclude_defaults=True))
+        return cls(text, hash(status.progress.model_dump_json()), essence(status))
+
+    def status(self) -> ServerStatus:
+        return ServerStatus.model_validate(json.loads(self.text))
+
+
 @dataclass
 class _Followed:
     server: Server
     due: float
     written: float
-    answer: ServerStatus | None = None
+    answer: _Answer | None = None
     asked: float = float("-inf")
     failures: int = 0
 
@@ -124,7 +144,7 @@ class Poller:
         job.written = now
         if job.answer is None or job.asked < max(since, now - _FRESH):
             await self._ask(job)
-        return job.answer
+        return None if job.answer is None else job.answer.status()
 
     async def run(self) -> None:
         """Ask until cancelled."""
@@ -169,15 +189,15 @@ class Poller:
         elif before is not None and after is not None:
             rest = max(self._interval, len(self._jobs) / self._writes)
             moved = before.progress != after.progress and now - job.written >= 0.9 * rest
-            if moved or essence(before) != essence(after):
+            if moved or before.essence != after.essence:
                 self._wanted(key)
 
     async def _ask(self, job: _Followed) -> None:
         asked = time.monotonic()
-        answer = await ask(job.server.host, self._port, job.server.job, timeout=self._timeout)
+        status = await ask(job.server.host, self._port, job.server.job, timeout=self._timeout)
         if asked >= job.asked:
-            job.asked, job.answer = asked, answer
-            job.failures = 0 if answer is not None else job.failures + 1
+            job.asked, job.answer = asked, None if status is None else _Answer.of(status)
+            job.failures = 0 if status is not None else job.failures + 1
 
 
 async def ask(host: str, port: int, job: str, *, timeout: float) -> ServerStatus | None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -125,6 +127,50 @@ def test_an_answer_is_used_again_only_if_nothing_has_changed_since() -> None:
 
     with serving(say) as port:
         assert asyncio.run(main(port)) in ([0, 0, 1], [0, 1, 2]), "an answer is fresh for a second"
+
+
+def test_of_thousands_of_answers_little_is_kept() -> None:
+    """Parsed, as they were kept once, each takes nine kilobytes."""
+    members = [
+        Member(
+            worker=index,
+            incarnation=1,
+            pid=1,
+            host=f"fast-worker-{index}",
+            state="training",
+            joined_version=0,
+            steps=5,
+            records=9,
+        )
+        for index in range(2)
+    ]
+    number = 200
+
+    def say(connection: socket.socket, _: threading.Event) -> None:
+        connection.sendall(page(told(members=members, progress=Progress(version=5))))
+
+    async def main(port: int) -> float:
+        server = Server("fast", HERE)
+        poller = Poller(
+            lambda _: None, interval=timedelta(hours=1), timeout=timedelta(seconds=LIMIT), port=port
+        )
+        for index in range(number):
+            poller.follow(("default", str(index)), server)
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        for index in range(number):
+            answer = await poller.word(("default", str(index)), server, since=time.monotonic())
+            assert answer is not None
+            assert answer.members == members
+        gc.collect()
+        return (tracemalloc.get_traced_memory()[0] - before) / number
+
+    with serving(say) as port:
+        tracemalloc.start()
+        try:
+            assert asyncio.run(main(port)) < 4096
+        finally:
+            tracemalloc.stop()
 
 
 def test_numbers_that_move_need_no_hurry_and_everything_else_does() -> None:
