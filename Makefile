@@ -42,8 +42,9 @@ mutants: $(VENV)/ready  ## Small changes of the code by chance: do the unit test
 bench: $(VENV)/ready  ## The benchmarks, each beside a competitor: some 15 minutes, writes docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
-soak: $(VENV)/ready  ## Half an hour of faults on real processes, an hour of the simulator
+soak: $(VENV)/ready  ## Half an hour of faults on real processes, 100,000 calls of strangers, an hour of the simulator
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+	$(BIN)/python -m benchmarks.strangers
 	$(BIN)/python -m tests.simulator --seed $$(date +%s) --seconds $(SIMULATOR_SECONDS)
 
 proto: $(VENV)/ready  ## Regenerate the protobuf modules
