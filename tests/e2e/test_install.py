@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -163,10 +164,7 @@ def test_helm_test_upgrade_and_schema(
     jobs: Jobs,
     tmp_path: Path,
 ) -> None:
-    """A job that runs meanwhile notices nothing.
-
-    Always by the same program: one does not take over from the other what it has written (server-side apply).
-    """
+    """A job that runs meanwhile notices nothing."""
     jobs.apply("trains", worker={"replicas": 1})
     command.test("elastic-ps", timeout=120)
     with pytest.raises(HelmError, match="concurrency"):
@@ -219,6 +217,30 @@ def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: J
         if "request_errors_total{" in line and '"403"' in line and '"NamespaceTerminating"' not in line
     ]
     assert refused == []
+
+
+def make(target: str, cluster: GivenCluster) -> None:
+    """What `make install` and `make uninstall` do."""
+    run(
+        [sys.executable, "tools/install_chart.py", target],
+        env={"KUBECONFIG": str(cluster.kubeconfig), "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        timeout=timedelta(minutes=4),
+    )
+
+
+def test_make_install_and_the_helm_command_take_turns(
+    installed: None, cluster: GivenCluster, command: HelmCommand | Config
+) -> None:
+    """One upgrades what the other has installed: the API server takes them for one (server-side apply)."""
+    if not isinstance(command, HelmCommand):
+        pytest.skip("there is no helm command")
+    make("install", cluster)
+    command.upgrade(str(CHART), "elastic-ps", {"operator": {"poll": "3s"}})
+    command.uninstall("elastic-ps")
+    make("install", cluster)
+    command.upgrade(str(CHART), "elastic-ps", {"operator": {"poll": "2s"}})
+    cluster.kubectl("-n", SYSTEM, "rollout", "status", "deployment/elastic-ps", "--timeout=120s")
 
 
 def test_uninstall_keeps_definition_and_jobs(
