@@ -157,6 +157,8 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     kept = builders.overlay_fixed(document, fixed)
     try:
         asked = builders.fixed_part(parse_spec(document, source="spec"))
+        # Younger fields than the record have their defaults in both; those of a newer version are in neither.
+        fixed = builders.fixed_part(parse_spec(documents.known_spec(kept)[0], source="spec"))
     except InvalidJob as error:
         ignored.append(f"the spec cannot be followed: {error}")
         return kept
