@@ -75,6 +75,7 @@ def modes(workers: int, steps: int) -> Mapping[str, Mapping[str, Any]]:
     return {
         "sync": {},
         "backupWorkers": {"backupWorkers": 1},
+        "globalBatchSize": {"globalBatchSize": workers * BATCH, "balance": "speed"},
         "accumulate": {"mode": "accumulate", "gradients": workers},
         "bounded": {"mode": "bounded", "maxStaleness": 4},
         "async": {"mode": "async", "stalenessScale": "inverse"},

@@ -59,6 +59,7 @@ def modes(workers: int, steps: int) -> Mapping[str, Mapping[str, Any]]:
     return {
         "sync": {},
         "backupWorkers": {"backupWorkers": 1},
+        "globalBatchSize": {"globalBatchSize": workers * BATCH, "balance": "speed"},
         "accumulate": {"mode": "accumulate", "gradients": workers + 1},
         "bounded": {"mode": "bounded", "maxStaleness": 8},
         "async": {"mode": "async", "stalenessScale": "inverse"},

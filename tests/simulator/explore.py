@@ -41,7 +41,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-OUTER = ["diloco", "average", "downpour"]
+OUTER = ["diloco", "average", "downpour", "delayed"]
 """Outer rules whose result follows from the history alone."""
 
 
@@ -65,6 +65,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         {"mode": "sync", "globalBatchSize": chance.choice([3, 4, 6]), **chance.choice(PORTIONS)},
         {"mode": "local", "steps": chance.choice([1, 2, 4]), "outer": chance.choice(OUTER)},
         {"mode": "local", "steps": 2, "quorum": 1, "grace": chance.choice(["0s", "500ms", "auto"])},
+        {"mode": "local", "steps": chance.choice([2, 4]), "fragments": 2, "outer": chance.choice(OUTER)},
     ]
     consistency = dict(chance.choice(modes))
     faults = tuple(chance.choice(sorted(FAULTS)) for _ in range(chance.choice([0, 1, 2, 3, 5])))

@@ -12,6 +12,7 @@ from elastic_ps.drill import history
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import CheckpointError
 from elastic_ps.training import Consistency
+from elastic_ps.worker.local_steps import outer_optimizer
 from elastic_ps.worker.order import permutation
 from tests.simulator.cluster import MOMENTUM, PARAMETERS, Cluster, Sight
 
@@ -32,6 +33,8 @@ def judge(cluster: Cluster) -> list[str]:
         # nobody started again, went back to no checkpoint.
         violations = [v for v in violations if v.kind != "acknowledged step lost"]
     found += [str(v) for v in violations]
+    if (consistency.fragments or 1) > 1:
+        return found + _fragmented(cluster, completed=completed)
     replayed = Replay(cluster, histories)
     said = history.consistencies(histories)
     whole = {term for term, consistency in said.items() if consistency.reads_one_version}
@@ -61,6 +64,24 @@ def judge(cluster: Cluster) -> list[str]:
     found += [f"set aside: {path.name}" for path in cluster.checkpoints.glob("corrupt-*")]
     if completed or (cluster.stopped_well and not found):
         found += _last_checkpoint(cluster, histories)
+    return found
+
+
+def _fragmented(cluster: Cluster, *, completed: bool) -> list[str]:
+    """With fragments, what a death costs follows from no history; but all end with the same values.
+
+    They are those of the last checkpoint of that version.
+    """
+    last = {sight.version: sight for sight in cluster.sights if sight.what.startswith("checkpoint")}
+    ends = [sight for sight in cluster.sights if sight.what.startswith("end")] if completed else []
+    known = [(sight, last[sight.version]) for sight in ends if sight.version in last]
+    found = [
+        f"wrong: {sight.what}, version {sight.version}, is not what is on disk"
+        for sight, kept in known
+        if not torch.equal(sight.values, kept.values)
+    ]
+    if completed and not known:
+        found.append("no worker has ended with a version that is on disk")
     return found
 
 
@@ -144,11 +165,10 @@ class Replay:
         first = torch.full((plan.records * plan.epochs,), self._first(term), dtype=torch.float64)
         value = torch.nn.Parameter(first)
         consistency = Consistency.model_validate(plan.consistency)
+        inner = torch.optim.SGD([value], lr=1.0, momentum=MOMENTUM)
+        optimizer: torch.optim.Optimizer = inner
         if consistency.mode == "local":  # a local step changes a value by as much as its gradient
-            rate, momentum = consistency.outer_rule[:2]
-            optimizer = torch.optim.SGD([value], lr=rate, momentum=momentum, nesterov=momentum > 0)
-        else:
-            optimizer = torch.optim.SGD([value], lr=1.0, momentum=MOMENTUM)
+            optimizer = outer_optimizer(inner, consistency.outer_rule, workers=plan.workers)
         made = [value.detach().clone()]
         for commit in commits:
             samples = _samples(commit)
