@@ -297,6 +297,8 @@ class Shard:
     ) -> Iterator[Pulled | RestartedAs | None]:
         """Yield each bucket when it has reached `version`. Blocks; yields None after `WAIT` without one.
 
+        A caller that wants no bucket waits for the version all the same: it pushes for it next.
+
         Args:
             term: in which the caller joined.
             attempt: of the open round; None not to be told when that is started again.
@@ -313,6 +315,14 @@ class Shard:
                 NOT_READY: the shard is about to end.
         """
         stable = contributor is not None and self._consistency.reads_one_version
+        if not buckets:
+            with self._changed:
+                self._require_term(term)
+                there = self._await(lambda: self._log.version >= version or self._restarted(version, attempt))
+                reached, now = self._log.version >= version, self._log.attempt
+            if not (there and reached):
+                yield RestartedAs(now) if there else None
+                return
         for index in buckets:
             self.bucket(index)
             with self._changed:

@@ -124,6 +124,19 @@ def test_a_pull_that_waits_is_told_that_the_round_starts_again(threads: ThreadPo
     assert isinstance(watching.result(10)[0], Pulled), "who takes no part is not told"
 
 
+def test_a_pull_of_no_bucket_waits_for_the_version_too(short_wait: None) -> None:
+    """With fragments a shard may have none of those that are exchanged, and is pushed to for the next."""
+    rig = Rig(one_bucket(tensor("w", 4)))
+    wanted: dict[str, Any] = {"term": TERM, "attempt": 0, "contributor": None}
+    assert list(rig.shard.pull([], 0, **wanted)) == []
+    assert list(rig.shard.pull([], 1, **wanted)) == [None]
+    rig.restart(0)
+    assert list(rig.shard.pull([], 1, **wanted)) == [RestartedAs(1)]
+    rig.push(0, ones(4))
+    rig.commit(0, samples=1)
+    assert list(rig.shard.pull([], 1, **wanted)) == []
+
+
 def test_a_pull_for_which_nothing_happens_says_so(short_wait: None) -> None:
     assert pull(Rig(one_bucket(tensor("w", 4))), 1) == [None]
 
