@@ -95,6 +95,7 @@ class Lane:
                 future.set_exception(error)
             else:
                 future.set_result(None)
+            del work, future  # what it has sent takes no memory until the next one
 
     def close(self) -> None:
         """Take no more work, and end when that which was begun is done."""
