@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +306,7 @@ class Store:
 
     # --- terms
 
-    @property
+    @cached_property
     def _term_file(self) -> Path:
         return self.directory / "term.json"
 

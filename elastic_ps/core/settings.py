@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from elastic_ps.errors import InvalidModel
@@ -107,6 +107,10 @@ class Settings:
     made: Made = NOTHING
 
     def to_json(self) -> str:
+        return self._json
+
+    @cached_property
+    def _json(self) -> str:
         return json.dumps(
             {
                 "groups": self.groups,

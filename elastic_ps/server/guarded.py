@@ -31,6 +31,7 @@ class Guarded:
         tuning: what of it may change, as it is in this term.
         clock: the time in seconds, which only grows.
         changed: the lock, and the threads that wait for a change.
+        closed: the same lock, and who waits for `closing` alone, so that no round wakes it up.
         state: another one after the job has gone back to a checkpoint.
         configuring: the model of the first worker is being laid out over the shards.
         stale: the shards do not know yet who takes part in the open round.
@@ -51,7 +52,8 @@ class Guarded:
         self.tuning = tuning or Tuning.of(spec)
         self.spec = self.tuning.applied_to(spec)
         self.clock = clock or time.monotonic
-        self.changed = threading.Condition()
+        lock = threading.RLock()
+        self.changed, self.closed = threading.Condition(lock), threading.Condition(lock)
         self.state = self.blank(term)
         self.configuring = self.stale = self.spoiled = self.closing = self.held = False
 

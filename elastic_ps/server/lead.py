@@ -88,6 +88,7 @@ class Lead:
         with self._job.changed:
             self._job.closing = True
             self._job.changed.notify_all()
+            self._job.closed.notify_all()
         self._ticker.join()
         if keep and self._keeper is not None and self._driver.finish_round():
             self._safekeeping.keep_now()
@@ -114,7 +115,7 @@ class Lead:
                 self._keeper.leads()
                 self._keeper.give_up_late(job.clock())
             with job.changed:
-                if job.changed.wait_for(lambda: job.closing, timeout=TICK.total_seconds()):
+                if job.closed.wait_for(lambda: job.closing, timeout=TICK.total_seconds()):
                     return
                 if not job.state.rounds.committing:
                     job.drop_silent_and_hung()

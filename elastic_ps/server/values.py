@@ -394,7 +394,11 @@ def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:
 def _step(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()` without what torch wraps around it, for hooks and profilers: there are none here."""
     step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
+    if is_of_torch(type(optimizer)):
+        with torch.no_grad():
+            inspect.unwrap(step)(optimizer)
+    else:
+        getattr(step, "__wrapped__", step)(optimizer)
 
 
 def require_finite(contribution: torch.Tensor, who: str, *, usual: torch.Tensor | None = None) -> float:

@@ -145,8 +145,9 @@ class Gradients:
             if not self._taken:
                 self._engine.begin_step()
             self._taken[index] = gradient, gradient._version
-        with torch.no_grad():
-            self._flat.contribution(index).copy_(gradient)
+        # Within backward, gradients have no history, unless the script asks for it (`create_graph`).
+        plain = gradient.detach() if torch.is_grad_enabled() else gradient
+        self._flat.contribution(index).copy_(plain)
         self._fill(index)
 
     def _fill(self, index: int) -> None:

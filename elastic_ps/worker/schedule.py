@@ -117,11 +117,15 @@ class Schedule:
         self._kept: list[_Kept] = []
         self._first: tuple[Mapping[str, Any], ...] = ()  # groups as the schedulers' constructors made them
         self._in_force: Settings | None = None
+        self._current: Settings = Settings(groups=())
 
     def current(self) -> Settings:
         """Hyperparameters and scheduler states as they are now."""
         groups = Described.settings(self._wrapped).groups
-        return Settings(groups, () if self._own else tuple(kept.state() for kept in self._kept))
+        now = Settings(groups, () if self._own else tuple(kept.state() for kept in self._kept))
+        if now != self._current:  # else it is known already what it is as JSON
+            self._current = now
+        return self._current
 
     def joined(self, settings: Settings) -> None:
         """This worker has become a member of a job that had begun. Warns of what its script has otherwise."""

@@ -42,7 +42,7 @@ class Seal:
         apart: Sequence[int],
         pulled: Callable[[int], torch.Tensor],
     ) -> None:
-        self._trained, self._constant = trained, constant
+        self._trained, self._constant = [_Bits(flat) for flat in trained], [_Bits(flat) for flat in constant]
         self._tensors, self._pulled = tensors, pulled
         rules = [spec.rule for spec in layout.tensors]
         self._fixed = [i for i, rule in enumerate(rules) if rule is Rule.CONSTANT]
@@ -61,9 +61,9 @@ class Seal:
 
     def close(self) -> None:
         """The values have arrived."""
-        self._sums = [_sum(flat) for flat in self._trained]
+        self._sums = [bits.sum() for bits in self._trained]
         if not self._constant_sums:
-            self._constant_sums = [_sum(flat) for flat in self._constant]
+            self._constant_sums = [bits.sum() for bits in self._constant]
         self._counters = self._versions()
         self._closed = True
 
@@ -81,9 +81,9 @@ class Seal:
             for index, before, now in zip(self._watched, self._counters, self._versions(), strict=True)
             if before != now
         ]
-        broken = self._sums != [_sum(flat) for flat in self._trained]
+        broken = self._sums != [bits.sum() for bits in self._trained]
         if thorough or touched or self._checks <= ALWAYS or self._checks % EVERY == 0:
-            broken |= self._constant_sums != [_sum(flat) for flat in self._constant]
+            broken |= self._constant_sums != [bits.sum() for bits in self._constant]
             different = self._different()
             touched = [i for i in touched if i not in self._apart or i in different]
             broken |= bool(different)
@@ -93,7 +93,7 @@ class Seal:
     def changed_constants(self) -> list[int] | None:
         """As `changed`, of the tensors without optimizer alone."""
         different = [i for i in self._different() if i in self._fixed]
-        if not different and self._constant_sums == [_sum(flat) for flat in self._constant]:
+        if not different and self._constant_sums == [bits.sum() for bits in self._constant]:
             return None
         now = dict(zip(self._watched, self._versions(), strict=True))
         before = dict(zip(self._watched, self._counters, strict=True))
@@ -106,9 +106,15 @@ class Seal:
         return [self._tensors[index]._version for index in self._watched]
 
 
-def _sum(flat: torch.Tensor) -> int:
-    """A number that is another one when a bit has changed, but for rare accidents."""
-    raw = flat.view(torch.uint8)
-    whole = len(raw) // 8 * 8
-    total = int(raw[:whole].view(torch.int64).sum())
-    return total + int(raw[whole:].sum()) if whole < len(raw) else total
+class _Bits:
+    """The bits of flat memory."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        raw = flat.view(torch.uint8)
+        whole = len(raw) // 8 * 8
+        self._words, self._rest = raw[:whole].view(torch.int64), raw[whole:]
+
+    def sum(self) -> int:
+        """A number that is another one when a bit has changed, but for rare accidents."""
+        total = int(self._words.sum())
+        return total + int(self._rest.sum()) if len(self._rest) else total
