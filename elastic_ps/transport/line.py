@@ -37,7 +37,7 @@ of the body, and where it is in that memory."""
 SMALL = 128 * 1024
 """Bytes of a body that is sent although it is in shared memory: that is faster than to wait for an answer."""
 
-AHEAD = 16 * 1024
+AHEAD = 64 * 1024
 """Bytes that are received at a time where a frame begins: small frames take one call of the system."""
 
 _SCRATCH = 256 * 1024
@@ -323,11 +323,12 @@ class Line:
     def _receive_ahead(self, deadline: float | None) -> None:
         """Receive what is there between two frames, and no more than `AHEAD` bytes. Blocks until some are."""
         while True:
+            if not self._socket.pending:
+                self._wait(select.POLLIN, deadline)
             try:
                 data = self._receive_handed() if self._passes_memory else self._socket.receive(AHEAD)
             except BlockingIOError:
-                self._wait(select.POLLIN, deadline)
-                continue
+                continue  # less than a record of TLS was there
             except OSError as error:
                 raise self._lost(error) from error
             if not data:

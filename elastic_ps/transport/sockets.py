@@ -30,6 +30,11 @@ class Plain:
         """Whether the connection is to be replaced by a new one, with new keys."""
         return False
 
+    @property
+    def pending(self) -> bool:
+        """Whether something has arrived that the kernel knows nothing of any more."""
+        return False
+
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
         """Send from the parts, which are not empty; returns how many bytes were taken."""
         return self.sock.sendmsg(parts, (), socket.MSG_NOSIGNAL)
@@ -65,6 +70,11 @@ class Encrypted(Plain):
     def __init__(self, sock: ssl.SSLSocket) -> None:
         super().__init__(sock)
         self._records = 0
+
+    @property
+    def pending(self) -> bool:
+        """See `Plain.pending`: the rest of a record."""
+        return self.sock.pending() > 0
 
     @property
     def worn(self) -> bool:
