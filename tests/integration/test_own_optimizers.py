@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,17 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def trainer(make: Any, data: Numbers, models: Models, epochs: int = 1) -> Any:
+def trainer(
+    make: Any, data: Numbers, models: Models, before_step: Callable[[], object] = lambda: None
+) -> Callable[[Session], None]:
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(make(model), model)
         models[session.worker] = model
-        for x, y in session.loader(data, 4, epochs=epochs):
+        for x, y in session.loader(data, 4):
             optimizer.zero_grad()
             mse(model, x, y).backward()
+            before_step()
             optimizer.step()
 
     return script
@@ -63,7 +67,7 @@ def test_it_is_that_of_plain_torch(tmp_path: Path, name: str, shards: int) -> No
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 @pytest.mark.parametrize("name", KINDS)
 def test_it_goes_on_when_the_parameter_server_is_lost(tmp_path: Path, name: str, durability: str) -> None:
-    data, models, make = Numbers(240), Models(), KINDS[name]
+    data, models, make, once = Numbers(1600), Models(), KINDS[name], threading.Lock()
     server = {
         "bucketBytes": 1024,
         "optimizers": OWN,
@@ -71,14 +75,19 @@ def test_it_goes_on_when_the_parameter_server_is_lost(tmp_path: Path, name: str,
         "checkpoint": {"everyVersions": 7, "interval": "1h"},
     }
     with running_job(tmp_path, checkpoints=tmp_path / "kept", parameterServer=server) as job:
+
+        def lose() -> None:
+            ready = job.version > 8 and (durability == "checkpoint" or job.followed)
+            if ready and once.acquire(blocking=False):
+                job.restart(0)
+
         for worker in range(2):
-            job.start(worker, trainer(make, data, models))
-        job.until(lambda: job.version > 8 and (durability == "checkpoint" or job.followed), "some steps")
-        job.restart(0)
+            job.start(worker, trainer(make, data, models, lose))
         job.join()
+        assert job.status().term == 2
         last = {commit["version"]: commit for commit in job.commits()}
     commits = [last[version] for version in sorted(last)]
-    assert_each_record_once(commits, records=240, epochs=1)
+    assert_each_record_once(commits, records=1600, epochs=1)
     assert_equal_up_to_round_off(
         models[0], make_mlp(), lambda model: replay(commits, data, model, make, job.spec)
     )
