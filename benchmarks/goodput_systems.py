@@ -173,7 +173,7 @@ class OnParameterServer:
         self.job = make_job(directory, workers, consistency)
         self.history = directory / "history"
         self.history.mkdir()
-        self.launcher = Launcher(self.job, Options(root=directory / "state", history=self.history, spares=2))
+        self.launcher = Launcher(self.job, Options(root=directory / "state", history=self.history))
 
     def samples(self) -> int | None:
         from elastic_ps.local.poller import fetch_status

@@ -191,13 +191,6 @@ def _add_running(run: argparse.ArgumentParser) -> None:
         "--bind", action="store_true", help="run each worker on cores of its own, and on no others"
     )
     run.add_argument(
-        "--spares",
-        type=_positive,
-        default=0,
-        metavar="N",
-        help="keep N processes that have imported torch, to take the place of one that dies without delay",
-    )
-    run.add_argument(
         "--detach", action="store_true", help="run the job in the background, and return as soon as it runs"
     )
 

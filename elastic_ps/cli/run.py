@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -17,7 +18,7 @@ from types import FrameType
 from rich.console import Console
 
 from elastic_ps.cli.view import Display, LiveDisplay, PlainDisplay, print_outcome
-from elastic_ps.env import started_by_mpirun
+from elastic_ps.env import inherited, started_by_mpirun
 from elastic_ps.errors import UserError
 from elastic_ps.job import TrainingJob, load_job, parse_job
 from elastic_ps.local import (
@@ -31,6 +32,8 @@ from elastic_ps.local import (
     preflight,
     script,
 )
+from elastic_ps.local.forks import ForkServer
+from elastic_ps.local.processes import processes_of, with_threads
 
 REFRESH = timedelta(milliseconds=200)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -95,10 +98,16 @@ def _run_job(
         tls=not parsed.insecure,
         slots=slots,
         bind=parsed.bind,
-        spares=parsed.spares,
         host=slots.world.address if slots is not None else "127.0.0.1",
         programs=programs or Programs(),
     )
+    if not options.programs.forkable:
+        return _check_and_run(job, options, parsed)
+    with contextlib.closing(ForkServer(with_threads(inherited(), processes=processes_of(job.spec)))) as forks:
+        return _check_and_run(job, replace(options, forks=forks), parsed)
+
+
+def _check_and_run(job: TrainingJob, options: Options, parsed: argparse.Namespace) -> int:
     with _signals_end_the_process():
         _check(job, options, parsed.report)
         launcher = Launcher(job, options)
@@ -106,6 +115,8 @@ def _run_job(
         if parsed.detach:
             pid = os.fork()
             if pid:
+                if options.forks is not None:
+                    options.forks.release()
                 return _wait_until_it_runs(pid, launcher.directory)
             _leave_the_terminal(launcher.directory)
         code = _run(launcher, parsed.report)
@@ -133,7 +144,7 @@ def _check(job: TrainingJob, options: Options, report: Path | None) -> None:
     preflight.check_workers(job, options.schedule)
     preflight.check_checkpoints(job, options.resume)
     preflight.check_report(report)
-    preflight.check_entrypoint(job, options.programs)
+    preflight.check_entrypoint(job, options.programs, options.forks)
     if report is not None:
         preflight.prepare_directory(report, option="--report")
     if options.trace is not None:

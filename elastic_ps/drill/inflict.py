@@ -309,7 +309,7 @@ def _rival(target: LocalTarget) -> Iterator[str]:
         run=launcher.run,
     )
     with tempfile.TemporaryDirectory() as logs:
-        child = Child.start(
+        child = Child(
             launcher.options.programs.server,
             variables=with_threads({**inherited(), **environment.to_variables()}, processes=4),
             log=Path(logs) / "rival.log",

@@ -308,7 +308,7 @@ def _start(order: _Start, children: dict[int, Child], lifeline: Lifeline, beside
         if order.certificate is not None:
             issuer.write(Path(variables[f"{PREFIX}TLS_DIRECTORY"]), order.certificate)
         Path(order.log).parent.mkdir(parents=True, exist_ok=True)
-        child = Child.start(
+        child = Child(
             [sys.executable, *order.argv[1:]],
             variables=with_threads(variables, processes=beside),
             log=Path(order.log),

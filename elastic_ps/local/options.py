@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.gone import tell_parameter_server
 from elastic_ps.local.mpi import Slots
 from elastic_ps.local.plan import ScaleAt, Verdict
@@ -39,8 +40,7 @@ class Options:
             docs/security.md. False: whoever reaches a port of the job rules it.
         slots: where workers are started; None is this host.
         bind: each worker that is started on this host has cores of its own.
-        spares: how many processes wait on this host to take the place of one that dies. Each has imported
-            torch, and takes the memory that this needs.
+        forks: starts the processes on this host, and is closed by its owner; None: the launcher has its own.
         host: an address of this host, at which workers reach the parameter servers.
         route: what stands between workers and parameter servers; None for nothing.
         on_worker_gone: told about worker processes that died; may block, is called on its own thread.
@@ -56,7 +56,7 @@ class Options:
     tls: bool = True
     slots: Slots | None = None
     bind: bool = False
-    spares: int = 0
+    forks: ForkServer | None = None
     host: str = "127.0.0.1"
     route: Route | None = None
     on_worker_gone: WorkerGone = tell_parameter_server

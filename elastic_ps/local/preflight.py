@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,10 +16,14 @@ from elastic_ps.checkpoint.owner import running
 from elastic_ps.env import EXIT_INVALID, inherited
 from elastic_ps.errors import StorageUnavailable, UserError
 from elastic_ps.job import TrainingJob
+from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.plan import ScaleAt
 from elastic_ps.local.processes import Programs
 
 CHECK_TIMEOUT = timedelta(minutes=2)
+
+LOOK = 0.01
+"""Seconds between two looks whether the check has ended."""
 
 
 def check_workers(job: TrainingJob, schedule: Sequence[ScaleAt]) -> None:
@@ -102,8 +108,11 @@ def prepare_file(path: Path, *, option: str) -> None:
         raise UserError(f"{option}: cannot write {path}: permission denied")
 
 
-def check_entrypoint(job: TrainingJob, programs: Programs) -> None:
+def check_entrypoint(job: TrainingJob, programs: Programs, forks: ForkServer | None = None) -> None:
     """Import the entrypoint and the codecs in a process like a worker's. Blocks for as long as that takes.
+
+    Args:
+        forks: starts that process, if it can.
 
     Raises:
         UserError: one cannot be imported, with the script's own traceback, or does not take its arguments.
@@ -111,7 +120,7 @@ def check_entrypoint(job: TrainingJob, programs: Programs) -> None:
     entrypoint = job.spec.entrypoint
     argv = programs.check(job.spec)
     try:
-        done = subprocess.run(
+        done = (_run_forked(argv, forks) if forks is not None else None) or subprocess.run(
             argv,
             env=inherited(),
             stdin=subprocess.DEVNULL,
@@ -131,3 +140,26 @@ def check_entrypoint(job: TrainingJob, programs: Programs) -> None:
     if done.returncode != 0:
         output = (done.stderr or done.stdout).strip()
         raise UserError(f"the entrypoint {entrypoint} cannot be imported:\n{output}")
+
+
+def _run_forked(argv: Sequence[str], forks: ForkServer) -> subprocess.CompletedProcess[str] | None:
+    """As `subprocess.run` does it; None if the fork server cannot start this. Raises TimeoutExpired."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        descriptors = {out.fileno(): (1,), err.fileno(): (2,)}
+        pid = forks.start(argv, variables=inherited(), descriptors=descriptors, name="check")
+        if pid is None:
+            return None
+        deadline = time.monotonic() + CHECK_TIMEOUT.total_seconds()
+        try:
+            while (status := forks.status(pid)) is None:
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired(argv, CHECK_TIMEOUT.total_seconds())
+                time.sleep(LOOK)
+        except BaseException:
+            forks.signal(pid, signal.SIGKILL, group=True)
+            raise
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+        return subprocess.CompletedProcess(argv, status, *texts)

@@ -39,6 +39,11 @@ class Programs:
     worker: Sequence[str] = (sys.executable, "-m", "elastic_ps.worker")
     evaluator: Sequence[str] = (sys.executable, "-m", "elastic_ps.evaluator")
 
+    @property
+    def forkable(self) -> bool:
+        """Whether some of them are what a fork server has imported."""
+        return self.server == Programs.server or self.worker == Programs.worker
+
     def check(self, spec: TrainingJobSpec) -> list[str]:
         """The command that tries to import the entrypoints and the codecs with their arguments."""
         return [*self.worker, "--check", spec.model_dump_json(by_alias=True, exclude_defaults=True)]
@@ -75,26 +80,25 @@ class Started(Protocol):
         """The last lines that it wrote."""
 
 
+def last_lines(log: Path, offset: int) -> str:
+    """The last lines of a process's output, which begins at `offset` of the file."""
+    with log.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(offset, end - 16_384))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-OUTPUT_LINES:]).strip()
+
+
 class Child:
-    """A process that was started here. To be used by one thread.
+    """A process that was started here. To be used by one thread."""
 
-    Args:
-        popen: which leads a session of its own.
-        log: the file that its output is added to from now on.
-    """
-
-    def __init__(self, popen: subprocess.Popen[bytes], log: Path) -> None:
-        self._popen, self._log = popen, log
-        self._offset = log.stat().st_size if log.exists() else 0
-        self.pid = popen.pid
-
-    @classmethod
-    def start(
-        cls, argv: Sequence[str], *, variables: Mapping[str, str], log: Path, lifeline: Lifeline
-    ) -> Child:
-        """Start a program."""
+    def __init__(
+        self, argv: Sequence[str], *, variables: Mapping[str, str], log: Path, lifeline: Lifeline
+    ) -> None:
+        self._log = log
         with log.open("ab") as output:
-            popen = subprocess.Popen(
+            self._offset = output.tell()
+            self._popen: subprocess.Popen[bytes] = subprocess.Popen(
                 argv,
                 env=dict(variables),
                 stdin=subprocess.DEVNULL,
@@ -103,7 +107,7 @@ class Child:
                 pass_fds=(lifeline.fd,),
                 start_new_session=True,
             )
-            return cls(popen, log)
+        self.pid = self._popen.pid
 
     def poll(self) -> int | None:
         """See `Started`."""
@@ -125,11 +129,7 @@ class Child:
 
     def output(self) -> str:
         """See `Started`."""
-        with self._log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self._offset, end - 16_384))
-            lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-OUTPUT_LINES:]).strip()
+        return last_lines(self._log, self._offset)
 
     def _signal_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -173,6 +173,13 @@ def bound_to(cores: Collection[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def processes_of(spec: TrainingJobSpec) -> int:
+    """How many processes a job has, as it is now."""
+    server = spec.parameter_server
+    standbys = server.replicas if server.durability == "standby" else 0
+    return server.replicas + standbys + spec.worker.replicas + (spec.evaluator is not None)
 
 
 def with_threads(variables: Mapping[str, str], *, processes: int) -> dict[str, str]:

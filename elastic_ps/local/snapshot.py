@@ -72,15 +72,6 @@ def useful(process: Process, server: ServerStatus | None, ready: Container[int])
     return process.alive and (process.role == "standby" or process.index in ready)
 
 
-def settled(observed: Observed, *, workers: int) -> bool:
-    """Whether all parameter servers and workers do their work, so that nothing else has to be started."""
-    if observed.verdict is not None or observed.stop is not None:
-        return False
-    running = [p for p in observed.processes if p.alive and p.role != "evaluator"]
-    enough = sum(process.role == "worker" for process in running) >= workers
-    return enough and all(process.useful and process.asked is None for process in running)
-
-
 def phase_of(observed: Observed, server: ServerStatus | None, *, ended: bool) -> Phase:
     """The job's phase; its final one only when nothing of it runs any more."""
     if ended and observed.verdict is not None:

@@ -7,13 +7,12 @@ which is slow to draw, or a terminal that is held, never delays it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -28,13 +27,21 @@ from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
 from elastic_ps.job import TrainingJob
 from elastic_ps.local import issuer
 from elastic_ps.local import plan as planning
+from elastic_ps.local.forks import Fork, ForkServer
 from elastic_ps.local.options import Options, Outcome
 from elastic_ps.local.plan import Observed, Process, StopRequest, Verdict
 from elastic_ps.local.poller import Poller, fetch_evaluations, fetch_loss
-from elastic_ps.local.processes import Child, Lifeline, Started, bound_to, free_ports, with_threads
+from elastic_ps.local.processes import (
+    Child,
+    Lifeline,
+    Started,
+    bound_to,
+    free_ports,
+    processes_of,
+    with_threads,
+)
 from elastic_ps.local.record import Record
-from elastic_ps.local.snapshot import phase_of, process_statuses, settled, stuck, useful
-from elastic_ps.local.spares import Spares
+from elastic_ps.local.snapshot import phase_of, process_statuses, stuck, useful
 from elastic_ps.local.state import JobDirectory, LocalStatus, generation_of, start_time
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.status import ServerStatus
@@ -172,9 +179,13 @@ class Launcher:
     def _run(self) -> None:
         """The supervisor thread: whatever happens in it, no process outlives it."""
         self._lifeline, self._poller = Lifeline(), Poller(self._http)
-        self._spares = Spares(self.options.spares, self._lifeline)
         self._notices = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-gone")
+        self._forks, own = self.options.forks, None
         try:
+            if self._forks is None and self.options.programs.forkable:
+                self._forks = own = ForkServer(self._variables())
+            while self._forks is not None and self._stop is None and not self._forks.ready(TICK):
+                pass
             while not self._over():
                 self._tick()
                 self._wake.wait(TICK.total_seconds())
@@ -184,7 +195,8 @@ class Launcher:
         finally:
             for child in self._children.values():
                 child.kill()
-            self._spares.close()
+            if own is not None:
+                own.close()
             self._lifeline.close()
             self._poller.close()
             self._notices.shutdown(wait=True, cancel_futures=True)
@@ -201,8 +213,6 @@ class Launcher:
         for action in planning.plan(self._desired(), self._observed, now):
             self._execute(action, now)
             changed = True
-        if settled(self._observed, workers=self.job.spec.worker.replicas):
-            self._spares.fill(self._variables())
         with self._lock:
             self._status = self._build_status(ended=False)
         if changed or now - self._written >= STATUS_INTERVAL.total_seconds():
@@ -364,11 +374,7 @@ class Launcher:
                 action.index, program, variables=variables, log=log, certificate=certificate
             )
         else:
-            bound = self.options.bind and action.role == "worker"
-            with bound_to(self._cores(action.index)) if bound else contextlib.nullcontext():
-                everything = {**self._variables(bound=bound), **variables}
-                spare = None if bound else self._spares.take(program, variables=everything, log=log)
-                child = spare or Child.start(program, variables=everything, log=log, lifeline=self._lifeline)
+            child = self._start_here(action, program, variables, log)
         self._children[child.pid] = child
         self._start_times[child.pid] = start_time(child.pid)
         self._instances[child.pid] = environment.instance
@@ -377,13 +383,23 @@ class Launcher:
         if action.replaces is not None:
             self._event("process", f"{process.name} is started again (pid {child.pid}): {action.reason}")
 
+    def _start_here(
+        self, action: planning.Start, program: Sequence[str], contract: Mapping[str, str], log: Path
+    ) -> Started:
+        if self.options.bind and action.role == "worker":
+            with bound_to(self._cores(action.index)):
+                variables = {**self._variables(bound=True), **contract}
+                return Child(program, variables=variables, log=log, lifeline=self._lifeline)
+        variables, name = {**self._variables(), **contract}, f"{action.role}-{action.index}"
+        line, fork = self._lifeline, None
+        if self._forks is not None:
+            fork = Fork.start(self._forks, program, variables=variables, log=log, lifeline=line, name=name)
+        return fork or Child(program, variables=variables, log=log, lifeline=line)
+
     def _variables(self, *, bound: bool = False) -> dict[str, str]:
         """What each process that is started here has in its environment; `bound`: it has cores of its own."""
-        spec = self.job.spec
-        processes = spec.parameter_server.replicas + len(self._standbys) + spec.worker.replicas
-        processes += spec.evaluator is not None
         variables = {"PYTHONUNBUFFERED": "1", **inherited()}
-        return with_threads(variables, processes=1 if bound else processes)
+        return with_threads(variables, processes=1 if bound else processes_of(self.job.spec))
 
     def _cores(self, worker: int) -> tuple[int, ...]:
         return planning.cores_of(worker, workers=self._most_workers, cores=os.sched_getaffinity(0))

@@ -1,0 +1,143 @@
+"""`python -m elastic_ps.forkserver SOCKET`: starts the processes of jobs on this host, by forking itself.
+
+Importing torch takes a second of a processor, in each process again. It is most of the time until a process
+that was killed is replaced. This process imports once what the processes of a job import. Each that it is
+asked for is a fork, which has all that from its first moment, and shares the memory. A fork is as good as a
+fresh process, because this one never has a second thread, opens no connection and computes nothing.
+
+`local.forks` is the other side of the socket. If that side is gone, this process ends; what it has started
+ends by its own lifeline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_ps import process
+from elastic_ps.env import THREAD_VARIABLES, disable_grpc_fork_hooks
+from elastic_ps.packets import Packets
+
+
+def _programs() -> Mapping[str, Callable[[], int]]:
+    """What a fork can become, by the name of the module; imports what they need."""
+    with process.importing():
+        disable_grpc_fork_hooks()
+        from elastic_ps import compiler  # noqa: F401
+        from elastic_ps.evaluator import __main__ as evaluator
+        from elastic_ps.server import __main__ as server
+        from elastic_ps.server import process as parameter_server  # noqa: F401
+        from elastic_ps.server import status  # noqa: F401
+        from elastic_ps.transport import credentials, grpc, ways  # noqa: F401
+        from elastic_ps.worker import __main__ as worker
+        from elastic_ps.worker import current  # noqa: F401
+    return {
+        "elastic_ps.evaluator": evaluator.main,
+        "elastic_ps.server": server.main,
+        "elastic_ps.worker": worker.main,
+    }
+
+
+class _Forks:
+    """The processes that were started and have not ended."""
+
+    def __init__(self, packets: Packets) -> None:
+        self._packets = packets
+        self._running: set[int] = set()
+        self._awake, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+
+    def serve(self) -> dict[str, Any] | None:
+        """Do what is ordered; returns in each fork, with its order, and here at the end, with None."""
+        poll = select.poll()
+        poll.register(self._awake, select.POLLIN)
+        poll.register(self._packets.sock, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if self._awake in ready:
+                os.read(self._awake, 4096)
+                self._reap()
+            if self._packets.sock.fileno() not in ready:
+                continue
+            try:
+                order, descriptors = self._packets.receive()
+            except EOFError:
+                return None
+            if "signal" in order:
+                if order["pid"] in self._running:  # so the number is not another process's
+                    self._signal(order["pid"], order["signal"], group=order["group"])
+            elif pid := os.fork():
+                self._running.add(pid)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            else:
+                self._begin(order, descriptors)
+                return order
+
+    def _signal(self, pid: int, number: int, *, group: bool) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, number) if group else os.kill(pid, number)
+
+    def _reap(self) -> None:
+        for pid in list(self._running):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                self._signal(pid, signal.SIGKILL, group=True)  # what it has started, before its pid is free
+                _, status = os.waitpid(pid, 0)
+                self._running.discard(pid)
+                with contextlib.suppress(OSError):
+                    self._packets.send({"ended": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _begin(self, order: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """In the fork: become a process like one that was started by itself."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.close(self._awake)
+        os.close(self._wake)
+        os.setsid()
+        self._packets.send({"started": os.getpid()})
+        self._packets.close()
+        for source, targets in zip(descriptors, order["descriptors"], strict=True):
+            for target in targets:
+                os.dup2(source, target)
+            if source not in targets:
+                os.close(source)
+
+
+def _become(order: Mapping[str, Any]) -> None:
+    """In the fork: have the environment and arguments that were ordered, and random numbers of its own."""
+    import numpy as np
+    import torch
+
+    os.environ.clear()
+    os.environ.update(order["variables"])
+    os.chdir(order["directory"])
+    sys.argv = [order["program"], *order["arguments"]]
+    if threads := os.environ.get(THREAD_VARIABLES[0], ""):
+        torch.set_num_threads(int(threads))  # OpenMP has read its variable long ago
+    np.random.seed()  # Python's own `random` does so by itself
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(order["name"])
+
+
+def main() -> int:
+    """Serve, or be the process that was forked; returns the exit status."""
+    packets = Packets(socket.socket(fileno=int(sys.argv[1])))
+    programs = _programs()
+    packets.send({"programs": list(programs)})
+    order = _Forks(packets).serve()
+    if order is None:
+        return 0
+    _become(order)
+    return programs[order["program"]]()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

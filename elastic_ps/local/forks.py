@@ -1,0 +1,209 @@
+"""The launcher's side of `elastic_ps.forkserver`: processes that have torch imported when they begin."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from elastic_ps.local.processes import Lifeline, last_lines
+from elastic_ps.packets import Packets
+
+END = timedelta(seconds=10)
+"""How long the fork server may take to end before it is killed."""
+
+
+class ForkServer:
+    """A process that imports torch once, and then starts processes of a job in no time. Thread-safe.
+
+    Where it cannot do what is asked, because the program is another one or it was killed, the caller starts
+    the program by itself. What it has started ends with it, as if killed.
+
+    Args:
+        variables: its environment, which decides how many threads some libraries have.
+    """
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "elastic_ps.forkserver", str(theirs.fileno())],
+                env={"PYTHONUNBUFFERED": "1", **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self.pid = self._popen.pid
+        self._packets = Packets(ours)
+        self._lock = threading.RLock()
+        self._programs: list[str] | None = None
+        self._alive = True
+        self._statuses: dict[int, int | None] = {}
+
+    def ready(self, within: timedelta) -> bool:
+        """Whether `start` does not have to wait. Blocks for at most `within`."""
+        with self._lock:
+            if self._alive and self._programs is None:
+                self._read(within)
+            return self._programs is not None or not self._alive
+
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        variables: Mapping[str, str],
+        descriptors: Mapping[int, Sequence[int]],
+        name: str,
+    ) -> int | None:
+        """Start a program, as `subprocess.Popen` does, in a session of its own. Blocks until it has begun.
+
+        Args:
+            argv: `[python, "-m", module, *arguments]`.
+            descriptors: of this process, and which they are in the new one.
+            name: what `ps` calls the process; at most 15 bytes of it.
+
+        Returns:
+            Its pid; None if nothing was started.
+        """
+        python, flag, program, *arguments = (*argv, "", "")[: max(3, len(argv))]
+        with self._lock:
+            while not self.ready(END):
+                pass
+            if (python, flag) != (sys.executable, "-m") or program not in (self._programs or ()):
+                return None
+            order = {
+                "program": program,
+                "arguments": arguments,
+                "variables": dict(variables),
+                "directory": str(Path.cwd()),
+                "descriptors": [list(targets) for targets in descriptors.values()],
+                "name": name,
+            }
+            before = set(self._statuses)
+            try:
+                self._packets.send(order, list(descriptors))
+            except OSError:
+                return None
+            while not (begun := self._statuses.keys() - before):
+                if not self._alive:
+                    return None
+                self._read(END)
+            return begun.pop()
+
+    def status(self, pid: int) -> int | None:
+        """The exit status of a process that was started here, told once; None while it runs.
+
+        Negative: the signal that has ended it.
+        """
+        with self._lock:
+            while self._alive and self._read(timedelta(0)):
+                pass
+            if self._statuses[pid] is None:
+                return None
+            return self._statuses.pop(pid)  # another process may get its pid
+
+    def signal(self, pid: int, number: int, *, group: bool) -> None:
+        """Send it a signal if it runs, or to all that it has started, too. Does not block."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._alive:
+                self._packets.send({"signal": number, "pid": pid, "group": group})
+
+    def _read(self, within: timedelta) -> bool:
+        """Take note of one message; whether there was one. The lock is held."""
+        if not select.select([self._packets.sock], [], [], within.total_seconds())[0]:
+            return False
+        try:
+            message, _ = self._packets.receive()
+        except EOFError:
+            self._lost()
+            return False
+        self._note(message)
+        return True
+
+    def _note(self, message: Mapping[str, Any]) -> None:
+        if "programs" in message:
+            self._programs = message["programs"]
+        elif "started" in message:
+            self._statuses.setdefault(message["started"], None)
+        else:
+            self._statuses[message["ended"]] = message["status"]
+
+    def _lost(self) -> None:
+        """The fork server has gone, so nobody learns how its processes end."""
+        self._alive = False
+        for pid, status in self._statuses.items():
+            if status is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+                self._statuses[pid] = -signal.SIGKILL
+
+    def release(self) -> None:
+        """Forget it here: a fork of this process goes on with it."""
+        with self._lock:
+            self._alive = False
+            self._packets.close()
+
+    def close(self) -> None:
+        """End it. What it has started, and what was not waited for, is nobody's any more."""
+        self.release()
+        try:
+            self._popen.wait(END.total_seconds())
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+
+class Fork:
+    """A process of a job that the fork server has started; see `Started`. To be used by one thread."""
+
+    def __init__(self, server: ForkServer, pid: int, log: Path, offset: int) -> None:
+        self.pid = pid
+        self._server, self._log, self._offset = server, log, offset
+        self._status: int | None = None
+
+    @classmethod
+    def start(
+        cls,
+        server: ForkServer,
+        argv: Sequence[str],
+        *,
+        variables: Mapping[str, str],
+        log: Path,
+        lifeline: Lifeline,
+        name: str,
+    ) -> Fork | None:
+        """Start a program as `Child.start` does; None if the fork server cannot."""
+        with log.open("ab") as output:
+            offset = output.tell()
+            descriptors = {output.fileno(): (1, 2), lifeline.fd: (lifeline.fd,)}
+            pid = server.start(argv, variables=variables, descriptors=descriptors, name=name)
+        return None if pid is None else cls(server, pid, log, offset)
+
+    def poll(self) -> int | None:
+        """See `Started`."""
+        if self._status is None:
+            self._status = self._server.status(self.pid)
+        return self._status
+
+    def terminate(self) -> None:
+        """See `Started`."""
+        self._server.signal(self.pid, signal.SIGTERM, group=False)
+
+    def kill(self) -> None:
+        """See `Started`."""
+        self._server.signal(self.pid, signal.SIGKILL, group=True)
+
+    def output(self) -> str:
+        """See `Started`."""
+        return last_lines(self._log, self._offset)

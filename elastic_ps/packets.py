@@ -1,0 +1,39 @@
+"""Messages between two processes of a host: JSON, and descriptors with it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MESSAGE = 1 << 20
+"""Bytes of a message at most."""
+
+DESCRIPTORS = 8
+"""That come with one at most."""
+
+
+class Packets:
+    """JSON, and descriptors with it, over a socket that keeps messages apart (SOCK_SEQPACKET)."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE)
+        self.sock = sock
+
+    def send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Blocks for a moment. Raises OSError if the other side has gone, or the message is too large."""
+        socket.send_fds(self.sock, [json.dumps(message).encode()], descriptors)
+
+    def receive(self) -> tuple[dict[str, Any], list[int]]:
+        """The next one. Blocks. Raises EOFError if the other side has gone."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.sock, MESSAGE, DESCRIPTORS)
+        except ConnectionError as error:
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        return json.loads(data), descriptors
+
+    def close(self) -> None:
+        self.sock.close()

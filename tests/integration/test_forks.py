@@ -1,0 +1,224 @@
+"""The processes of a local job are forks of one that has imported torch, and as good as others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from elastic_ps.drill.history import check
+from elastic_ps.drill.recorded import read
+from elastic_ps.env import EXIT_INVALID
+from elastic_ps.job import TrainingJob, parse_job
+from elastic_ps.local import Launcher, Options, Programs
+from elastic_ps.local.forks import ForkServer
+from tests.integration.launching import wait_for_workers
+from tests.polling import eventually
+
+
+def job(name: str = "forks", **spec: Any) -> TrainingJob:
+    described = {
+        "entrypoint": "tests.integration.scripts.steady:main",
+        "arguments": {"records": 1_000_000, "seconds": 0.02},
+        "worker": {"replicas": 2},
+        "parameterServer": {"checkpoint": {"everyVersions": 1}},
+    }
+    document = {
+        "apiVersion": "elastic-ps.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": name},
+        "spec": {**described, **spec},
+    }
+    return parse_job(document, source="test")
+
+
+def servers() -> list[psutil.Process]:
+    """The fork servers of this process."""
+    children = psutil.Process().children()
+    return [each for each in children if each.cmdline()[1:3] == ["-m", "elastic_ps.forkserver"]]
+
+
+def alive(launcher: Launcher, role: str, index: int) -> int | None:
+    """The process of a role that does its work now."""
+    for process in launcher.status().processes:
+        if (process.role, process.index) == (role, index) and process.state not in ("ended", "starting"):
+            return process.pid
+    return None
+
+
+def both_train(launcher: Launcher) -> None:
+    wait_for_workers(launcher, lambda workers: len(workers) == 2, "both workers train")
+
+
+def test_a_process_that_is_killed_is_replaced_by_a_fork(tmp_path: Path) -> None:
+    history = tmp_path / "history"
+    history.mkdir()
+    with Launcher(job(), Options(root=tmp_path, history=history)) as launcher:
+        launcher.start()
+        both_train(launcher)
+        [server] = servers()
+        for role, index in (("worker", 1), ("ps", 0)):
+            killed = eventually(lambda r=role, i=index: alive(launcher, r, i), "it works")  # type: ignore[misc]
+            os.kill(killed, signal.SIGKILL)
+            eventually(
+                lambda r=role, i=index, k=killed: alive(launcher, r, i) not in (None, k),  # type: ignore[misc]
+                "another one takes its place",
+            )
+            pid = alive(launcher, role, index)
+            assert pid is not None
+            assert psutil.Process(pid).ppid() == server.pid
+            assert psutil.Process(pid).name() == f"{role}-{index}"
+        both_train(launcher)
+        launcher.stop("enough")
+        launcher.wait()
+    assert not servers()
+    assert check(read(history), None) == []
+
+
+def test_when_the_fork_server_dies_its_processes_end_and_others_take_their_places(tmp_path: Path) -> None:
+    history = tmp_path / "history"
+    history.mkdir()
+    with Launcher(job(), Options(root=tmp_path, history=history)) as launcher:
+        launcher.start()
+        both_train(launcher)
+        before = [process.pid for process in launcher.status().processes]
+        [server] = servers()
+        server.kill()
+        eventually(lambda: not any(psutil.pid_exists(pid) for pid in before), "all of them end")
+        eventually(lambda: alive(launcher, "ps", 0), "the parameter server is started by itself")
+        both_train(launcher)
+        launcher.stop("enough")
+        launcher.wait()
+    assert check(read(history), None) == []
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[ForkServer]:
+    server = ForkServer({**os.environ, "OMP_NUM_THREADS": "1"})
+    yield server
+    server.close()
+
+
+PROBE = """
+import json, os, random, sys
+import numpy, torch
+print(json.dumps({
+    "numbers": [random.random(), float(numpy.random.random())],
+    "threads": torch.get_num_threads(),
+    "variable": os.environ.get("PROBED"), "inherited": "HOME" in os.environ,
+    "directory": os.getcwd(), "arguments": sys.argv[1], "session": os.getsid(0) == os.getpid(),
+    "descriptors": len(os.listdir("/proc/self/fd")) - 1,
+}))
+def main(): pass
+"""
+
+
+class Run:
+    """A check of a job, which imports its entrypoint."""
+
+    def __init__(
+        self, forks: ForkServer, entrypoint: str, variables: Mapping[str, str], *, directory: Path
+    ) -> None:
+        self.forks = forks
+        self.out = tempfile.TemporaryFile()  # noqa: SIM115 (`ended` closes it)
+        self.err = tempfile.TemporaryFile()  # noqa: SIM115
+        argv: Sequence[str] = Programs().check(job(entrypoint=entrypoint, arguments={}).spec)
+        before = Path.cwd()
+        os.chdir(directory)
+        try:
+            descriptors = {self.out.fileno(): (1,), self.err.fileno(): (2,)}
+            pid = forks.start(argv, variables=variables, descriptors=descriptors, name="probe")
+        finally:
+            os.chdir(before)
+        assert pid is not None
+        self.pid = pid
+
+    def ended(self) -> tuple[int, str, str]:
+        """Its exit status, and what it wrote."""
+        statuses: list[int | None] = []
+
+        def over() -> bool:
+            statuses.append(self.forks.status(self.pid))
+            return statuses[-1] is not None
+
+        eventually(over, "it ends")
+        texts = []
+        for file in (self.out, self.err):
+            file.seek(0)
+            texts.append(file.read().decode())
+            file.close()
+        assert statuses[-1] is not None
+        return statuses[-1], *texts  # type: ignore[return-value]
+
+
+def test_a_fork_is_like_a_process_that_was_started_by_itself(forks: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "probe.py").write_text(PROBE)
+    found = []
+    for threads in ("1", "3"):
+        variables = {"PROBED": threads, "OMP_NUM_THREADS": threads}
+        status, out, err = Run(forks, "probe:main", variables, directory=tmp_path).ended()
+        assert (status, err) == (0, "")
+        found.append(json.loads(out))
+    one, other = found
+    assert one["numbers"][0] != other["numbers"][0]
+    assert one["numbers"][1] != other["numbers"][1]
+    assert [each["threads"] for each in found] == [1, 3]
+    assert [each["variable"] for each in found] == ["1", "3"]
+    for each in found:
+        assert (each["inherited"], each["directory"]) == (False, str(tmp_path))
+        assert (each["arguments"], each["session"]) == ("--check", True)
+        assert each["descriptors"] == 3
+
+
+def test_what_it_writes_and_its_exit_status_arrive(forks: ForkServer, tmp_path: Path) -> None:
+    status, _, err = Run(forks, "nowhere:main", dict(os.environ), directory=tmp_path).ended()
+    assert status == EXIT_INVALID
+    assert "nowhere" in err
+
+
+def test_it_is_ended_with_what_it_has_started(forks: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text(
+        "import subprocess, sys, time\n"
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)']).pid, flush=True)\n"
+        "time.sleep(1000)\n"
+    )
+    for number, group in ((signal.SIGTERM, False), (signal.SIGKILL, True)):
+        run = Run(forks, "sleeps:main", dict(os.environ), directory=tmp_path)
+
+        def started(run: Run = run) -> int:
+            return int(os.pread(run.out.fileno(), 100, 0) or 0)
+
+        child = eventually(started, "it starts a process")
+        forks.signal(run.pid, number, group=group)
+        assert run.ended()[0] == -number
+        eventually(lambda child=child: not psutil.pid_exists(child), "that ends, too")  # type: ignore[misc]
+
+
+def test_what_it_cannot_start_is_left_to_others(forks: ForkServer) -> None:
+    for argv in (
+        [sys.executable, "-c", "pass"],
+        [sys.executable, "-m", "http.server"],
+        [sys.executable],
+        ["/bin/true", "-m", "elastic_ps.worker"],
+        [sys.executable, "-m", "elastic_ps.worker", "x" * 2_000_000],
+    ):
+        assert forks.start(argv, variables={}, descriptors={}, name="other") is None
+
+
+def test_without_its_process_it_starts_nothing() -> None:
+    server = ForkServer(dict(os.environ))
+    os.kill(server.pid, signal.SIGKILL)
+    eventually(lambda: server.ready(timedelta(0)), "nobody waits for it")
+    argv = [sys.executable, "-m", "elastic_ps.worker"]
+    assert server.start(argv, variables={}, descriptors={}, name="worker") is None
+    server.close()
+    assert not psutil.pid_exists(server.pid)
