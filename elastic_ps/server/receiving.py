@@ -24,9 +24,9 @@ class Buffers:
     """Memory to receive buckets in, of a shard whose largest bucket has `nbytes`. Thread-safe."""
 
     def __init__(self, nbytes: int) -> None:
-        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(RECEIVE_BUFFERS):
-            self._free.put(torch.empty(nbytes, dtype=torch.uint8))
+            self._free.put(as_bytes(torch.empty(nbytes, dtype=torch.uint8)))
 
     def receive(
         self, bucket: Bucket, incoming: Incoming, *, timeout: timedelta
@@ -61,7 +61,7 @@ class Buffers:
         except queue.Empty:
             raise Refused(RefusalCode.NOT_READY, "too many pushes are being received; push again") from None
         try:
-            data = as_bytes(buffer[:nbytes])
+            data = buffer[:nbytes]
             incoming.read_into(data)
             yield as_tensor(data, kind)
         finally:

@@ -292,10 +292,10 @@ class Flat:
             torch.empty(0) if spec.rule is Rule.CONSTANT else self._view(self._contributions, index)
             for index, spec in enumerate(layout.tensors)
         ]
-        self._value_bytes = [self._bytes(self._values, bucket) for bucket in layout.buckets]
-        self._contribution_bytes = {
-            bucket.index: self._bytes(self._contributions, bucket) for bucket in layout.pushed
-        }
+        self._value_of = [self._slice(self._values, bucket) for bucket in layout.buckets]
+        self._value_bytes = [as_bytes(values) for values in self._value_of]
+        self._contribution_of = {b.index: self._slice(self._contributions, b) for b in layout.pushed}
+        self._contribution_bytes = {index: as_bytes(own) for index, own in self._contribution_of.items()}
         self.buckets_of: list[list[int]] = [[] for _ in layout.tensors]
         for bucket in layout.buckets:
             for piece in bucket.pieces:
@@ -352,14 +352,13 @@ class Flat:
             self.contribution(index).zero_()
             self._written.discard(index)
 
-    def _bytes(self, memory: dict[tuple[str, Rule], torch.Tensor], bucket: Bucket) -> memoryview:
+    def _slice(self, memory: dict[tuple[str, Rule], torch.Tensor], bucket: Bucket) -> torch.Tensor:
         start = self._offsets[bucket.index]
-        return as_bytes(memory[bucket.dtype, bucket.rule][start : start + bucket.elements])
+        return memory[bucket.dtype, bucket.rule][start : start + bucket.elements]
 
     def value_of(self, bucket: Bucket) -> torch.Tensor:
         """A bucket's values, flat, of its dtype."""
-        start = self._offsets[bucket.index]
-        return self._values[bucket.dtype, bucket.rule][start : start + bucket.elements]
+        return self._value_of[bucket.index]
 
     def value_bytes(self, bucket: Bucket) -> memoryview:
         """A bucket's values, to receive into."""
@@ -371,13 +370,11 @@ class Flat:
 
     def contribution_of(self, bucket: Bucket) -> torch.Tensor:
         """A bucket's contribution, flat, of its dtype."""
-        start = self._offsets[bucket.index]
-        return self._contributions[bucket.dtype, bucket.rule][start : start + bucket.elements]
+        return self._contribution_of[bucket.index]
 
     def contributions_of(self, bucket: Bucket) -> list[torch.Tensor]:
         """As `contribution_of`, of each process of this worker, in order."""
-        start = self._offsets[bucket.index]
-        return [part[bucket.dtype, bucket.rule][start : start + bucket.elements] for part in self._parts]
+        return [self._slice(part, bucket) for part in self._parts]
 
     def written(self, bucket: Bucket) -> None:
         """Something was put into the contribution of all of a bucket."""

@@ -64,7 +64,7 @@ class Values:
         target = self._flat.value_of(bucket) if into is None else into
         seconds = 0.0
         if codec is None:
-            incoming.read_into(as_bytes(target))
+            incoming.read_into(self._flat.value_bytes(bucket) if into is None else as_bytes(into))
         else:
             body = incoming.view()
             if body is None:
