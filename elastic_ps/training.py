@@ -48,6 +48,7 @@ OPTIONS = (
         "steps", ("local",), "the number of steps that a worker makes by itself between two exchanges"
     ),
     ModeOption("fragments", ("local",)),
+    ModeOption("overlap", ("local",)),
     ModeOption("quorum", ("local",)),
     ModeOption("grace", ("local",)),
     ModeOption("outer", ("local",)),
@@ -204,6 +205,13 @@ class Consistency(CamelModel):
         "exchanged in turn. Each part is exchanged once in as many steps as are set, so exchanges are more "
         "frequent and smaller. A tensor is not divided, so there are at most as many parts as tensors.",
     )
+    overlap: int | None = Field(
+        default=None,
+        ge=0,
+        description="Only with mode local, and not with outer easgd; 0 if unset: how many steps a worker "
+        "makes while an exchange is under way, before it takes the result over. What these steps have "
+        "changed is added to it. They have to be fewer than those between two exchanges.",
+    )
     quorum: int | None = Field(
         default=None,
         ge=1,
@@ -352,6 +360,24 @@ class Consistency(CamelModel):
             raise ValueError(
                 f"fragments {self.fragments} is more than steps {self.steps}: each part is exchanged once in "
                 f"{self.steps} steps, one at a time. Set fragments to {self.steps} or less, or more steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> Consistency:
+        if not self.overlap:
+            return self
+        if self.outer_rule.elastic:
+            raise ValueError(
+                f"overlap {self.overlap} has no meaning with outer {self.outer}, where a worker goes on from "
+                "its own values; leave it out, or set another outer"
+            )
+        between = (self.steps or 1) // (self.fragments or 1)
+        if self.overlap >= between:
+            raise ValueError(
+                f"overlap {self.overlap} is too many: there are {between} steps between two exchanges, and "
+                f"one has to be over before the next one begins. Set overlap to {between - 1} or less, or "
+                "more steps"
             )
         return self
 

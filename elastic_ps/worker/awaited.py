@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection
 
+from elastic_ps.errors import ConnectionLost
 from elastic_ps.worker.dialogue import Ending, Step
 
 FINISH = -1
@@ -110,7 +111,11 @@ class Awaited:
             BaseException: what has gone wrong.
         """
         with self.changed:
-            over = self.changed.wait_for(lambda: not self.missing or self.error is not None, timeout=seconds)
+            over = self.changed.wait_for(
+                lambda: not self.missing or self.error is not None or self.closing.is_set(), timeout=seconds
+            )
             if self.error is not None:
                 raise self.error
+            if self.missing and self.closing.is_set():
+                raise ConnectionLost("this worker has left the job")
             return over

@@ -29,6 +29,7 @@ from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Ending, Granted, Step
 from elastic_ps.worker.entrance import Entrance
 from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.flight import Flight
 from elastic_ps.worker.local_world import Drained, LocalWorld
 from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described, Flat
@@ -70,7 +71,10 @@ class LocalTraining(Protocol):
     made: int
 
     def exchange(self) -> None:
-        """Push what they have changed, and pull the version that it becomes part of. Blocks."""
+        """Push what they have changed, and pull the version that it becomes part of. Blocks.
+
+        If an exchange is under way, that comes to its end first.
+        """
 
     def void(self) -> None:
         """They count for nothing."""
@@ -97,6 +101,7 @@ class Engine:
         local: in mode `local`, from there on.
         in_batch: the script computes on a batch, as far as is known.
         at_close: called when this worker leaves.
+        flight: in mode `local`, the exchange that goes on while the script makes its next steps.
         computing: this worker takes part in rounds, as far as is known.
         abandoned: a step that had begun was skipped, and the parameter server does not know.
     """
@@ -121,6 +126,7 @@ class Engine:
         self.chief = False
         self.gradients: LocalGradients
         self.local: LocalTraining | None = None
+        self.flight: Flight | None = None
         self.in_batch = False
         self.at_close: list[Callable[[], object]] = []
         self._trace, self._history = trace, history
@@ -192,8 +198,13 @@ class Engine:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step has begun that has not ended, as far as the parameter server knows."""
-        return self.abandoned or (self.exchange is not None and self.exchange.under_way is not None)
+        """Whether a step has begun that has not ended, as far as the parameter server knows.
+
+        But not an exchange that goes on by itself: it comes to its end before the parameter server is told
+        anything else.
+        """
+        begun = self.exchange is not None and self.exchange.under_way is not None
+        return self.abandoned or (begun and self.flight is None)
 
     # --- coming and going
 
@@ -241,9 +252,10 @@ class Engine:
         self._closed = True
         for call in self.at_close:
             call()
-        self.member.leave(in_step=self.in_step)
+        self.member.leave(in_step=self.in_step or self.flight is not None)
         if self.exchange is not None:
             self.exchange.close()
+        self.ground()
         self._history.record("left", version=self.version)
         self._trace.close()
         self._history.close()
@@ -351,8 +363,16 @@ class Engine:
             UsageError: several batches were computed on with the gradients of one.
             Refused, ConnectionLost: the parameter server did not take the step.
         """
-        exchange, batches = self._exchange(), self.batches
-        step = exchange.under_way
+        exchange = self._exchange()
+        step, ending, settings = self._ended()
+        if self._await(lambda: exchange.finish(ending), settings, step.number):
+            self.batches.step_made()
+        if self._stopping:
+            self.stop_computing()
+
+    def _ended(self) -> tuple[Step, Ending, Settings]:
+        """The step that has begun, and what it ends with. Raises UsageError."""
+        step, batches = self._exchange().under_way, self.batches
         assert step is not None
         if self.local is None and step.samples != batches.samples:
             raise UsageError("backward() ran for two batches before optimizer.step(); call step() first")
@@ -365,9 +385,14 @@ class Engine:
             reductions=batches.reductions,
             skipped=batches.skipped,
         )
+        return step, ending, settings
+
+    def _await(self, finish: Callable[[], bool], settings: Settings, number: int) -> bool:
+        """Wait for a step's version with `finish`. Returns whether the step counts. See `finish_step`."""
+        exchange = self._exchange()
         try:
-            with self._phases.waiting(step.number):
-                made = exchange.finish(ending)
+            with self._phases.waiting(number):
+                made = finish()
         except Refused as refusal:
             late = refusal.code is RefusalCode.LATE
             if late and not self.spec.consistency.waits_for_all:
@@ -386,13 +411,12 @@ class Engine:
             raise
         else:
             self._steps += 1
-            batches.step_made()
             self._stopped.learn(exchange.stopped)
             self._stopped.heed()
             if made:
                 self.schedule.step_made(settings, self._in_force())
-        if self._stopping:
-            self.stop_computing()
+            return True
+        return False
 
     # --- steps that this worker makes by itself, in mode `local`
 
@@ -448,6 +472,34 @@ class Engine:
         self.batches.gather()
         self._phases.backward()
         self._begin_of(samples, besides)
+
+    def depart(self) -> None:
+        """End the exchange that has begun, as `finish_step` does, but do not wait for the version.
+
+        What was exchanged stays where it is sent from until `land`.
+        """
+        exchange = self._exchange()
+        step, ending, settings = self._ended()
+        self.batches.step_made()
+        self.flight = Flight(lambda: exchange.finish(ending, publish=False), settings, step.number)
+
+    def land(self) -> bool:
+        """Wait for the version of the exchange that departed. Blocks. Raises as `finish_step`.
+
+        Returns whether its values are in flat memory. If not, its steps are void, and those made since.
+        """
+        flight = self.flight
+        assert flight is not None
+        try:
+            return self._await(flight.land, flight.settings, flight.number)
+        finally:
+            self.ground()
+
+    def ground(self) -> None:
+        """If an exchange is under way, block until it is over, whatever comes of it."""
+        flight, self.flight = self.flight, None
+        if flight is not None:
+            flight.abandon()
 
     def exchange_steps(self) -> None:
         """If this worker has made steps by itself, see `LocalTraining.exchange`."""

@@ -169,8 +169,12 @@ class Exchange:
         """A bucket's contribution is complete; send it when those before it are sent. Does not block."""
         self.sending.ready(bucket, present)
 
-    def finish(self, ending: Ending) -> bool:
+    def finish(self, ending: Ending, *, publish: bool = True) -> bool:
         """End the step: push the rest and wait for the version that it is part of. Blocks.
+
+        Args:
+            publish: give the values to the model; else they stay in flat memory, and this may run on another
+                thread than the training thread, which makes nothing of the exchange meanwhile.
 
         Returns whether that version is here. If not, this worker computes another step on the one before.
 
@@ -207,7 +211,7 @@ class Exchange:
         self._wait()
         awaited.step = None
         self._encoder.applied()
-        self._arrived_at(step.version + 1, self._besides)
+        self._arrived_at(step.version + 1, self._besides, publish=publish)
         self._history.record(
             "applied",
             step=step.number,
@@ -273,7 +277,7 @@ class Exchange:
         if contributor:
             self.computes_on(version)
 
-    def _arrived_at(self, version: int, besides: Set[int]) -> None:
+    def _arrived_at(self, version: int, besides: Set[int], *, publish: bool = True) -> None:
         """The values of `version` are there, or newer ones: their version is the oldest bucket's.
 
         Those of the buckets `besides` were not pulled.
@@ -285,7 +289,8 @@ class Exchange:
         if self._history.enabled:
             values = [(b.index, self._held[b.index], checksum(self._flat.value_bytes(b))) for b in arrived]
             self._history.record("values", term=self._client.stay.term, values=values)
-        self._flat.publish(besides=besides)
+        if publish:
+            self._flat.publish(besides=besides)
 
     def computes_on(self, version: int) -> None:
         """The values are there for the next step. The parameter server believes that they are of `version`.

@@ -53,6 +53,10 @@ class LocalSteps:
     and the values that it began with, until it is their turn. An exchange after which this worker makes no
     more steps for now is about all of them.
 
+    With `overlap`, an exchange goes on while the script makes its next steps. When the version is taken over,
+    what these have changed is added to it. So it is part of the next exchange, as if they had been made after
+    it.
+
     Args:
         flat: of a model whose trained tensors have memory of their own.
         engine: of a job in mode `local`.
@@ -69,6 +73,7 @@ class LocalSteps:
         self._flat = flat
         self._engine = engine
         self._own: dict[int, torch.Tensor] = {}
+        self._departed: dict[int, torch.Tensor] = {}  # the values that an exchange under way is about
         self._fragments = fragments(flat.layout, self._consistency.fragments or 1)
         self._every = frozenset().union(*self._fragments)
         self._trained = [0] * len(self._fragments)  # records since each fragment was exchanged last
@@ -84,10 +89,12 @@ class LocalSteps:
         engine.keep_step()
         self.made += 1
         self._trained = [records + engine.batches.last_kept for records in self._trained]
-        stopping = engine.stopping
-        if stopping:
+        if engine.stopping:
             self.exchange()
-        elif self.made >= self._due and (at := self._at()) is not None:
+            return
+        if self.made >= (self._consistency.overlap or 0) and not self._land():
+            return
+        if self.made >= self._due and (at := self._at()) is not None:
             self._exchange(turn(at, len(self._fragments), scattered=self._asks), going_on=True)
 
     @property
@@ -120,6 +127,8 @@ class LocalSteps:
 
         Raises as `Engine.finish_step`.
         """
+        if not self._land():
+            return
         if any(self._trained):
             self._exchange(None, going_on=False)
         elif self._elastic and not (self._engine.batches.computed or self._engine.closed):
@@ -133,7 +142,7 @@ class LocalSteps:
             going_on: the script makes more steps. Then an elastic worker keeps its own values.
         """
         engine = self._engine
-        if engine.batches.computed or engine.closed:
+        if engine.batches.computed or engine.closed or not self._land():
             return
         buckets = self._every if fragment is None else self._fragments[fragment]
         besides = self._every - buckets
@@ -142,6 +151,11 @@ class LocalSteps:
             if not engine.refresh(besides):
                 return
         samples = max(self._trained) if fragment is None else self._trained[fragment]
+        departs = going_on and bool(self._consistency.overlap)
+        if departs:
+            self._departed = {
+                index: self._flat.tensors[index].detach().clone() for index in self._changing(besides)
+            }
         engine.begin_exchange(samples, besides)
         for bucket, present in self._contribute(besides):
             engine.ready(bucket, present)
@@ -149,6 +163,9 @@ class LocalSteps:
         self._exchanges += 1
         for number in range(len(self._fragments)) if fragment is None else (fragment,):
             self._trained[number] = 0
+        if departs:
+            engine.depart()
+            return
         generation = engine.generation
         engine.finish_step()
         if self._elastic and going_on and generation == engine.generation:
@@ -156,10 +173,36 @@ class LocalSteps:
 
     def void(self) -> None:
         """They count for nothing: the model has the values again that were pulled last."""
+        self._engine.ground()
         self.made = 0
         self._trained = [0] * len(self._fragments)
         self._own.clear()
+        self._departed.clear()
         self._flat.publish()
+
+    def _land(self) -> bool:
+        """Take over what the exchange under way has come to, if there is one. Blocks.
+
+        Returns False if it is lost, and with it the steps that were made since.
+        """
+        if self._engine.flight is None:
+            return True
+        if not self._engine.land():
+            return False
+        with torch.no_grad():
+            for index, before in self._departed.items():
+                tensor = self._flat.tensors[index]
+                tensor.sub_(before).add_(self._flat.value(index).to(tensor.device))
+        self._departed.clear()
+        self._flat.publish(besides={bucket.index for bucket in self._flat.layout.pushed})
+        return True
+
+    def _changing(self, besides: Set[int]) -> Iterator[int]:
+        """The tensors that the exchange replaces: those that it is about, and the buffers."""
+        yield from self._exchanged(besides)
+        for index, spec in enumerate(self._flat.layout.tensors):
+            if spec.rule not in (Rule.GRADIENT, Rule.CONSTANT):
+                yield index
 
     def _exchanged(self, besides: Set[int]) -> Iterator[int]:
         """The tensors of gradients that the exchange is about."""

@@ -75,7 +75,7 @@ class Leading(Exchange):
         """This process's part of a bucket is complete. Does not block."""
         self._sums.add(bucket, present)
 
-    def finish(self, ending: Ending) -> bool:
+    def finish(self, ending: Ending, *, publish: bool = True) -> bool:
         """See `Exchange`. All processes have to be here."""
 
         def finish(reported: list[Metrics]) -> _Where:
@@ -84,7 +84,7 @@ class Leading(Exchange):
             weighed = [each._replace(weight=share) for each, share in shares]
             reductions = {name: how for each in reversed(reported) for name, how in each.reductions.items()}
             merged = replace(ending, metrics=reduce_all(weighed), reductions=reductions)
-            return self._where(super(Leading, self).finish(merged))
+            return self._where(super(Leading, self).finish(merged, publish=publish))
 
         return self._world.consult(_STEP, _reported(ending), finish).made
 

@@ -359,6 +359,15 @@ def _add_rules(spec: Schema) -> None:
             "message": "consistency.fragments is above consistency.steps",
         },
         {
+            "rule": "!has(self.overlap) || !has(self.steps) || "
+            "(self.overlap + 1) * (has(self.fragments) ? self.fragments : 1) <= self.steps",
+            "message": "consistency.overlap has to be below the steps between two exchanges",
+        },
+        {
+            "rule": "!has(self.overlap) || self.overlap == 0 || !has(self.outer) || self.outer != 'easgd'",
+            "message": "consistency.overlap does not work with outer easgd",
+        },
+        {
             "rule": "self.mode == 'sync' || (!self.deterministic && self.backupWorkers == 0)",
             "message": "consistency.backupWorkers and deterministic work only with mode sync",
         },

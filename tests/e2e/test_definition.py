@@ -85,6 +85,15 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("consistency.steps must be set with mode local, and only then", {"consistency": {"steps": 3}}),
     ("consistency.fragments works only with mode local", {"consistency": {"fragments": 2}}),
     ("consistency.fragments is above consistency.steps", {"consistency": LOCAL | {"fragments": 1000}}),
+    ("consistency.overlap works only with mode local", {"consistency": {"overlap": 1}}),
+    (
+        "consistency.overlap has to be below the steps between two exchanges",
+        {"consistency": LOCAL | {"overlap": 1000}},
+    ),
+    (
+        "consistency.overlap does not work with outer easgd",
+        {"consistency": LOCAL | {"steps": 9, "overlap": 1, "outer": "easgd"}},
+    ),
     ("consistency.quorum works only with mode local", {"consistency": {"quorum": 1}}),
     (
         "consistency.quorum works only with outer diloco or average",

@@ -254,7 +254,8 @@ class Cluster:
         given = self.plan.consistency
         if given.get("deterministic") or self.plan.assigning:
             return
-        steps = max(self.here.random.choice([1, 2, 5]), given.get("fragments") or 1)
+        least = (given.get("fragments") or 1) * ((given.get("overlap") or 0) + 1)
+        steps = max(self.here.random.choice([1, 2, 5]), least)
         others = CHANGES
         if given.get("mode") == "local":
             others = [{**given, "steps": steps}]

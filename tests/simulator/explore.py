@@ -66,6 +66,8 @@ def draw(seed: int, **fixed: Any) -> Plan:
         {"mode": "local", "steps": chance.choice([1, 2, 4]), "outer": chance.choice(OUTER)},
         {"mode": "local", "steps": 2, "quorum": 1, "grace": chance.choice(["0s", "500ms", "auto"])},
         {"mode": "local", "steps": chance.choice([2, 4]), "fragments": 2, "outer": chance.choice(OUTER)},
+        {"mode": "local", "steps": chance.choice([3, 4]), "overlap": 2, "outer": chance.choice(OUTER)},
+        {"mode": "local", "steps": 3, "overlap": 1, "quorum": 1, "grace": "500ms"},
     ]
     consistency = dict(chance.choice(modes))
     faults = tuple(chance.choice(sorted(FAULTS)) for _ in range(chance.choice([0, 1, 2, 3, 5])))

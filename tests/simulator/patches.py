@@ -38,6 +38,7 @@ PACKAGES = (
     "elastic_ps.server.shard",
     "elastic_ps.worker.awaited",
     "elastic_ps.worker.client",
+    "elastic_ps.worker.flight",
     "elastic_ps.worker.gradients",
     "elastic_ps.worker.heart",
     "elastic_ps.worker.phases",

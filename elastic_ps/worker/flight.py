@@ -1,0 +1,43 @@
+"""An exchange that goes on while the script makes its next local steps: a thread awaits the version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from elastic_ps.core.settings import Settings
+
+
+class Flight:
+    """The end of a step, on a thread of its own from the beginning on.
+
+    Args:
+        finish: blocks until the version of the step is there; returns whether it is.
+        settings: the hyperparameters that the step ends with.
+        number: of the step.
+    """
+
+    def __init__(self, finish: Callable[[], bool], settings: Settings, number: int) -> None:
+        self.settings, self.number = settings, number
+        self._finish = finish
+        self._made = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="flight", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._made = self._finish()
+        except BaseException as error:  # noqa: BLE001 (raised in the thread that lands)
+            self._error = error
+
+    def land(self) -> bool:
+        """What `finish` returns. Blocks. Raises what it raises."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._made
+
+    def abandon(self) -> None:
+        """Block until it is over, whatever comes of it."""
+        self._thread.join()

@@ -1,0 +1,297 @@
+"""Mode `local` with `overlap`: an exchange goes on while the worker makes its next steps.
+
+The reference is plain torch in one process, on the records that the parameter server's history names.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.codec.delayed import DelayedNesterov
+from elastic_ps.core.fragments import turn
+from elastic_ps.core.ledger import Range
+from elastic_ps.errors import InvalidJob
+from elastic_ps.training import Consistency
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, make_spec, running_job
+from tests.integration.oracle import Commit, assert_equal_up_to_round_off, mse
+from tests.integration.test_fragments import fragments_of
+from tests.integration.test_local_steps import BATCH, Dying, adamw, check_histories, local, steps_on, train
+from tests.integration.trained import alone
+from tests.polling import eventually
+
+WIDTHS = (6, 16, 16, 16, 1)
+
+
+class Worker:
+    """One worker of the reference.
+
+    Attributes:
+        base: the values of the job that it has last taken over.
+        departed: for each parameter that is under way, what was exchanged, and what became of it.
+    """
+
+    def __init__(self, model: torch.nn.Module, count: int) -> None:
+        self.model = copy.deepcopy(model)
+        self.optimizer = adamw(self.model)
+        self.base = [p.detach().clone() for p in model.parameters()]
+        self.departed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.exchanges, self.trained = 0, [0] * count
+
+    def land(self) -> None:
+        with torch.no_grad():
+            for i, (before, after) in self.departed.items():
+                list(self.model.parameters())[i].add_(after - before)
+                self.base[i] = after
+        self.departed.clear()
+
+
+def reference(
+    commits: Sequence[Commit], data: Numbers, model: torch.nn.Module, rule: Consistency, parts: list[set[int]]
+) -> None:
+    """Train `model` in place, in the dtype that it has: a version for each commit."""
+    assert rule.steps is not None
+    lr, momentum = rule.outer_rule.learning_rate, rule.outer_rule.momentum
+    center, count = list(model.parameters()), len(parts)
+    outer: torch.optim.Optimizer = torch.optim.SGD(center, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    if rule.outer == "delayed":
+        outer = DelayedNesterov(center, lr=lr, momentum=momentum, every=2)
+    workers: dict[int, Worker] = {}
+    versions = [copy.deepcopy(model)]
+    for commit in commits:
+        outer.zero_grad()
+        total = sum(c["samples"] for c in commit["contributions"])
+        exchanged: list[tuple[Worker, int, bool]] = []
+        for c in commit["contributions"]:
+            if c["worker"] not in workers:
+                workers[c["worker"]] = Worker(versions[commit["version"] - 1 - c["staleness"]], count)
+            worker = workers[c["worker"]]
+            ranges = [Range(*r) for r in c["records"]]
+            meanwhile = min(rule.overlap or 0, len(ranges))
+            steps_on(worker.model, worker.optimizer, data, ranges[:meanwhile])
+            worker.land()
+            steps_on(worker.model, worker.optimizer, data, ranges[meanwhile:])
+            worker.trained = [n + sum(r.records for r in ranges) for n in worker.trained]
+            last = len(ranges) < rule.steps // count
+            at = commit["version"] - 1 if rule.waits_for_all else worker.exchanges
+            about = range(count) if last else [turn(at, count)]
+            assert c["samples"] == max(worker.trained[f] for f in about)
+            worker.exchanges += 1
+            for f in about:
+                worker.trained[f] = 0
+                for i in parts[f]:
+                    mine = list(worker.model.parameters())[i].detach()
+                    grad = (worker.base[i] - mine) * (c["samples"] / total)
+                    center[i].grad = grad if center[i].grad is None else center[i].grad + grad
+                    exchanged.append((worker, i, last))
+        outer.step()
+        for worker, i, last in exchanged:
+            mine = list(worker.model.parameters())[i].detach()
+            worker.departed[i] = mine.clone(), center[i].detach().clone()
+            if last:
+                worker.land()
+        versions.append(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("outer", ["diloco", "average", "delayed", "downpour"])
+@pytest.mark.parametrize(("steps", "count", "overlap"), [(4, 1, 3), (6, 2, 1)])
+def test_the_result_is_taken_over_some_steps_later(
+    tmp_path: Path, outer: str, steps: int, count: int, overlap: int
+) -> None:
+    """Two workers on two shards; what the steps in between have changed is part of the next exchange."""
+    data, models, parts = Numbers(172), dict[int, torch.nn.Module](), list[list[set[int]]]()
+
+    def script(session: Session) -> None:
+        model = make_mlp(WIDTHS)
+        optimizer = session.optimizer(adamw(model), model)
+        parts.append(fragments_of(session, count))
+        train(session, model, optimizer, session.loader(data, BATCH))
+        models[session.worker] = model
+
+    with running_job(
+        tmp_path,
+        consistency=local(steps, outer, fragments=count, overlap=overlap),
+        data={"shardRecords": 8},
+        worker={"replicas": 2},
+        parameterServer={"replicas": 2, "bucketBytes": 1024},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        commits, rule = job.commits(), job.spec.consistency
+        check_histories(job, data)
+    for model in models.values():
+        assert_equal_up_to_round_off(
+            model, make_mlp(WIDTHS), lambda plain: reference(commits, data, plain, rule, parts[0])
+        )
+
+
+@pytest.mark.parametrize(("steps", "options"), [(5, {"overlap": 3}), (6, {"overlap": 2, "fragments": 2})])
+def test_one_worker_whose_values_are_taken_as_they_are_trains_as_its_optimizer_does(
+    tmp_path: Path, steps: int, options: dict[str, Any]
+) -> None:
+    """No local step is lost by that, nor made twice."""
+    data, models = Numbers(80), list[torch.nn.Module]()
+
+    def script(session: Session) -> None:
+        model = make_mlp(WIDTHS)
+        optimizer = session.optimizer(adamw(model), model)
+        train(session, model, optimizer, session.loader(data, BATCH))
+        models.append(model)
+
+    rule = local(steps, outerLearningRate=1, outerMomentum=0, **options)
+    commits = alone(tmp_path, script, consistency=rule, parameterServer={"bucketBytes": 1024})
+    plain = make_mlp(WIDTHS)
+    ranges = [Range(*r) for commit in commits for c in commit["contributions"] for r in c["records"]]
+    assert len(ranges) == 20
+    steps_on(plain, adamw(plain), data, ranges)
+    for ours, theirs in zip(models[0].parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=4e-6)
+
+
+def test_a_worker_makes_its_next_steps_while_another_one_is_not_there_yet(tmp_path: Path) -> None:
+    """Without overlap nobody would ever come to these steps."""
+    data, sessions, versions = Numbers(400), dict[int, Session](), list[tuple[int, int]]()
+
+    def members(worker: int) -> list[Any]:
+        return [member for member in job.status().members if member.worker == worker]
+
+    def two_steps_made_meanwhile() -> bool:
+        engine = sessions[0]._engine
+        return engine.flight is not None and engine.local_steps >= 2
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(adamw(model), model)
+        sessions[session.worker] = session
+        for x, y in session.loader(data, BATCH):
+            due = session._engine.local_steps == 3
+            if session.worker == 1 and not versions and due and any(m.steps for m in members(0)):
+                before = session.version
+                eventually(two_steps_made_meanwhile, "worker 0 makes two steps while its exchange waits")
+                versions.append((before, job.version))
+            elif session.worker == 1 and not versions:
+                eventually(lambda: 0 in sessions, "worker 0 is there")
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(
+        tmp_path,
+        consistency=local(4, overlap=3),
+        worker={"replicas": 2},
+        data={"shardRecords": 8},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        check_histories(job, data)
+    assert [before == after for before, after in versions] == [True], "it was the exchange of that version"
+
+
+def test_statistics_of_normalisation_go_on_meanwhile(tmp_path: Path) -> None:
+    """They are averaged as without overlap, and count the batches that came since."""
+    data, models = Numbers(96), list[torch.nn.Module]()
+
+    def script(session: Session) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        optimizer = session.optimizer(adamw(model), model)
+        train(session, model, optimizer, session.loader(data, BATCH))
+        models.append(model)
+
+    alone(tmp_path, script, consistency=local(4, "average", overlap=2))
+    norm = models[0][1]  # type: ignore[index]
+    assert isinstance(norm, torch.nn.BatchNorm1d)
+    assert norm.num_batches_tracked is not None
+    assert int(norm.num_batches_tracked) == 24
+
+
+@pytest.mark.parametrize("outer", ["diloco", "downpour"])
+def test_a_worker_dies_and_a_parameter_server_too(tmp_path: Path, outer: str) -> None:
+    """The worker dies with an exchange under way, and with steps that it has made since."""
+    data = Numbers(400)
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        consistency=local(4, outer, fragments=1, overlap=3),
+        data={"shardRecords": 32},
+        worker={"leaseDuration": "1s", "replicas": 2},
+        parameterServer={
+            "replicas": 2,
+            "bucketBytes": 1024,
+            "checkpoint": {"everyVersions": 2, "interval": "1h"},
+        },
+    ) as job:
+        script = Dying(job, data, worker=1)  # after its tenth step: two after an exchange has begun
+        for worker in range(2):
+            job.start(worker, script)
+        job.until(script.dead.is_set, "worker 1 dies")
+        job.start(1, script)
+        before = job.version
+        job.until(lambda: job.version >= before + 2, "two more versions")
+        job.restart(0)
+        before = job.version
+        job.until(lambda: job.version >= before + 2, "two more versions")
+        job.restart(1)
+        job.join()
+        check_histories(job, data)
+
+
+def test_a_script_leaves_its_loop_and_stops_with_an_exchange_under_way(tmp_path: Path) -> None:
+    data, seen = Numbers(400), list[tuple[int, int]]()
+    lock = threading.Lock()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(adamw(model), model)
+        for number, (x, y) in enumerate(session.loader(data, BATCH)):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if session.worker == 0 and number == 5:  # the fourth step has begun an exchange
+                session.stop("enough")
+                break
+        with lock:
+            seen.append((session.worker, session.version))
+
+    with running_job(
+        tmp_path, consistency=local(4, overlap=3), worker={"replicas": 2}, data={"shardRecords": 8}
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        status = job.status()
+        commits = job.commits()
+    assert status.progress.stopped == "enough"
+    counted = sum(r[2] - r[1] for commit in commits for c in commit["contributions"] for r in c["records"])
+    assert counted == status.progress.records_applied
+    mine = [c for commit in commits for c in commit["contributions"] if c["worker"] == 0]
+    assert sum(len(c["records"]) for c in mine) == 6, "what it has trained is in the model"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (
+            local(4, overlap=4),
+            "overlap 4 is too many: there are 4 steps between two exchanges.* Set overlap to 3",
+        ),
+        (local(9, fragments=3, overlap=3), "there are 3 steps between two exchanges"),
+        (
+            local(4, "easgd", overlap=1),
+            "overlap 1 has no meaning with outer easgd, where a worker goes on from",
+        ),
+        ({"overlap": 1}, "overlap 1 has no meaning with mode sync; leave it out, or set mode: local"),
+        (local(4, overlap=-1), "greater than or equal to 0"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidJob, match=reason):
+        make_spec(consistency=fields)
