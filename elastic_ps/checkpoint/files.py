@@ -61,7 +61,8 @@ def read_text(path: Path, *, limit: int) -> str:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise CheckpointCorrupt(f"{path} has {size} bytes; expected at most {limit}")
-        data = b"".join(iter(lambda: file.read(1 << 20), b""))
+        piece = min(size + 1, 1 << 20)  # memory is taken for all of it, however short the file is
+        data = b"".join(iter(lambda: file.read(piece), b""))
     try:
         return data.decode()
     except UnicodeDecodeError as error:

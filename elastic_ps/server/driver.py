@@ -394,9 +394,11 @@ class Driver:
 
     def tell_all(self, advance: Advance) -> None:
         """Send an order to all shards. This process's shard is last, because that answers workers' pulls."""
-        to_others = replace(advance, state="")
-        others = [self._fan_out.submit(shard.advance, to_others) for shard in self._shards[1:]]
-        reports: list[Report] = [future.result() for future in others]
+        reports: list[Report] = []
+        if len(self._shards) > 1:
+            to_others = replace(advance, state="")
+            others = [self._fan_out.submit(shard.advance, to_others) for shard in self._shards[1:]]
+            reports = [future.result() for future in others]
         reports.append(self._shards[0].advance(advance))
         for shard, report in zip([*range(1, len(self._shards)), 0], reports, strict=True):
             if self._standbys:
