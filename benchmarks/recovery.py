@@ -6,12 +6,16 @@ restarts, and kills a rank. Both have the same number of processes that compute 
 checkpoints, and they take turns. It prints the seconds from the kill until the model is further than before
 (so steps that are made again count), the share of time that elastic-ps pauses to copy checkpoints, and the
 rounds per second with and without a standby.
+
+With `strategy: all-reduce` it kills a worker, and prints the seconds until a step is made without that
+worker, beside the seconds until the ranks of `torchrun` make their next step, whichever that is.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import statistics
@@ -22,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -31,6 +35,7 @@ from benchmarks.figures import Figure, write
 if TYPE_CHECKING:
     from elastic_ps.job import TrainingJob
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH, BATCH, RECORDS, EPOCHS = 512, 64, 100_000, 100_000
 LIMIT = 120.0
@@ -111,17 +116,28 @@ Read = Callable[[], tuple[int, int]]
 """How often training was started again, and the step that it has reached."""
 
 
-def seconds_until_passed(read: Read, kill: Callable[[], None]) -> float:
-    """Kill, and the time until a later start has passed the step that was reached before."""
+class Recovered(NamedTuple):
+    """Seconds from a kill until a later start has made a step, and until it has passed those from before."""
+
+    next_step: float
+    passed: float
+
+
+def seconds_until_passed(read: Read, kill: Callable[[], None]) -> Recovered:
+    """Kill, and measure how long it takes to recover."""
     start, reached = read()
+    next_step: float | None = None
     began = time.monotonic()
     kill()
     while True:
         now, number = read()
         if now == start:  # what was under way when the kill came
             reached = max(reached, number)
-        elif number > reached:
-            return time.monotonic() - began
+        else:
+            seconds = time.monotonic() - began
+            next_step = seconds if next_step is None else next_step
+            if number > reached:
+                return Recovered(next_step, seconds)
         if time.monotonic() - began > LIMIT:
             raise TimeoutError(f"not recovered within {LIMIT:.0f} s")
         time.sleep(0.01)
@@ -135,12 +151,15 @@ def wait_for(read: Read, step_number: int) -> None:
         time.sleep(0.05)
 
 
-def make_job(workers: int, interval: float, durability: str = "checkpoint") -> TrainingJob:
+def make_job(
+    workers: int, interval: float, durability: str = "checkpoint", strategy: str = "parameter-server"
+) -> TrainingJob:
     """A job of `train_with_parameter_server`, with that many seconds between checkpoints."""
     from elastic_ps.job import parse_job
 
     spec = {
         "entrypoint": "benchmarks.recovery:train_with_parameter_server",
+        "strategy": strategy,
         "worker": {"replicas": workers},
         "parameterServer": {
             "checkpoint": {"interval": f"{round(interval * 1000)}ms"},
@@ -188,10 +207,53 @@ def measure_parameter_server(workers: int, interval: float, train: float, durabi
         share = status.checkpoint_pause_seconds / elapsed if status else 0.0
         rate = (version()[1] - first) / elapsed
         pid = next(p.pid for p in launcher.status().processes if p.role == "ps")
-        seconds = seconds_until_passed(version, lambda: os.kill(pid, signal.SIGKILL))
+        seconds = seconds_until_passed(version, lambda: os.kill(pid, signal.SIGKILL)).passed
         launcher.stop("measured", at_once=True)
         launcher.wait(timedelta(seconds=30))
     return Measured(seconds, rate, share)
+
+
+def measure_all_reduce(workers: int, interval: float, train: float) -> float:
+    """Seconds from the kill of a worker until the others have made a step without it."""
+    from elastic_ps.local import Launcher, Options
+
+    with tempfile.TemporaryDirectory() as root:
+        histories = Path(root) / "histories"
+        options = Options(root=Path(root), history=histories)
+        with Launcher(make_job(workers, interval, strategy="all-reduce"), options) as launcher:
+            launcher.start()
+            until(lambda: any(len(commit) == workers for _, commit in commits(histories)), "all take part")
+            time.sleep(train)
+            killed = next(p for p in launcher.status().processes if p.role == "worker" and p.index)
+            began = time.monotonic()
+            os.kill(killed.pid, signal.SIGKILL)
+
+            def without() -> float | None:
+                made = (at for at, commit in commits(histories) if at > began and killed.index not in commit)
+                return next(made, None)
+
+            made = until(without, "the others make a step")
+            launcher.stop("measured", at_once=True)
+            launcher.wait(timedelta(seconds=30))
+    return made - began
+
+
+def commits(histories: Path) -> Iterator[tuple[float, set[int]]]:
+    """When each version was made, by the monotonic clock, and by which workers, as far as is recorded."""
+    for path in histories.glob("ps-0-*.jsonl"):
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n") and (event := json.loads(line))["event"] == "commit":
+                yield event["time"], {each["worker"] for each in event["contributions"]}
+
+
+def until(look: Callable[[], T | None], what: str) -> T:
+    """What `look` gives when it gives anything."""
+    deadline = time.monotonic() + LIMIT
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {LIMIT:.0f} s: {what}")
+        time.sleep(0.05)
+    return found
 
 
 @contextlib.contextmanager
@@ -217,8 +279,8 @@ def torchrun(directory: Path, workers: int, script: str, *arguments: str) -> Ite
         process.wait()
 
 
-def measure_ddp(workers: int, interval: float, train: float) -> float:
-    """Seconds to recover."""
+def measure_ddp(workers: int, interval: float, train: float) -> Recovered:
+    """Seconds to recover from the kill of a rank."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
 
@@ -250,15 +312,20 @@ def main() -> None:
     os.chdir(ROOT)
     plain: list[Measured] = []
     standby: list[Measured] = []
-    theirs: list[float] = []
+    reduced: list[float] = []
+    theirs: list[Recovered] = []
     options = (parsed.workers, parsed.interval, parsed.train)
     for number in range(parsed.rounds):
         plain.append(measure_parameter_server(*options, "checkpoint"))
         standby.append(measure_parameter_server(*options, "standby"))
+        reduced.append(measure_all_reduce(*options))
         theirs.append(measure_ddp(*options))
-        times = f"{plain[-1].seconds:.1f} s, standby {standby[-1].seconds:.1f} s, torchrun {theirs[-1]:.1f} s"
-        print(f"round {number + 1}: elastic-ps {times}", flush=True)
-    a, b, c = median(plain, "seconds"), median(standby, "seconds"), statistics.median(theirs)
+        times = f"{plain[-1].seconds:.1f} s, standby {standby[-1].seconds:.1f} s"
+        print(f"round {number + 1}: elastic-ps {times}, torchrun {theirs[-1].passed:.1f} s", flush=True)
+        next_step = f"{reduced[-1]:.2f} s, torchrun {theirs[-1].next_step:.2f} s"
+        print(f"round {number + 1}: next step with all-reduce {next_step}", flush=True)
+    a, b, c = median(plain, "seconds"), median(standby, "seconds"), median(theirs, "passed")
+    d, e = statistics.median(reduced), median(theirs, "next_step")
     print(
         f"{parsed.workers} workers, a checkpoint every {parsed.interval:g} s, {parsed.rounds} rounds (median)"
     )
@@ -267,6 +334,9 @@ def main() -> None:
     print(f"torchrun elastic DDP (gloo), rank killed {c:6.1f} s until the step passes the one before")
     print(f"ratio elastic-ps / torchrun              {a / c:6.2f}")
     print(f"ratio elastic-ps with standby / torchrun {b / c:6.2f}")
+    print(f"elastic-ps, all-reduce, worker killed    {d:6.2f} s until the next step")
+    print(f"torchrun elastic DDP (gloo), rank killed {e:6.2f} s until the next step")
+    print(f"ratio elastic-ps all-reduce / torchrun   {d / e:6.3f}")
     print(f"elastic-ps pauses for checkpoints        {100 * median(plain, 'share'):6.2f} % of the time")
     print(f"rounds/s with standby / without          {median(standby, 'rate') / median(plain, 'rate'):6.2f}")
     write(
@@ -274,11 +344,12 @@ def main() -> None:
         [
             Figure("checkpoints only", a, c, "s", "torchrun elastic"),
             Figure("durability: standby", b, c, "s", "torchrun elastic"),
+            Figure("strategy: all-reduce, a worker killed: the next step", d, e, "s", "torchrun elastic"),
         ],
     )
 
 
-def median(measured: Sequence[Measured], what: str) -> float:
+def median(measured: Sequence[NamedTuple], what: str) -> float:
     return statistics.median(float(getattr(each, what)) for each in measured)
 
 

@@ -319,10 +319,33 @@ class TrainingJobSpec(CamelModel):
     evaluator: Evaluator | None = Field(
         default=None, description="A process that evaluates the checkpoints. If unset, there is none."
     )
+    strategy: Literal["parameter-server", "all-reduce"] = Field(
+        default="parameter-server",
+        description="How the gradients of a version are added up. With parameter-server, workers send them "
+        "to the parameter servers, which make the optimizer's step. With all-reduce, workers add them up "
+        "among themselves, through torch.distributed, and each makes the step. The parameter server then "
+        "counts the records, says who takes part, and gets the values only for checkpoints.",
+    )
     consistency: Consistency = Field(default_factory=Consistency)
     compression: Compression = Field(default_factory=Compression)
     data: Data = Field(default_factory=Data)
     run_policy: RunPolicy = Field(default_factory=RunPolicy)
+
+    @property
+    def all_reduce(self) -> bool:
+        """Whether the workers add gradients up among themselves, and make the steps."""
+        return self.strategy == "all-reduce"
+
+    @model_validator(mode="after")
+    def _check_strategy(self) -> TrainingJobSpec:
+        """Raises ValueError, which says why, for what needs gradients on the parameter server."""
+        if self.all_reduce and (given := _needs_parameter_server(self)):
+            name, why = given
+            raise ValueError(
+                f"{name} does not work with strategy all-reduce, where {why}; leave it out, or set strategy: "
+                "parameter-server"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_workers(self) -> TrainingJobSpec:
@@ -366,6 +389,35 @@ class TrainingJobSpec(CamelModel):
                 "chooses by measured times; name a codec"
             )
         return self
+
+
+def _needs_parameter_server(spec: TrainingJobSpec) -> tuple[str, str] | None:
+    """What of a job means something only if gradients are sent to parameter servers, and why."""
+    server, consistency = spec.parameter_server, spec.consistency
+    if server.replicas > 1:
+        return (
+            f"parameterServer.replicas {server.replicas}",
+            "each worker has the whole model, and makes the step",
+        )
+    if server.durability == "standby":
+        return (
+            "parameterServer.durability standby",
+            "the workers have the model, and a lost one costs nothing",
+        )
+    if consistency.mode != "sync":
+        return f"consistency.mode {consistency.mode}", "each version is made of one step of every worker"
+    said = consistency.model_dump(by_alias=True, exclude_defaults=True)
+    for name in said:
+        return f"consistency.{name}", "each version is made of one step of every worker that is there"
+    if spec.compression != Compression():
+        named = ", ".join(spec.compression.model_dump(by_alias=True, exclude_defaults=True))
+        return f"compression ({named})", "gradients travel as torch.distributed sends them"
+    if spec.worker.processes > 1:
+        return (
+            f"worker.processes {spec.worker.processes}",
+            "each process makes its own step; use more replicas",
+        )
+    return None
 
 
 class ObjectMeta(BaseModel):

@@ -128,6 +128,16 @@ def make(kind: Kind, group: Mapping[str, Any], parameters: Sequence[torch.Tensor
     return kind([{**group, "params": list(parameters)}], **arguments)
 
 
+def step_unseen(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()` without what torch wraps around it, for hooks and profilers."""
+    step = type(optimizer).step
+    if is_of_torch(type(optimizer)):
+        with torch.no_grad():
+            inspect.unwrap(step)(optimizer)
+    else:
+        getattr(step, "__wrapped__", step)(optimizer)
+
+
 def usual_state(
     kind: Kind, group: Mapping[str, Any], dtype: torch.dtype, *, whole: bool = False
 ) -> dict[str, tuple[str, bool]]:
@@ -144,7 +154,7 @@ def usual_state(
     parameter = torch.nn.Parameter(torch.zeros(() if whole else (2,), dtype=dtype))
     optimizer = make(kind, group, [parameter])
     parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    step_unseen(optimizer)
     return {
         key: (name_of(value.dtype), value.dim() == 0) if torch.is_tensor(value) else ("float64", True)
         for key, value in optimizer.state[parameter].items()

@@ -113,6 +113,14 @@ class PushLog:
                 f"worker {worker} with incarnation {incarnation} is not the one that brings the model",
             )
 
+    def check_version(self, version: int) -> None:
+        """Raise Refused (WRONG_VERSION) unless this is the version of the open round."""
+        if version != self.version:
+            raise Refused(
+                RefusalCode.WRONG_VERSION,
+                f"values of version {version} were sent; the open round is on {self.version}",
+            )
+
     def add(self, key: PushKey) -> None:
         """The push is in its bucket's sum now."""
         self.added.setdefault(key.bucket, set()).add((key.worker, key.incarnation, key.step))

@@ -146,6 +146,8 @@ class Changes:
         """Why no version could be made as is wanted, as far as is known; the lock is held."""
         if self._keeper is None and wanted.needs_term(self._job.tuning):
             return "consistency cannot change in a job that writes no checkpoints"
+        if self._job.spec.all_reduce and wanted.needs_term(self._job.tuning):
+            return "consistency cannot change in a job with strategy all-reduce, which is always sync"
         wanted_steps, ledger = wanted.consistency.gradients or 0, state.ledger
         if ledger is None or not state.batch:
             return ""

@@ -16,6 +16,7 @@ from elastic_ps.core.consistency import After, Contribution, Entry
 from elastic_ps.core.ledger import LedgerError, Range
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Layout, TensorSpec, difference
+from elastic_ps.core.reduced import Peer
 from elastic_ps.core.settings import Settings, read_settings
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.driver import Driver
@@ -103,22 +104,25 @@ class Coordinator:
         instance: str = "",
         transport: str = "",
         call: int = 0,
+        peer: Peer | None = None,
     ) -> Joined | None:
         """Admit a worker; None while another one initialises the model (ask again).
 
         Args:
             again: the process was a member before, and its model is not the one that it began with any more.
             instance, call: which process it is, and which of its joins; see `Membership.known`.
+            peer: what the other workers have to know of it, with `strategy: all-reduce`.
 
         Raises:
             Refused: MODEL_MISMATCH; SUPERSEDED; STALE_CALL; INVALID: also if the model is lost, without a
-                checkpoint.
+                checkpoint, or if the worker cannot speak to the others.
         """
         with self.job.settled() as state:
             if known := state.members.known(worker, instance, call):
                 return self._joined(known)
             if state.model is not None and state.initialised:
                 _require_same(state.model, tensors, optimizer)  # before it takes anybody's place
+            _require_speakable(state, worker, peer)
             self.job.drop(worker, "lost")
             may_join = self.job.changed.wait_for(
                 lambda: self.job.closing or self._may_join(), timeout=WAIT.total_seconds()
@@ -150,6 +154,8 @@ class Coordinator:
                 transport=transport,
                 call=call,
             )
+            if state.custody is not None and peer is not None:
+                state.custody.peers[stay.incarnation] = peer
             if not state.initialised:
                 state.initialiser = worker
                 self.job.told()
@@ -328,7 +334,7 @@ class Coordinator:
         assert state.ledger is not None
         if state.stopped:
             state.give_back(incarnation)
-            state.rounds.withdraw(worker)
+            state.withdraw(worker)
             return []
         held = state.to_compute_on(incarnation) or state.take(worker, incarnation, batch)
         if held:
@@ -336,7 +342,7 @@ class Coordinator:
         else:
             state.starved.add(worker)
             if worker in state.rounds.turned_away:  # it is not coming back to the open round
-                state.rounds.withdraw(worker)
+                state.withdraw(worker)
                 self.job.told()
         if held and not state.rounds.knows(worker):  # else two that wait would wake each other
             state.admit(worker, self.job.clock())
@@ -539,6 +545,15 @@ class Coordinator:
             if incarnation:
                 self._check(worker, incarnation)
             self.job.state.metrics.update(metrics)
+
+
+def _require_speakable(state: JobState, worker: int, peer: Peer | None) -> None:
+    """Raise Refused (INVALID) if a worker cannot be of a group with the others; the lock is held."""
+    if state.custody is None or peer is None:
+        return
+    members = {stay.worker: stay.incarnation for stay in state.members.live.values()}
+    if problem := state.custody.refuse(worker, peer, members):
+        raise Refused(RefusalCode.INVALID, problem)
 
 
 def _require_same(model: Model | None, tensors: tuple[TensorSpec, ...], optimizer: str) -> None:

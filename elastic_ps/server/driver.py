@@ -207,6 +207,7 @@ class Driver:
             model = job.state.model
             if self._driving or job.closing != closing or model is None:
                 return False
+            job.spoiled |= job.state.orphaned and not job.state.rounds.committing
             spoiled = job.spoiled
             contributions = job.state.begin_commit() if job.state.ready and not job.held else []
             if not (spoiled or contributions or job.stale):
@@ -272,9 +273,13 @@ class Driver:
             samples=sum(c.samples for c in contributions),
             settings=state.settings_to_step_with(contributions),
             assigns=any(c.assigns for c in contributions),
+            elsewhere=state.custody is not None,
         )
         version = rounds.version + 1
         due = self._keeper is not None and self._keeper.due(version, job.clock())
+        if state.custody is not None:  # it is written when a worker has sent the values
+            state.custody.wanted = version if due else None
+            return Advance(version, 0, state.following, application, term=state.term)
         number = self._keeper.number() if due and self._keeper is not None else 0
         order = Advance(version, 0, state.following, application, checkpoint=number, term=state.term)
         if not self._standbys:
@@ -361,6 +366,7 @@ class Driver:
             version=found.version,
             model=Model(layout, found.optimizer),
             change="it joins again, since the job has changed" if tuning.needs_term(job.tuning) else "",
+            all_reduce=job.spec.all_reduce,
         )
         clip = state.settings.max_grad_norm
         if clip is not None and (len(self._shards) > 1 or self._standbys):  # none has the whole gradient

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from elastic_ps.core.reduced import Custody
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.state import JobState
@@ -59,7 +60,8 @@ class Guarded:
 
     def blank(self, term: int) -> JobState:
         """The state of a job that begins in this term."""
-        return JobState(term, self.lease, self.spec.consistency, self.spec.data, tuning=self.tuning)
+        spec, custody = self.spec, Custody() if self.spec.all_reduce else None
+        return JobState(term, self.lease, spec.consistency, spec.data, tuning=self.tuning, custody=custody)
 
     def tune(self, tuning: Tuning) -> None:
         """`tuning` is in force. The lock is held."""

@@ -16,6 +16,7 @@ from elastic_ps.core.membership import Stay
 from elastic_ps.core.pace import Pace
 from elastic_ps.core.portions import PortionedLedger
 from elastic_ps.core.progress import Curve, Distribution, Rate
+from elastic_ps.core.reduced import Custody
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidJob
 from elastic_ps.job import Data
@@ -69,11 +70,13 @@ def from_checkpoint(
     version: int,
     model: Model,
     change: str = "",
+    all_reduce: bool = False,
 ) -> JobState:
     """The state of `version` as a new term begins with it: members are gone, the rest is as before.
 
     Args:
         change: why the term begins, if nothing was lost.
+        all_reduce: the workers make the steps; the values of `version` are here.
 
     Raises:
         InvalidJob: `data` has another order of records, in which other ones would have been trained.
@@ -85,7 +88,8 @@ def from_checkpoint(
                 f"with {before}. In the new order some records would be trained again, and others never; "
                 f"set data.{key} to {before} to continue from the checkpoint"
             )
-    state = JobState(term, lease, consistency, data, model=model, initialised=True)
+    custody = Custody(version) if all_reduce else None
+    state = JobState(term, lease, consistency, data, model=model, initialised=True, custody=custody)
     state.resumed = True
     state.settings = Settings.from_json(saved["settings"])
     for stay in (Stay(**stay) for stay in saved["members"]):

@@ -16,6 +16,7 @@ from elastic_ps.server.desk import Desk
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.meeting import Meeting
 from elastic_ps.server.orders import ShardControl, Standing
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
@@ -44,6 +45,7 @@ class Lead:
 
     Attributes:
         coordinator: answers the workers.
+        meeting: answers them, too, with `strategy: all-reduce`.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Lead:
         self._safekeeping = Safekeeping(self._job, self._driver, keeper)
         self._changes = Changes(self._job, self._driver, self._safekeeping, keeper, wishes)
         self.coordinator = Coordinator(self._job, self._driver, self._safekeeping, history)
+        self.meeting = Meeting(self._job, self._driver, self._safekeeping) if spec.all_reduce else None
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
     def start(self, found: Manifest | None, patience: Patience | None = None) -> None:

@@ -184,7 +184,7 @@ class Node:
         if advance.prepare:
             return self._report()
         shard.advance(advance.version, advance.attempt, advance.expected, advance.apply)
-        if to_apply is not None:
+        if to_apply is not None and not to_apply.elsewhere:
             self._record_values(shard)
         if advance.next is not None:
             with self._lock:

@@ -25,6 +25,7 @@ class Application:
     """Which contributions become the next version, and with which settings.
 
     `assigns`: the sums are the version's values, and the optimizer makes no step.
+    `elsewhere`: the workers make the step themselves, and the shard, which is alone, only counts it.
     """
 
     attempt: int
@@ -32,6 +33,7 @@ class Application:
     samples: int
     settings: Settings
     assigns: bool = False
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True)

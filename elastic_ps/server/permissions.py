@@ -23,6 +23,7 @@ OF_WORKERS = frozenset(
         "InitState",
         "Join",
         "Leave",
+        "Meet",
         "OptimizerState",
         "Pull",
         "PullTensor",

@@ -124,7 +124,13 @@ class ParameterServer:
                 desk = DeskService(environment.job, self._desk, self.lead.last_version)
                 beside = {**beside, **desk.methods}
             service = Service(
-                environment.job, self.node, coordinator, codecs, standby=not leads, beside=beside
+                environment.job,
+                self.node,
+                coordinator,
+                codecs,
+                standby=not leads,
+                meeting=self.lead.meeting if self.lead is not None else None,
+                beside=beside,
             )
             server.serve(service)
         except BaseException:

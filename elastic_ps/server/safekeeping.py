@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol
 
-from elastic_ps.errors import CheckpointError, Refused, TransportError
+from elastic_ps.errors import CheckpointError, RefusalCode, Refused, TransportError
 from elastic_ps.server import kept
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import PATIENCE, Keeper
@@ -96,7 +96,7 @@ class Safekeeping:
             if job.clock() < self._not_before:
                 return
             first = state.arrived and not state.initialised
-            last = state.initialised and state.finished and not self.is_kept()
+            last = state.initialised and state.finished and not self.is_kept() and state.values_are_here
             fenced = keeper is not None and keeper.fenced
             if not (first or last) or self._writing or job.closing or job.spoiled or fenced:
                 return
@@ -140,6 +140,32 @@ class Safekeeping:
             with job.changed:
                 return self._holds(keeper)
 
+    def order(self) -> None:
+        """Order a checkpoint of the current version, if none is being written. Blocks for the copy in memory.
+
+        Raises:
+            Refused: NOT_READY; a worker has to send the values first.
+        """
+        job, keeper = self._job, self._keeper
+        if keeper is None:
+            return
+        with self._orders.turn() as current:
+            self._require_values(current.version)
+            if keeper.writing or keeper.durable_version == current.version:
+                return
+            number = keeper.number()
+            self._orders.tell_all(replace(current, checkpoint=number))
+            with job.changed:
+                state = kept.to_checkpoint(job.state)
+            keeper.begin(current.version, job.clock(), state, number=number)
+
+    def _require_values(self, version: int) -> None:
+        """Raise Refused (NOT_READY) unless the shards have the values of the current version."""
+        with self._job.changed:
+            if not self._job.state.values_are_here:
+                text = f"no worker has sent the values of version {version} yet"
+                raise Refused(RefusalCode.NOT_READY, text)
+
     def _keep(self, keeper: Keeper, *, amend: bool) -> None:
         """See `keep_now`. Raises TransportError, Refused, CheckpointError."""
         job, orders = self._job, self._orders
@@ -150,6 +176,7 @@ class Safekeeping:
 
         keeper.await_whole(ask)
         with orders.turn() as current:
+            self._require_values(current.version)
             whole = keeper.durable_version == current.version
             number = 0 if whole else keeper.number()
             if not whole:

@@ -18,6 +18,7 @@ from elastic_ps.codec.auto import CANDIDATES
 from elastic_ps.codec.optimizers import Entry
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.consistency import After, Contribution
+from elastic_ps.core.reduced import Peer, Place
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, Malformed, RefusalCode, Refused
 from elastic_ps.server import permissions
@@ -25,6 +26,7 @@ from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.copying import Part
 from elastic_ps.server.decoder import Decoder
 from elastic_ps.server.encoder import ValueEncoder
+from elastic_ps.server.meeting import Meeting
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import (
     OrderId,
@@ -80,6 +82,7 @@ class Service:
     """A `transport.base.Handler` for one parameter server.
 
     Args:
+        meeting: of the workers, with `strategy: all-reduce`.
         beside: other calls that it answers, by their names.
     """
 
@@ -91,9 +94,10 @@ class Service:
         codecs: Plan | None = None,
         *,
         standby: bool = False,
+        meeting: Meeting | None = None,
         beside: Calls | None = None,
     ) -> None:
-        self._job = job
+        self._job, self._meeting = job, meeting
         codecs = codecs or Plan(Compression())
         self._decoder = Decoder(codecs)
         self._encoder = ValueEncoder(codecs)
@@ -125,6 +129,7 @@ class Service:
                 "Await": self._await,
                 "Assign": self._assign,
                 "Finish": self._finish,
+                "Meet": self._meet,
                 "Heartbeat": self._heartbeat,
                 "Leave": self._leave,
                 "Report": self._report,
@@ -153,6 +158,12 @@ class Service:
         assert self._coordinator is not None
         return self._coordinator
 
+    @property
+    def _together(self) -> Meeting:
+        if self._meeting is None:
+            raise Refused(RefusalCode.INVALID, "workers meet only in a job with strategy all-reduce")
+        return self._meeting
+
     def _check(self, caller: pb.Caller, incoming: Incoming, *, joined: bool = True) -> pb.Caller:
         """The worker that calls. Raises Refused if it is not who it says, or no member (any more)."""
         check_caller(caller, incoming, self._job)
@@ -169,7 +180,11 @@ class Service:
     def _init(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.InitRequest, incoming.header)
         caller = self._check(request.caller, incoming)
-        self._node.shard.initialise(request.bucket, caller.worker, caller.incarnation, incoming)
+        version = request.version if request.HasField("version") else None
+        who = caller.worker, caller.incarnation
+        if version is not None:
+            self._members.heartbeat(*who)
+        self._node.shard.initialise(request.bucket, *who, incoming, version=version)
         yield _done()
 
     def _init_state(self, incoming: Incoming) -> Iterator[Frame]:
@@ -182,6 +197,7 @@ class Service:
             caller.worker,
             caller.incarnation,
             incoming,
+            version=request.version if request.HasField("version") else None,
         )
         yield _done()
 
@@ -367,6 +383,7 @@ class Service:
             instance=request.instance,
             transport=incoming.transport,
             call=caller.call,
+            peer=Peer(request.address, request.torch),
         )
         if joined is None:
             yield _frame(pb.JoinReply(pending=True))
@@ -387,8 +404,13 @@ class Service:
         )
 
     def _init_done(self, incoming: Incoming) -> Iterator[Frame]:
-        caller = self._check(parse(pb.InitDoneRequest, incoming.header).caller, incoming)
-        self._members.initialised(caller.worker, caller.incarnation)
+        request = parse(pb.InitDoneRequest, incoming.header)
+        caller = self._check(request.caller, incoming)
+        if request.HasField("version"):
+            self._node.shard.require_values(request.version)
+            self._together.sent(caller.worker, caller.incarnation, version=request.version)
+        else:
+            self._members.initialised(caller.worker, caller.incarnation)
         self._model_known = True
         yield _done()
 
@@ -513,6 +535,53 @@ class Service:
             traffic.pop("codec", None)
         return self._members.finish(
             contribution, version=request.version, attempt=request.attempt, traffic=traffic
+        )
+
+    def _meet(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.MeetRequest, incoming.header)
+        caller = self._check(request.caller, incoming)
+        who = caller.worker, caller.incarnation
+        if request.parts:
+            yield _frame(pb.MeetReply(send=self._together.parts(*who, version=request.version)))
+            return
+        if request.HasField("finish"):
+            try:
+                self._finished(request.finish, incoming)
+            except Refused as refusal:
+                if refusal.code is not RefusalCode.STALE_ATTEMPT:  # the answer says which is open
+                    raise
+        try:
+            place = Place(request.place) if request.HasField("place") else None
+        except ValueError as error:
+            raise Malformed(str(error)) from error
+        met = self._together.meet(
+            *who,
+            version=request.version,
+            attempt=request.attempt if request.HasField("attempt") else None,
+            place=place,
+            holds=request.holds,
+            broken=request.broken,
+        )
+        if met is None:
+            yield _frame(pb.MeetReply(pending=True))
+            return
+        yield _frame(
+            pb.MeetReply(
+                version=met.version,
+                attempt=met.attempt,
+                together=met.together,
+                lacking=met.lacking,
+                group=[
+                    pb.Peer(worker=worker, incarnation=incarnation, address=peer.address)
+                    for worker, incarnation, peer in met.group
+                ],
+                all_hold=met.all_hold,
+                source=met.source,
+                values_are_here=met.values_are_here,
+                send=met.send,
+                settings=self._members.job.settings,
+                stopped=self._members.job.stopped,
+            )
         )
 
     def _heartbeat(self, incoming: Incoming) -> Iterator[Frame]:

@@ -147,21 +147,41 @@ class Shard:
         except KeyError:
             raise Refused(RefusalCode.MALFORMED, f"bucket {index} is not on shard {self.index}") from None
 
-    def initialise(self, index: int, worker: int, incarnation: int, incoming: Incoming) -> None:
+    def initialise(
+        self, index: int, worker: int, incarnation: int, incoming: Incoming, *, version: int | None = None
+    ) -> None:
         """Take a bucket's first values from a worker. Blocks while they are received.
 
+        Args:
+            version: they are not the first ones but those of the current version, which workers have made.
+
         Raises:
-            Refused: see `PushLog.check_initialiser`; MALFORMED; NOT_FINITE. Nothing changes.
+            Refused: see `PushLog.check_initialiser` and `check_version`; MALFORMED; NOT_FINITE. Nothing
+                changes.
         """
         bucket = self.bucket(index)
         with self._changed:
-            self._log.check_initialiser(worker, incarnation)
+            self._check_sender(worker, incarnation, version)
         with self._buffers.receive(bucket, incoming, timeout=WAIT) as values:
-            if bucket.rule is Rule.GRADIENT:
+            if bucket.rule is Rule.GRADIENT and version is None:
                 require_finite(values, f"first values of bucket {index}")
             with self._changed:
-                self._log.check_initialiser(worker, incarnation)
-                self._buckets[index].initialise(values)
+                self._check_sender(worker, incarnation, version)
+                self._buckets[index].initialise(values, version=version)
+
+    def _check_sender(self, worker: int, incarnation: int, version: int | None) -> None:
+        if version is None:
+            self._log.check_initialiser(worker, incarnation)
+        else:
+            self._log.check_version(version)
+
+    def require_values(self, version: int) -> None:
+        """Raise Refused (INVALID) unless a worker has sent all values of the current version, this one."""
+        with self._changed:
+            self._log.check_version(version)
+            missing = [b.index for b in self._stepped if self._buckets[b.index].version != version]
+        if missing:
+            raise Refused(RefusalCode.INVALID, f"buckets {missing} of version {version} were not sent")
 
     def initialise_state(
         self,
@@ -171,10 +191,13 @@ class Shard:
         worker: int,
         incarnation: int,
         incoming: Incoming,
+        *,
+        version: int | None = None,
     ) -> None:
         """Take the optimizer's state of a piece of a bucket from the worker that brings the model. Blocks.
 
         Args:
+            version: see `initialise`.
             entries: what the body holds, one after the other; all that the optimizer keeps, but for SGD.
 
         Raises:
@@ -182,11 +205,11 @@ class Shard:
         """
         bucket = self.bucket(index)
         with self._changed:
-            self._log.check_initialiser(worker, incarnation)
+            self._check_sender(worker, incarnation, version)
             usual = self._buckets[index].usual_state(piece)
         state = read_state(bucket, piece, entries, incoming, usual=usual)
         with self._changed:
-            self._log.check_initialiser(worker, incarnation)
+            self._check_sender(worker, incarnation, version)
             self._buckets[index].take_state(piece, state)
 
     def push(self, key: PushKey, samples: int, present: Sequence[bool], incoming: Incoming) -> bool:
@@ -472,7 +495,7 @@ class Shard:
                     RefusalCode.NOT_READY,
                     f"shard {self.index} is at version {self.version}, but was told to continue from {base}",
                 )
-            if apply is not None and self.version < version:
+            if apply is not None and self.version < version and not apply.elsewhere:
                 self._apply(version, apply, attempt, expected)
             with self._changed:
                 if (version, attempt) >= (self._log.version, self._log.attempt):
@@ -538,7 +561,9 @@ class Shard:
                     f"shard {self.index} is at version {self._log.version} attempt {self._log.attempt}, "
                     f"asked to apply attempt {apply.attempt} for version {version}",
                 )
-            if not self._log.complete([b.index for b in self._to_step], apply.contributors):
+            if not apply.elsewhere and not self._log.complete(
+                [b.index for b in self._to_step], apply.contributors
+            ):
                 raise Refused(
                     RefusalCode.INVALID, f"shard {self.index} lacks gradients for version {version}"
                 )

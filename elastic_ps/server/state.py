@@ -24,6 +24,7 @@ from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.portions import PortionedLedger
 from elastic_ps.core.progress import Curve, Distribution, Rate
+from elastic_ps.core.reduced import Custody, ReducedRounds
 from elastic_ps.core.settings import Made, Position, Settings, read_settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import Data
@@ -92,6 +93,7 @@ class JobState:
         starved: workers that have asked for records when there were none to hand out.
         tuning: what a checkpoint of the present version says of how the next ones are made; None for nothing.
         last_round: what the histories record of the version's commit; {} if it has not been made here.
+        custody: who has the values, with `strategy: all-reduce`; None where the parameter server has them.
     """
 
     term: int
@@ -126,11 +128,12 @@ class JobState:
     balance: Balance = field(default_factory=Balance)
     calls: Calls[Taken] = field(default_factory=Calls)
     tuning: Tuning | None = None
+    custody: Custody | None = None
 
     def __post_init__(self) -> None:
         first = self.term * INCARNATIONS_PER_TERM
         self.members = Membership(lease=self.lease, last_incarnation=first)
-        self.rounds = rounds_of(self.consistency)
+        self.rounds = rounds_of(self.consistency) if self.custody is None else ReducedRounds()
 
     @property
     def version(self) -> int:
@@ -194,6 +197,18 @@ class JobState:
     def _incarnations(self, workers: Iterable[int]) -> dict[int, int]:
         live = self.members.live
         return {worker: live[worker].incarnation if worker in live else 0 for worker in workers}
+
+    @property
+    def values_are_here(self) -> bool:
+        """Whether the shards have the values of the version; always, unless the workers make the steps."""
+        return self.custody is None or self.custody.version == self.version
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether nobody has the values of the version any more."""
+        if self.custody is None or not self.initialised or self.values_are_here or self.rounds.decided:
+            return False
+        return self.custody.holders.isdisjoint(stay.incarnation for stay in self.members.live.values())
 
     @property
     def may_join(self) -> bool:
@@ -438,8 +453,18 @@ class JobState:
         if abandoned:
             self._give_back_steps(self.rounds.lose(stay.worker))
         else:
-            self.rounds.withdraw(stay.worker)
+            self.withdraw(stay.worker)
         self.give_back(stay.incarnation)
+
+    def withdraw(self, worker: int) -> None:
+        """A worker, which is between two steps, takes part in no round for now.
+
+        With `strategy: all-reduce` the others make the round as another group, if it was of theirs.
+        """
+        if self.custody is not None:
+            self._give_back_steps(self.rounds.lose(worker))
+        else:
+            self.rounds.withdraw(worker)
 
     def drop(self, worker: int, outcome: str, reason: str = "", now: float | None = None) -> Stay | None:
         """End a stay; what it holds goes to others, except the records of a step that it has finished."""
@@ -477,6 +502,10 @@ class JobState:
         for c in void:
             if self.ledger is not None:
                 self.ledger.give_back_some(c.incarnation, (*c.records, *c.skipped))
+
+    def begin_again(self) -> None:
+        """The open round starts again. It must not be decided."""
+        self._give_back_steps(self.rounds.restart())
 
     def restart_round(self) -> None:
         """A shard's sums are not those of the round that was decided: it starts again."""
@@ -534,6 +563,8 @@ class JobState:
             stay.records += sum(r.records for r in c.records)
         for distribution in (self.staleness, self.recent):
             distribution.add(staleness[c.worker] for c in contributions if not c.assigns)
+        if self.custody is not None:
+            self.custody.holders = sent
         self.rounds.end_commit()
         if any(c.assigns for c in contributions):
             self.assigned = self.version

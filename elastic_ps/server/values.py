@@ -17,6 +17,7 @@ from elastic_ps.codec.optimizers import (
     Kind,
     constructor_arguments,
     is_of_torch,
+    step_unseen,
     usual_numbers,
     usual_state,
     with_numbers,
@@ -100,10 +101,12 @@ class BucketValues:
     def _piece(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         return flat[self._bounds[index] : self._bounds[index + 1]]
 
-    def initialise(self, values: torch.Tensor) -> None:
-        """Take the first values from a worker."""
+    def initialise(self, values: torch.Tensor, *, version: int | None = None) -> None:
+        """Take the first values from a worker, or those of a version that the workers have made."""
         self.values.copy_(values)
         self.master.copy_(values)
+        if version is not None:
+            self.version = self.changed = version
 
     def build_optimizer(
         self, kind: Kind, groups: Sequence[Mapping[str, Any]], tensors: Sequence[TensorSpec]
@@ -303,7 +306,7 @@ class BucketValues:
         for part in self._parts(gradients):
             for parameter in self._parameters:
                 parameter.grad = gradients[parameter] if parameter in part else None
-            _step(self._optimizer)
+            step_unseen(self._optimizer)
         self._limit()
         for values, mask in zeros:
             values.masked_fill_(mask, 0)
@@ -389,16 +392,6 @@ def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:
     """
     mixed = mean * (1 - share) + value * share
     mean.copy_(torch.where(mean == value, mean, mixed))
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without what torch wraps around it, for hooks and profilers: there are none here."""
-    step = type(optimizer).step
-    if is_of_torch(type(optimizer)):
-        with torch.no_grad():
-            inspect.unwrap(step)(optimizer)
-    else:
-        getattr(step, "__wrapped__", step)(optimizer)
 
 
 def require_finite(contribution: torch.Tensor, who: str, *, usual: torch.Tensor | None = None) -> float:

@@ -88,7 +88,7 @@ class Range(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("caller", "pid", "host", "tensors", "optimizer", "again", "instance")
+    __slots__ = ("caller", "pid", "host", "tensors", "optimizer", "again", "instance", "address", "torch")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -96,6 +96,8 @@ class JoinRequest(_message.Message):
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TORCH_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     pid: int
     host: str
@@ -103,7 +105,9 @@ class JoinRequest(_message.Message):
     optimizer: Optimizer
     again: bool
     instance: str
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., again: bool = ..., instance: _Optional[str] = ...) -> None: ...
+    address: str
+    torch: str
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., again: bool = ..., instance: _Optional[str] = ..., address: _Optional[str] = ..., torch: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("term", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending", "tuning")
@@ -128,15 +132,17 @@ class JoinReply(_message.Message):
     def __init__(self, term: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: bool = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: bool = ..., tuning: _Optional[str] = ...) -> None: ...
 
 class InitRequest(_message.Message):
-    __slots__ = ("caller", "bucket")
+    __slots__ = ("caller", "bucket", "version")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     bucket: int
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., bucket: _Optional[int] = ...) -> None: ...
+    version: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class InitStateRequest(_message.Message):
-    __slots__ = ("caller", "bucket", "piece", "entries")
+    __slots__ = ("caller", "bucket", "piece", "entries", "version")
     class Entry(_message.Message):
         __slots__ = ("key", "dtype", "scalar")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -150,17 +156,21 @@ class InitStateRequest(_message.Message):
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     PIECE_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     bucket: int
     piece: int
     entries: _containers.RepeatedCompositeFieldContainer[InitStateRequest.Entry]
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., bucket: _Optional[int] = ..., piece: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[InitStateRequest.Entry, _Mapping]]] = ...) -> None: ...
+    version: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., bucket: _Optional[int] = ..., piece: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[InitStateRequest.Entry, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class InitDoneRequest(_message.Message):
-    __slots__ = ("caller",)
+    __slots__ = ("caller", "version")
     CALLER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+    version: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("duplicate",)
@@ -387,6 +397,64 @@ class FinishRequest(_message.Message):
     traffic: Traffic
     reductions: _containers.ScalarMap[str, str]
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., assigns: bool = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., reductions: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class MeetRequest(_message.Message):
+    __slots__ = ("caller", "version", "attempt", "place", "holds", "broken", "finish", "parts")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    HOLDS_FIELD_NUMBER: _ClassVar[int]
+    BROKEN_FIELD_NUMBER: _ClassVar[int]
+    FINISH_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    version: int
+    attempt: int
+    place: int
+    holds: bool
+    broken: bool
+    finish: FinishRequest
+    parts: bool
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., place: _Optional[int] = ..., holds: bool = ..., broken: bool = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ..., parts: bool = ...) -> None: ...
+
+class Peer(_message.Message):
+    __slots__ = ("worker", "address", "incarnation")
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    worker: int
+    address: str
+    incarnation: int
+    def __init__(self, worker: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class MeetReply(_message.Message):
+    __slots__ = ("version", "attempt", "pending", "together", "lacking", "group", "source", "values_are_here", "send", "settings", "stopped", "all_hold")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    TOGETHER_FIELD_NUMBER: _ClassVar[int]
+    LACKING_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_ARE_HERE_FIELD_NUMBER: _ClassVar[int]
+    SEND_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    STOPPED_FIELD_NUMBER: _ClassVar[int]
+    ALL_HOLD_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    attempt: int
+    pending: bool
+    together: bool
+    lacking: bool
+    group: _containers.RepeatedCompositeFieldContainer[Peer]
+    source: int
+    values_are_here: bool
+    send: bool
+    settings: str
+    stopped: str
+    all_hold: bool
+    def __init__(self, version: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., together: bool = ..., lacking: bool = ..., group: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., source: _Optional[int] = ..., values_are_here: bool = ..., send: bool = ..., settings: _Optional[str] = ..., stopped: _Optional[str] = ..., all_hold: bool = ...) -> None: ...
 
 class Traffic(_message.Message):
     __slots__ = ("pushed_bytes", "pushed_plain_bytes", "pulled_bytes", "pulled_plain_bytes", "encode_seconds", "decode_seconds", "push_seconds", "codec")

@@ -54,6 +54,11 @@ def _require_allowed(engine: Engine, exchange: Exchange) -> None:
             "session.assign was called in the middle of a step. Call it between optimizer.step() and the "
             "next backward()"
         )
+    if engine.spec.all_reduce:
+        raise UsageError(
+            "session.assign does not work with strategy all-reduce, where all workers would have to assign "
+            "the values at the same version. Set strategy: parameter-server"
+        )
     if not engine.spec.consistency.may_assign:
         raise UsageError(
             "session.assign needs consistency.mode sync, without backupWorkers, globalBatchSize "

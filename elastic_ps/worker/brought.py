@@ -1,20 +1,56 @@
-"""The optimizer's state that a script brings into a job, as the parameter server takes it."""
+"""The optimizer's state, as the parameter server takes it and gives it, and as torch has it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from elastic_ps.codec import as_bytes, dtype_of, name_of
-from elastic_ps.codec.optimizers import WIDE, Entry, Kind, usual_state
-from elastic_ps.core.partition import Bucket, Rule
-from elastic_ps.core.settings import CONSTRAINTS
+from elastic_ps.codec.optimizers import WIDE, Entry, Kind, usual_numbers, usual_state, with_numbers
+from elastic_ps.core.partition import Bucket, Layout, Rule
+from elastic_ps.core.settings import CONSTRAINTS, plain_group
 from elastic_ps.errors import InvalidModel
+from elastic_ps.transport import messages_pb2 as pb
 
 
-class Brought:
+class Kept:
+    """The state that an optimizer has, in the form that the parameter server takes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._entries: dict[int, dict[Entry, torch.Tensor]] = {}  # by the parameters' ids
+        for number, group in enumerate(optimizer.param_groups):
+            values = {key: value for key, value in group.items() if key != "params"}
+            for position, parameter in enumerate(group["params"]):
+                if found := optimizer.state.get(parameter):
+                    what = f"parameter {position} of group {number}"
+                    self._entries[id(parameter)] = dict(
+                        _entries(type(optimizer), values, parameter, found, what)
+                    )
+
+    def pieces(
+        self, bucket: Bucket, tensors: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[int, list[Entry], memoryview]]:
+        """For each piece of a bucket that has a state: its index, what there is, and all bytes of that.
+
+        Args:
+            tensors: the model's, by the numbers of the bucket's layout.
+        """
+        if bucket.rule is not Rule.GRADIENT:
+            return
+        for index, piece in enumerate(bucket.pieces):
+            entries = self._entries.get(id(tensors[piece.tensor]))
+            if entries:
+                parts = [
+                    value if entry.scalar else value[piece.start : piece.start + piece.length]
+                    for entry, value in entries.items()
+                ]
+                body = bytearray().join(bytes(as_bytes(part.contiguous())) for part in parts)
+                yield index, list(entries), memoryview(body)
+
+
+class Brought(Kept):
     """The state of an optimizer, which is empty afterwards: its state is on the parameter server then.
 
     Args:
@@ -40,35 +76,43 @@ class Brought:
             ) from error
         for group, own in zip(optimizer.param_groups, constraints, strict=True):
             group.update(own)
-        self._entries: dict[int, dict[Entry, torch.Tensor]] = {}
-        for number, group in enumerate(optimizer.param_groups):
-            values = {key: value for key, value in group.items() if key != "params"}
-            for position, parameter in enumerate(group["params"]):
-                if found := optimizer.state.get(parameter):
-                    what = f"parameter {position} of group {number}"
-                    entries = _entries(type(optimizer), values, parameter, found, what)
-                    self._entries[id(parameter)] = dict(entries)
+        super().__init__(optimizer)
         optimizer.state.clear()
 
-    def pieces(
-        self, bucket: Bucket, tensors: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[int, list[Entry], memoryview]]:
-        """For each piece of a bucket that has a state: its index, what there is, and all bytes of that.
 
-        Args:
-            tensors: the model's, by the numbers of the bucket's layout.
-        """
-        if bucket.rule is not Rule.GRADIENT:
-            return
-        for index, piece in enumerate(bucket.pieces):
-            entries = self._entries.get(id(tensors[piece.tensor]))
-            if entries:
-                parts = [
-                    value if entry.scalar else value[piece.start : piece.start + piece.length]
-                    for entry, value in entries.items()
-                ]
-                body = bytearray().join(bytes(as_bytes(part.contiguous())) for part in parts)
-                yield index, list(entries), memoryview(body)
+def state_dict_of(
+    entries: Iterable[tuple[pb.OptimizerStateReply, bytes]],
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """What a parameter server keeps of an optimizer, as `state_dict()` of torch's gives it.
+
+    Args:
+        entries: as it sends them, with their bytes.
+        tensors: the model's, by the numbers of the layout.
+        optimizer: whose it is, with the parameter groups of now.
+    """
+    groups = optimizer.param_groups
+    numbers = {id(p): i for i, p in enumerate(p for g in groups for p in g["params"])}
+    state: dict[int, dict[str, Any]] = {}
+    for reply, body in entries:
+        spec = layout.tensors[reply.tensor]
+        number = numbers[id(tensors[reply.tensor])]
+        value = torch.frombuffer(bytearray(body), dtype=dtype_of(reply.dtype))
+        kept = state.setdefault(number, {})
+        if reply.scalar:
+            kept[reply.key] = value.reshape(())
+        else:
+            whole = kept.setdefault(reply.key, torch.zeros(spec.shape, dtype=value.dtype))
+            whole.view(-1)[reply.start : reply.start + value.numel()] = value
+    plain, counter = [], iter(range(len(numbers)))
+    for group in groups:
+        rest = {key: value for key, value in group.items() if key != "params"}
+        plain.append({**rest, "params": [next(counter) for _ in group["params"]]})
+    numeric = usual_numbers(type(optimizer), plain_group(groups[0], 0))
+    ordered = {number: with_numbers(kept, numeric) for number, kept in sorted(state.items())}
+    return {"state": ordered, "param_groups": plain}
 
 
 def _entries(

@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 from google.protobuf.message import Message
 
 from elastic_ps.codec.optimizers import Entry
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import TensorSpec
+from elastic_ps.core.reduced import Place
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import (
     ConnectionLost,
@@ -92,6 +94,7 @@ class Client:
 
     Attributes:
         instance: see above.
+        address: where the other workers find this one, if they speak to each other; else "".
         stay: the present one, since the last `join`.
         traffic: of that stay; what each step ends with tells it.
     """
@@ -107,7 +110,7 @@ class Client:
         pid: int | None = None,
     ) -> None:
         self._pid = os.getpid() if pid is None else pid
-        self.worker = worker
+        self.worker, self.address = worker, ""
         self.stay = Stay(job, worker)
         self.traffic = Traffic()
         self.instance = instance or uuid.uuid4().hex
@@ -165,6 +168,8 @@ class Client:
             optimizer=pb.Optimizer(name=optimizer, groups=settings.to_json()),
             again=again,
             instance=self.instance,
+            address=self.address,
+            torch=torch.__version__.partition("+")[0],
         )
         while True:
             try:
@@ -193,17 +198,27 @@ class Client:
             tuning=read_tuning(reply.tuning, source="the parameter server") if reply.tuning else None,
         )
 
-    def initialise(self, bucket: int, shard: int, values: memoryview) -> None:
+    def initialise(self, bucket: int, shard: int, values: memoryview, *, version: int | None = None) -> None:
         """Send a bucket's first values.
+
+        Args:
+            version: they are those of this version, which the workers have made.
 
         Raises:
             Refused: STALE_TERM, STALE_INCARNATION; also if only shard 0 knows, and this shard has just begun.
         """
-        request = pb.InitRequest(caller=self.stay.caller(), bucket=bucket)
+        request = pb.InitRequest(caller=self.stay.caller(), bucket=bucket, version=version)
         self._send_first(shard, "Init", Frame(request.SerializeToString(), values))
 
     def initialise_state(
-        self, bucket: int, shard: int, piece: int, entries: Sequence[Entry], body: memoryview
+        self,
+        bucket: int,
+        shard: int,
+        piece: int,
+        entries: Sequence[Entry],
+        body: memoryview,
+        *,
+        version: int | None = None,
     ) -> None:
         """Send the optimizer's state of a piece, after the bucket's values. Raises as `initialise`."""
         request = pb.InitStateRequest(
@@ -211,6 +226,7 @@ class Client:
             bucket=bucket,
             piece=piece,
             entries=[pb.InitStateRequest.Entry(key=e.key, dtype=e.dtype, scalar=e.scalar) for e in entries],
+            version=version,
         )
         self._send_first(shard, "InitState", Frame(request.SerializeToString(), body))
 
@@ -229,6 +245,10 @@ class Client:
         """All first values were sent."""
         self._ask(0, "InitDone", pb.InitDoneRequest(caller=self.stay.caller()), pb.Done)
 
+    def sent(self, version: int) -> None:
+        """All values of this version were sent."""
+        self._ask(0, "InitDone", pb.InitDoneRequest(caller=self.stay.caller(), version=version), pb.Done)
+
     def heartbeat(self, *, computes_on: int | None = None) -> None:
         """Raises Refused (STALE_INCARNATION) if this worker was declared gone.
 
@@ -238,14 +258,18 @@ class Client:
         request = pb.HeartbeatRequest(caller=self.stay.caller(), version=computes_on)
         self._ask(0, "Heartbeat", request, pb.Done)
 
+    def hasten(self) -> None:
+        """This worker is about to end: from now on calls that fail are repeated for `GOODBYE` only."""
+        self._patience = GOODBYE
+
     def leave(self) -> None:
         """Say goodbye; what this worker holds goes to others. Tried for `GOODBYE` only."""
-        self._patience = GOODBYE
+        self.hasten()
         self._ask(0, "Leave", pb.LeaveRequest(caller=self.stay.caller(next(self._calls))), pb.Done)
 
     def gone(self) -> None:
         """End the stay in the middle of a step, which is void by that. Tried for `GOODBYE` only."""
-        self._patience = GOODBYE
+        self.hasten()
         request = pb.GoneRequest(job=self.stay.job, worker=self.worker, instance=self.instance)
         self._ask(0, "Gone", request, pb.Done)
 
@@ -404,6 +428,37 @@ class Client:
             assigns=ending.assigns,
             traffic=self.traffic.counts(),
         )
+
+    def meet(
+        self,
+        stay: Stay,
+        version: int,
+        attempt: int | None,
+        *,
+        place: Place | None = None,
+        holds: bool = False,
+        broken: bool = False,
+        ended: tuple[Step, Ending] | None = None,
+    ) -> pb.MeetReply:
+        """Come to a place of the round, and wait for the others; see `MeetRequest`. Blocks.
+
+        Args:
+            ended: at the end of a step: which, and what is said of it.
+        """
+        request = pb.MeetRequest(
+            caller=stay.caller(), version=version, attempt=attempt, place=place, holds=holds, broken=broken
+        )
+        if ended is not None:
+            step, ending = ended
+            request.finish.CopyFrom(self._finish(step, attempt or 0, ending))
+        while (reply := self._ask(0, "Meet", request, pb.MeetReply)).pending:
+            pass
+        return reply
+
+    def parts(self, stay: Stay, version: int) -> bool:
+        """This worker stops making rounds: is it to send its values, which are of `version`, before?"""
+        request = pb.MeetRequest(caller=stay.caller(), version=version, parts=True)
+        return self._ask(0, "Meet", request, pb.MeetReply).send
 
     def assign(self, version: int) -> pb.AssignReply:
         """Values that the script changed at `version` are to become the next one. Blocks.

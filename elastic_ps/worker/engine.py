@@ -89,6 +89,7 @@ class Engine:
         client: closed by `close`.
         trace, history: closed by `close`.
         world: the processes of this worker.
+        host: this host's address, as other workers reach it.
 
     Attributes:
         slices: this process's of the batches.
@@ -99,6 +100,7 @@ class Engine:
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
         gradients: the model's, from `session.optimizer` on.
         local: in mode `local`, from there on.
+        make_step: has the script's own optimizer make a step on this worker; from there on.
         in_batch: the script computes on a batch, as far as is known.
         at_close: called when this worker leaves.
         flight: in mode `local`, the exchange that goes on while the script makes its next steps.
@@ -115,6 +117,7 @@ class Engine:
         trace: Trace,
         history: History,
         world: LocalWorld | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self.world = world or LocalWorld()
         self.slices = Slices(self.world.rank, self.world.size)
@@ -126,6 +129,7 @@ class Engine:
         self.chief = False
         self.gradients: LocalGradients
         self.local: LocalTraining | None = None
+        self.make_step: Callable[[], object]
         self.flight: Flight | None = None
         self.in_batch = False
         self.at_close: list[Callable[[], object]] = []
@@ -137,6 +141,8 @@ class Engine:
             member,
             self.world,
             lambda: self.slices.weights(self.batches.computed),
+            lambda: self.make_step(),
+            host=host,
             trace=trace,
             history=history,
         )
@@ -252,6 +258,12 @@ class Engine:
         self._closed = True
         for call in self.at_close:
             call()
+        if self.exchange is not None and not self.in_step:
+            self.client.hasten()
+            try:
+                self.exchange.hand_over()
+            except ElasticPSError as error:
+                logger.info("this worker's values could not be handed over: %s", error)
         self.member.leave(in_step=self.in_step or self.flight is not None)
         if self.exchange is not None:
             self.exchange.close()
@@ -608,6 +620,8 @@ class Engine:
         while True:
             self.leave_if_asked()
             try:
+                if wait and self.computing and not self.in_step:
+                    self._exchange().hand_over()
                 granted = self.world.decide(
                     "the loader, where it gets records",
                     lambda: self.client.take(
@@ -729,6 +743,8 @@ class Engine:
             self.computing = False
             try:
                 abandoned = self.in_step
+                if not abandoned:
+                    self._exchange().hand_over()
                 self.world.decide(
                     "the end of its loop over the loader", lambda: self.client.release(abandoned=abandoned)
                 )

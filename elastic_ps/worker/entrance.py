@@ -20,9 +20,12 @@ from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Membership
 from elastic_ps.worker.encoder import Encoder
 from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.group import Store
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described, Flat
+from elastic_ps.worker.reduced import Reduced
+from elastic_ps.worker.replica import Replica
 from elastic_ps.worker.schedule import Schedule
 from elastic_ps.worker.summed import Following, Leading
 from elastic_ps.worker.values import Values
@@ -36,6 +39,8 @@ class Entrance:
     Args:
         world: the processes of this worker.
         weights: for each of them, its share of the samples of the step that begins.
+        make_step: has the script's own optimizer make a step on this worker.
+        host: this host's address, as other workers reach it.
 
     Attributes:
         spec: how to train the job, as of the last time that this worker has joined.
@@ -50,7 +55,9 @@ class Entrance:
         member: Member,
         world: LocalWorld,
         weights: Callable[[], Sequence[float]],
+        make_step: Callable[[], object],
         *,
+        host: str,
         trace: Trace,
         history: History,
     ) -> None:
@@ -59,6 +66,8 @@ class Entrance:
         self.schedule: Schedule
         self.done = False
         self._client, self._member, self._world, self._weights = client, member, world, weights
+        self._make_step, self._host = make_step, host
+        self._store: Store | None = None  # where the other workers find this one, if they speak to each other
         self._trace, self._history = trace, history
         self._codecs = Plan(spec.compression)
 
@@ -74,11 +83,19 @@ class Entrance:
             ConnectionLost: no parameter server answers.
         """
         local = self.spec.consistency.mode == "local"
+        if self.spec.all_reduce:
+            self._store = Store(self._host)
+            self._client.address = self._store.address
         self.schedule = Schedule(optimizer, own=local)
         membership = self._member.join(described, self.schedule.current())
         self._adopt(membership)
-        flat = Flat(membership.layout, described.tensors, stepped_here=local, world=self._world)
-        self.exchange = exchange = self._make_exchange(flat)
+        flat = Flat(
+            membership.layout,
+            described.tensors,
+            stepped_here=local or self.spec.all_reduce,
+            world=self._world,
+        )
+        self.exchange = exchange = self._make_exchange(flat, optimizer)
         membership = self._initialise(exchange, membership, flat, brought)
         if not membership.initialise:
             self.schedule.joined(Settings.from_json(exchange.settings))
@@ -86,10 +103,23 @@ class Entrance:
         self._member.note_join(membership.version)
         return flat
 
-    def _make_exchange(self, flat: Flat) -> Exchange:
+    def _make_exchange(self, flat: Flat, optimizer: torch.optim.Optimizer) -> Exchange:
         if not self._world.leads:
             return cast(Exchange, Following(self._world, flat))  # it has all that is called here
         traffic, trace = self._client.traffic, self._trace
+        values = Values(flat, self._codecs, traffic=traffic, trace=trace)
+        if self._store is not None:
+            reduced = Reduced(
+                self._client,
+                flat,
+                Replica(self._client, flat, optimizer, values),
+                optimizer,
+                self._make_step,
+                store=self._store,
+                trace=trace,
+                history=self._history,
+            )
+            return cast(Exchange, reduced)  # so has it
         encoder = Encoder(
             flat.layout,
             self._codecs,
@@ -106,7 +136,7 @@ class Entrance:
             flat,
             self.spec.consistency,
             encoder,
-            Values(flat, self._codecs, traffic=traffic, trace=trace),
+            values,
             ahead=self.spec.parameter_server.send_ahead,
             trace=trace,
             history=self._history,

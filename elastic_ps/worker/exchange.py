@@ -124,6 +124,9 @@ class Exchange:
             self.sending.reset()
             self._awaited.reset()
 
+    def hand_over(self) -> None:
+        """This worker stops making rounds. The parameter server has all that it has."""
+
     @property
     def under_way(self) -> Step | None:
         """The step whose pushes have begun."""

@@ -449,6 +449,12 @@ class Flat:
                     "itself (see `averaged`), it must change it in place"
                 )
 
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Copy what tensors with memory of their own have become to the values. Blocks for the copies."""
+        for index in self._apart:
+            self.value(index).copy_(self.tensors[index])
+
     def publish(self, *, besides: Set[int] = frozenset()) -> None:
         """The values are there: copy them to tensors that have memory of their own. Blocks for the copies.
 

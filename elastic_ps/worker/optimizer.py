@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elastic_ps.codec import dtype_of
-from elastic_ps.codec.optimizers import usual_numbers, with_numbers
-from elastic_ps.core.settings import plain_group
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.assigning import assign
+from elastic_ps.worker.brought import state_dict_of
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.gradients import Gradients
 from elastic_ps.worker.local_steps import LocalSteps
@@ -27,7 +25,8 @@ logger = logging.getLogger(__name__)
 class ElasticOptimizer(torch.optim.Optimizer):
     """Takes the place of a torch optimizer, whose state is on the parameter server.
 
-    In mode `local` the torch optimizer itself makes the steps, and its state is here.
+    In mode `local`, and with `strategy: all-reduce`, the torch optimizer itself makes the steps, and its
+    state is here.
 
     `param_groups` are those of the wrapped optimizer. When a script or a scheduler of
     `torch.optim.lr_scheduler` changes a hyperparameter in them, the parameter server uses the new value from
@@ -51,12 +50,14 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._flat = flat
         self._local = LocalSteps(flat, engine) if engine.spec.consistency.mode == "local" else None
         self._stepping = False
-        self._gradients = Gradients(flat, engine, overlap=overlap and self._local is None, check=check)
+        self._steps_here = self._local is not None or engine.spec.all_reduce
+        self._gradients = Gradients(flat, engine, overlap=overlap and not self._steps_here, check=check)
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups = wrapped.param_groups
         self._own = {id(tensor) for tensor in own}
         self._thread = threading.get_ident()
         engine.at_close.append(register_optimizer_step_pre_hook(self._check_other).remove)
+        engine.make_step = self._make_step
 
     def _check_other(self, other: torch.optim.Optimizer, *_: object) -> None:
         """Called before the step of any optimizer. Raises UsageError if it must not make one."""
@@ -108,14 +109,18 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def _step_here(self, local: LocalSteps, closure: Callable[[], Any] | None) -> Any:
         self._flat.check()
-        self._stepping = True
-        try:
-            loss = self._wrapped.step() if closure is None else self._wrapped.step(closure)
-        finally:
-            self._stepping = False
+        loss = self._make_step(closure)
         self._gradients.reset()
         local.step_made()
         return loss
+
+    def _make_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The wrapped optimizer makes a step on this worker."""
+        self._stepping = True
+        try:
+            return self._wrapped.step() if closure is None else self._wrapped.step(closure)
+        finally:
+            self._stepping = False
 
     def assign(self) -> None:
         """See `Session.assign`."""
@@ -145,34 +150,18 @@ class ElasticOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, fetched from the parameter server, in torch's own format. Blocks.
 
-        `load_state_dict` of the same class of torch optimizer reads it. In mode `local` it is this worker's.
+        `load_state_dict` of the same class of torch optimizer reads it. In mode `local`, and with `strategy:
+        all-reduce`, it is this worker's.
         """
-        if self._local is not None:
+        if self._steps_here:
             return self._wrapped.state_dict()
         if not self._engine.world.leads:
             raise UsageError(
                 "optimizer.state_dict() fetches the state from the parameter server, which process 0 of a "
                 "worker does. Call it where session.is_chief is true, or where LOCAL_RANK is 0"
             )
-        numbers = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        state: dict[int, dict[str, Any]] = {}
-        for reply, body in self._engine.optimizer_state():
-            spec = self._flat.layout.tensors[reply.tensor]
-            number = numbers[id(self._flat.tensors[reply.tensor])]
-            value = torch.frombuffer(bytearray(body), dtype=dtype_of(reply.dtype))
-            entries = state.setdefault(number, {})
-            if reply.scalar:
-                entries[reply.key] = value.reshape(())
-            else:
-                whole = entries.setdefault(reply.key, torch.zeros(spec.shape, dtype=value.dtype))
-                whole.view(-1)[reply.start : reply.start + value.numel()] = value
-        groups, counter = [], iter(range(len(numbers)))
-        for group in self.param_groups:
-            rest = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**rest, "params": [next(counter) for _ in group["params"]]})
-        kept = usual_numbers(type(self._wrapped), plain_group(self.param_groups[0], 0))
-        ordered = {number: with_numbers(entries, kept) for number, entries in sorted(state.items())}
-        return {"state": ordered, "param_groups": groups}
+        entries = self._engine.optimizer_state()
+        return state_dict_of(entries, self._flat.layout, self._flat.tensors, self._wrapped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises UsageError, because a worker cannot load the state. The message says what to do.

@@ -22,7 +22,7 @@ from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.loader import ElasticLoader
-from elastic_ps.worker.local_steps import outer_optimizer
+from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described, check_wrapper
@@ -45,6 +45,7 @@ class Session:
         on_hung: called with the reason, on another thread, if this worker is declared hung.
         instance: a name for this process that no other process ever has; a random text if it is not given.
         world: the processes of this worker, if it has several. The session closes it.
+        host: this host's address, as other workers reach it.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Session:
         on_hung: Callable[[str], None] | None = None,
         instance: str = "",
         world: LocalWorld | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         self._world = world = world or LocalWorld()
         self.spec = spec
@@ -69,7 +71,13 @@ class Session:
         )
         self._member = Member(client, history=history, on_hung=on_hung, world=world)
         self._engine = Engine(
-            spec, client, self._member, trace=trace or Trace(None, ""), history=history, world=world
+            spec,
+            client,
+            self._member,
+            trace=trace or Trace(None, ""),
+            history=history,
+            world=world,
+            host=host,
         )
         self._owner = os.getpid()
         self._client = client
@@ -221,6 +229,9 @@ class Session:
             runs_there = outer_optimizer(
                 optimizer, self.spec.consistency.outer_rule, workers=self.spec.worker.replicas
             )
+        elif self.spec.all_reduce:
+            refuse_limits(optimizer, "with strategy all-reduce")
+            brought = None if state is None else Brought(optimizer, state)
         elif state is not None:
             brought = Brought(optimizer, state)
         if any(group.get(MAX_GRAD_NORM) is not None for group in optimizer.param_groups):

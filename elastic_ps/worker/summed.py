@@ -150,6 +150,9 @@ class Following:
     def computes_on(self, version: int) -> None:
         """Process 0 says so."""
 
+    def hand_over(self) -> None:
+        """Process 0 does."""
+
     def close(self) -> None:
         """Nothing is to be freed."""
 

@@ -71,6 +71,8 @@ def fixed_part(spec: TrainingJobSpec) -> Manifest:
         claim = {key: value for key, value in claim.items() if key not in YOUNGER or value}
     if has_standbys(spec):
         fixed["parameterServer"]["durability"] = server["durability"]
+    if spec.all_reduce:
+        fixed["strategy"] = document["strategy"]
     others = {name: server["checkpoint"][name] for name in OTHER_VOLUMES}
     given = {name: value for name, value in others.items() if value is not None}
     fixed["parameterServer"]["checkpoint"] = {"volumeClaim": claim, **given}
@@ -91,6 +93,9 @@ def revision(spec: TrainingJobSpec) -> str:
 def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest:
     """`spec` as a document, with the fields of `fixed` in the place of its own."""
     merged = {**spec, **{name: fixed[name] for name in FIXED_FIELDS}}
+    merged.pop("strategy", None)
+    if "strategy" in fixed:
+        merged["strategy"] = fixed["strategy"]
     if "worker" in fixed:
         merged["worker"] = {**(spec.get("worker") or {}), **fixed["worker"]}
     free = {k: v for k, v in (spec.get("evaluator") or {}).items() if k in FREE_EVALUATOR_FIELDS}

@@ -273,7 +273,7 @@ def _add_rules(spec: Schema) -> None:
             "message": "worker.processes above 1 does not work with consistency.mode local",
         },
     ]
-    for name in ("entrypoint", "arguments", "compression", "data"):
+    for name in ("entrypoint", "arguments", "strategy", "compression", "data"):
         fields[name]["x-kubernetes-validations"] = [_immutable(name)]
     fields["consistency"]["x-kubernetes-validations"] = list(_kept_consistency(fields["consistency"]))
     fields["consistency"]["x-kubernetes-validations"].append(

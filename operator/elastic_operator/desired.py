@@ -167,6 +167,7 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     before, after = fixed["parameterServer"], asked["parameterServer"]
     fields = sorted(before.keys() | after.keys())
     changed += [f"parameterServer.{field}" for field in fields if after.get(field) != before.get(field)]
+    changed += ["strategy"] if asked.get("strategy") != fixed.get("strategy") else []
     changed += ["evaluator"] if asked.get("evaluator") != fixed.get("evaluator") else []
     if changed:
         ignored.append(f"{', '.join(changed)} cannot change while the job runs; create a new job for that")

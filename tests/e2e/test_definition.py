@@ -131,6 +131,7 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     ("consistency.deterministic and globalBatchSize", {"consistency": {"deterministic": True}}),
     ("consistency.deterministic and globalBatchSize", {"consistency": {"globalBatchSize": 2}}),
     ("to or from mode local, consistency", {"consistency": {"mode": "local", "steps": 3}}),
+    ("strategy", {"strategy": "all-reduce"}),
     ("compression", {"compression": {"codec": "fp16"}}),
     ("data", {"data": {"seed": 7}}),
     ("parameterServer.bucketBytes", {"parameterServer": {"bucketBytes": 65536}}),

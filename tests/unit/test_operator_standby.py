@@ -310,3 +310,18 @@ def test_killed_after_any_write_it_comes_to_the_same_rest(writes: int) -> None:
 
 def test_the_standby_of_the_last_shard_has_a_valid_name() -> None:
     assert len(names.pod("x" * 52, "standby", 63)) <= 63
+
+
+@pytest.mark.parametrize("started_with", ["parameter-server", "all-reduce"])
+def test_the_strategy_stays_as_the_job_was_started(started_with: str) -> None:
+    simulation = Simulation(job_document(strategy=started_with))
+    simulation.settle()
+    assert environment(simulation.pods["digits-worker-0"]).spec.strategy == started_with
+    other = "all-reduce" if started_with == "parameter-server" else "parameter-server"
+    simulation.edit(strategy=other)
+    del simulation.pods["digits-worker-0"]
+    simulation.settle()
+    assert environment(simulation.pods["digits-worker-0"]).spec.strategy == started_with
+    degraded = simulation.condition("Degraded")
+    assert degraded["reason"] == "SpecNotFollowed"
+    assert "strategy cannot change" in degraded["message"]

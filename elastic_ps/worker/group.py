@@ -1,0 +1,172 @@
+"""The process group of the workers that make a round, over torch.distributed (gloo).
+
+A group is made of the workers that are there, without any of them starting again, and independently of the
+default group of torch.distributed, which stays the script's. The workers find each other at the store of the
+one with the lowest index; each worker has a store, since any of them may be that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_ps.errors import UsageError
+
+_c10d: Any = dist
+"""Some of its names are not among those that mypy knows."""
+
+CONNECTING = timedelta(seconds=15)
+"""How long a worker waits for the others of a new group, which all have been heard of a moment ago."""
+
+SILENCE = timedelta(seconds=30)
+"""How long it waits within an operation for bytes of another worker."""
+
+LOOK = timedelta(seconds=1)
+"""How often a worker looks, within an operation, whether the round is still made by this group."""
+
+
+class Broken(Exception):
+    """The workers of a group cannot speak to each other (any more)."""
+
+
+def host_towards(address: str) -> str:
+    """The address of this host on the way to `host:port`. Nothing is sent."""
+    host, _, port = address.rpartition(":")
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, _, _, place = infos[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError):
+        return "127.0.0.1"
+
+
+def require_safe(host: str, *, secured: bool) -> None:
+    """Raise UsageError if the workers of a job with certificates would speak to each other without.
+
+    Args:
+        host: this host's address, as the others reach it.
+        secured: the job's processes have certificates.
+    """
+    if secured and not ipaddress.ip_address(host).is_loopback:
+        raise UsageError(
+            "with strategy all-reduce the workers of this job would speak to each other through "
+            f"torch.distributed, at {host}, where nothing is encrypted and nobody is asked for a "
+            "certificate; but the job's processes have certificates. Use strategy: parameter-server; or, "
+            "in a network that you trust, start the job without certificates (elastic-ps run --insecure, or "
+            "tls.enabled: false of the operator's chart)"
+        )
+
+
+class Store:
+    """This worker's store, where the others find it.
+
+    Args:
+        host: this host's address, as the others reach it.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self._store: Any = _c10d.TCPStore(host, 0, None, True, CONNECTING, False)
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return f"{self.host}:{self._store.port}"
+
+
+class Group:
+    """A process group. Belongs to one thread; operations are made by all of the group in the same order.
+
+    Args:
+        name: of the group, for all time.
+        addresses: of the stores of all that are of the group, in the order of their ranks.
+        rank: this worker's.
+        host: this host's address.
+
+    Raises:
+        Broken: not all have come.
+    """
+
+    def __init__(self, name: str, addresses: Sequence[str], rank: int, host: str) -> None:
+        self.rank, self.size = rank, len(addresses)
+        self._backend: Any = None
+        self._works: list[Any] = []
+        if self.size == 1:
+            return
+        there, _, port = addresses[0].rpartition(":")
+        try:
+            store = _c10d.TCPStore(there, int(port), None, False, CONNECTING, False)
+            store = _c10d.PrefixStore(name, store)
+            gloo = _c10d.ProcessGroupGloo
+            options = gloo._Options()  # noqa: SLF001 (torch has no other name for it)
+            options._devices = [gloo.create_device(hostname=host)]  # noqa: SLF001
+            options._timeout = CONNECTING  # noqa: SLF001
+            self._backend = gloo(store, rank, self.size, options)
+        except RuntimeError as error:
+            raise Broken(str(error)) from error
+        with contextlib.suppress(AttributeError):  # torch before 2.7 keeps the shorter timeout
+            self._backend.set_timeout(SILENCE)
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether no operation is under way, so that the group can be let go of without waiting."""
+        return all(work.is_completed() for work in self._works)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Begin to make `tensor` the sum over the group, in place."""
+        self._all_reduce(tensor, dist.ReduceOp.SUM)
+
+    def maximum(self, tensor: torch.Tensor) -> None:
+        """Begin to make `tensor` the maximum over the group, in place."""
+        self._all_reduce(tensor, dist.ReduceOp.MAX)
+
+    def _all_reduce(self, tensor: torch.Tensor, operation: Any) -> None:
+        if self._backend is None or not tensor.numel():
+            return
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        self._begin(lambda: self._backend.allreduce([tensor], options))
+
+    def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
+        """Begin to make `tensor`, which lies in one piece, that of the worker with this rank, in place."""
+        if self._backend is None or not tensor.numel():
+            return
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = rank, 0
+        raw = tensor.reshape(-1).view(torch.uint8)
+        self._begin(lambda: self._backend.broadcast([raw], options))
+
+    def _begin(self, operation: Callable[[], Any]) -> None:
+        try:
+            self._works.append(operation())
+        except RuntimeError as error:
+            raise Broken(str(error)) from error
+
+    def wait(self, look: Callable[[], None]) -> None:
+        """Wait for all operations that have begun. Blocks.
+
+        Args:
+            look: called now and then; what it raises is raised.
+
+        Raises:
+            Broken: an operation has failed.
+        """
+        for work in self._works:
+            while True:
+                try:
+                    work.wait(LOOK)
+                    break
+                except RuntimeError as error:
+                    if work.is_completed():
+                        raise Broken(str(error)) from error
+                look()
+        self._works.clear()

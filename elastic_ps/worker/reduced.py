@@ -1,0 +1,441 @@
+"""Steps with `strategy: all-reduce`: the workers add up gradients among themselves, and each makes the step.
+
+The records, and who makes a version, are the parameter server's to say (`core.reduced`), as with every other
+way to make versions. A worker keeps its gradients until the version is made. So if the group loses a member,
+the others make the round again, as another group, without computing anything again. Nobody makes the step
+before shard 0 has said that the round is made, so all make it or none does.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence, Set
+from typing import NamedTuple
+
+import torch
+
+from elastic_ps.codec import checksum
+from elastic_ps.codec.optimizers import WIDE
+from elastic_ps.core.partition import Bucket, Rule
+from elastic_ps.core.reduced import Place
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.telemetry import History, Trace
+from elastic_ps.training import Consistency
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.worker.client import Client
+from elastic_ps.worker.dialogue import Ending, Step
+from elastic_ps.worker.group import Broken, Group, Store
+from elastic_ps.worker.model import Flat
+from elastic_ps.worker.replica import Replica
+
+logger = logging.getLogger(__name__)
+
+RECOVERY = 1.0
+"""Seconds that a worker gives the parameter server to notice which member of its group is gone."""
+
+
+class _Group(NamedTuple):
+    """A process group, and what it is for.
+
+    Attributes:
+        version, attempt: of the round that it was of last.
+        members: who it is made of, as (worker, incarnation).
+        made: the last version that it has made.
+    """
+
+    version: int
+    attempt: int
+    members: Sequence[tuple[int, int]]
+    group: Group
+    made: int = -1
+
+
+class Reduced:
+    """What `Exchange` is where gradients go to the parameter server. Belongs to the training thread.
+
+    Args:
+        optimizer: which `make_step` steps.
+        store: where the other workers find this one.
+
+    Attributes:
+        version, settings, stopped, steps: see `Exchange`.
+        under_way: the step that has begun.
+    """
+
+    asks_ahead = False
+
+    def __init__(
+        self,
+        client: Client,
+        flat: Flat,
+        replica: Replica,
+        optimizer: torch.optim.Optimizer,
+        make_step: Callable[[], object],
+        *,
+        store: Store,
+        trace: Trace,
+        history: History,
+    ) -> None:
+        self.version = self.steps = 0
+        self.settings = self.stopped = ""
+        self.under_way: Step | None = None
+        self._client, self._flat, self._replica = client, flat, replica
+        self._optimizer, self._make_step = optimizer, make_step
+        self._store, self._trace, self._history = store, trace, history
+        self._sums = _Sums(flat)
+        self._present: dict[int, Sequence[bool]] = {}
+        self._attempt = 0
+        self._held: tuple[int, int] | None = None  # the term and version of which this replica is
+        self._settled: tuple[int, int] | None = None  # the attempt in which all of the group got the version
+        self._group: _Group | None = None
+        self._left: list[Group] = []  # groups in which an operation is still under way
+
+    # --- what `Engine` asks of an `Exchange`
+
+    def adopt(self, consistency: Consistency) -> None:
+        """There is no other way to make versions with this strategy."""
+        del consistency
+
+    def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
+        """The first gradient of a step is there."""
+        self.under_way = step
+        self._present.clear()
+
+    def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
+        """A bucket's contribution is complete."""
+        self._present[bucket.index] = present
+
+    def reset(self) -> None:
+        """Forget the step under way, and the group."""
+        self.under_way = self._settled = None
+        self._drop_group()
+
+    def close(self) -> None:
+        """Free the group. Other workers may still need the store, until this process ends."""
+        self._drop_group()
+
+    def computes_on(self, version: int) -> None:
+        """This worker takes part in the round on `version`."""
+        if not self._holds(version):
+            self._enter(version)
+
+    def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
+        """Get all of `version`. Who does not take part gets what the parameter server has, if it has it."""
+        if contributor:
+            self._enter(version)
+            return
+        met = self._client.meet(self._client.stay, version, None)
+        self._learn(met)
+        if met.values_are_here and met.version == version and not self._holds(version):
+            self._take_over(version)
+        self.version = version
+
+    def finish(self, ending: Ending) -> bool:
+        """Add the gradients up with those of the others, and make the step that they are part of. Blocks.
+
+        Returns True: the version is made.
+
+        Raises:
+            Refused: the step could not be taken; the model keeps its version.
+        """
+        step = self.under_way
+        assert step is not None, "begin was called"
+        self._require_finite(step)
+        while True:
+            met = self._client.meet(step.stay, step.version, self._attempt, place=Place.GRADIENTS, holds=True)
+            if met.version != step.version:
+                raise Refused(RefusalCode.LATE, f"version {met.version} is made without this worker's step")
+            if met.together:
+                try:
+                    self._reduce(step, met)
+                except Broken as problem:
+                    met = self._tell_broken(met, problem)
+                else:
+                    ended = (step, ending)
+                    met = self._client.meet(step.stay, step.version, self._attempt, ended=ended)
+            if met.version > step.version:
+                break
+            self._settle(met)
+        self._apply(step, met, ending)
+        self._settle(met)
+        return True
+
+    def hand_over(self) -> None:
+        """This worker stops making rounds: give the parameter server what nobody else has. Blocks."""
+        if self._held is None:
+            return
+        term, version = self._held
+        if term == self._client.term and self._client.parts(self._client.stay, version):
+            self._replica.send(version)
+
+    def _holds(self, version: int) -> bool:
+        """Whether this replica is of that version, as it is in this term."""
+        return self._held == (self._client.term, version)
+
+    # --- meeting the others
+
+    def _enter(self, version: int) -> None:
+        """Get the version, of which this worker is to make the next one with the others."""
+        met = self._client.meet(self._client.stay, version, None)
+        self._settle(met)
+        if met.version != version or not self._holds(version):
+            text = f"this worker was to make a round on version {version}, but version {met.version} is there"
+            raise Refused(RefusalCode.STALE_INCARNATION, text)
+        self.version = version
+
+    def _settle(self, met: pb.MeetReply) -> None:
+        """The open round is this one: until all who make it have its version."""
+        while True:
+            version = met.version
+            self._attempt = met.attempt
+            self._learn(met)
+            if met.send and self._holds(version):
+                self._replica.send(version)
+            if not met.lacking or self._settled == (version, met.attempt):
+                return
+            stay, holds = self._client.stay, self._holds(version)
+            met = self._client.meet(stay, version, met.attempt, place=Place.STATE, holds=holds)
+            if met.version != version:
+                return
+            if met.together:
+                try:
+                    self._share(met)
+                except Broken as problem:
+                    met = self._tell_broken(met, problem)
+                else:
+                    self._settled = (version, met.attempt)
+                    return
+
+    def _share(self, met: pb.MeetReply) -> None:
+        """Those that lack the version get it. Raises Broken."""
+        if met.all_hold:
+            return
+        if not met.HasField("source"):
+            if not self._holds(met.version):
+                self._take_over(met.version)
+            return
+        group, started = self._group_for(met), time.monotonic_ns()
+        source = [peer.worker for peer in met.group].index(met.source)
+        lacks = not self._holds(met.version)
+        if lacks:
+            self._held = None
+        self._replica.share(group, source, lambda: self._look(met))
+        self._trace.complete("state", started, time.monotonic_ns(), version=met.version)
+        if lacks:
+            self._held = (self._client.term, met.version)
+            self._record_values(met.version)
+
+    def _take_over(self, version: int) -> None:
+        """Get the version from the parameter server."""
+        self._held = None
+        if self._replica.fetch(version):
+            self._held = (self._client.term, version)
+            self._record_values(version)
+
+    def _group_for(self, met: pb.MeetReply) -> Group:
+        """The process group of those that make the round, which may be the last one's. Raises Broken."""
+        members = [(peer.worker, peer.incarnation) for peer in met.group]
+        if (last := self._group) is not None and list(last.members) == members:
+            # If it has made the version, all of them know that; else some may be of a newer group.
+            next_round = met.attempt == 0 and last.made == met.version
+            if next_round or (last.version, last.attempt) == (met.version, met.attempt):
+                self._group = last._replace(version=met.version, attempt=met.attempt)
+                return last.group
+        self._drop_group()
+        started = time.monotonic_ns()
+        name = f"{self._client.term}/{met.version}/{met.attempt}"
+        rank = members.index((self._client.worker, self._client.incarnation))
+        made = Group(name, [peer.address for peer in met.group], rank, self._store.host)
+        self._trace.complete("group", started, time.monotonic_ns(), members=len(members))
+        logger.info("a group of %d workers makes version %d", len(members), met.version + 1)
+        self._group = _Group(met.version, met.attempt, members, made)
+        return made
+
+    def _drop_group(self) -> None:
+        if self._group is not None:
+            if not self._group.group.at_rest:
+                self._left.append(self._group.group)
+                self._sums = _Sums(self._flat)  # the operation may still write to the old ones
+            self._group = None
+        self._left = [group for group in self._left if not group.at_rest]
+
+    def _look(self, met: pb.MeetReply) -> None:
+        """Raises Broken if this is not the open round any more."""
+        now = self._client.meet(self._client.stay, met.version, None)
+        if (now.version, now.attempt) != (met.version, met.attempt):
+            raise Broken("the round is made by other workers")
+
+    def _tell_broken(self, met: pb.MeetReply, problem: Broken) -> pb.MeetReply:
+        """The group has lost the connection. Blocks until there is another attempt; returns who makes it."""
+        logger.info("the group of version %d is broken: %s", met.version + 1, problem)
+        self._drop_group()
+        deadline = time.monotonic() + RECOVERY
+        while True:
+            broken = time.monotonic() > deadline
+            attempt = met.attempt if broken else None
+            now = self._client.meet(self._client.stay, met.version, attempt, broken=broken)
+            if (now.version, now.attempt) != (met.version, met.attempt):
+                return now
+            time.sleep(0.01)
+
+    def _learn(self, met: pb.MeetReply) -> None:
+        self.settings, self.stopped = met.settings, self.stopped or met.stopped
+
+    # --- the step
+
+    def _require_finite(self, step: Step) -> None:
+        """Raise Refused (NOT_FINITE) if this worker's gradients would spoil those of all."""
+        for bucket in self._flat.layout.pushed:
+            if bucket.rule is not Rule.GRADIENT:
+                continue
+            values = self._flat.contribution_of(bucket)
+            bad = int((~torch.isfinite(values)).sum()) if not _surely_finite(values) else 0
+            if bad:
+                text = (
+                    f"worker {step.stay.worker}, step {step.number}, bucket {bucket.index}: {bad} of "
+                    f"{values.numel()} values are NaN or Inf"
+                )
+                raise Refused(RefusalCode.NOT_FINITE, text)
+
+    def _reduce(self, step: Step, met: pb.MeetReply) -> None:
+        """Make the sums. Raises Broken."""
+        stay = step.stay
+        for bucket in self._flat.layout.pushed:
+            self._history.record(
+                "push",
+                step=step.number,
+                bucket=bucket.index,
+                attempt=met.attempt,
+                version=step.version,
+                base=step.base,
+                worker=stay.worker,
+                incarnation=stay.incarnation,
+            )
+        group, started = self._group_for(met), time.monotonic_ns()
+        self._sums.begin(step.samples, self._present, group)
+        group.wait(lambda: self._look(met))
+        self._trace.complete("reduce", started, time.monotonic_ns(), step=step.number, attempt=met.attempt)
+
+    def _apply(self, step: Step, met: pb.MeetReply, ending: Ending) -> None:
+        """The round is made: make the step."""
+        self._learn(met)
+        settings = Settings.from_json(met.settings)
+        for group, values in zip(self._optimizer.param_groups, settings.groups, strict=True):
+            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
+        self._held = None
+        self._sums.publish(settings.max_grad_norm)
+        self._make_step()
+        self.under_way, self.version = None, step.version + 1
+        self._held = (step.stay.term, self.version)
+        if self._group is not None:
+            self._group = self._group._replace(made=self.version)
+        self._history.record(
+            "applied",
+            step=step.number,
+            version=step.version + 1,
+            records=ending.ranges,
+            samples=step.samples,
+            worker=step.stay.worker,
+            incarnation=step.stay.incarnation,
+            term=step.stay.term,
+        )
+        self._record_values(self.version)
+
+    def _record_values(self, version: int) -> None:
+        if self._history.enabled:
+            self._flat.gather()
+            values = [
+                (bucket.index, version, checksum(self._flat.value_bytes(bucket)))
+                for bucket in self._flat.layout.pushed
+            ]
+            self._history.record("values", term=self._client.stay.term, values=values)
+
+
+class _Sums:
+    """The sums of a round, and what is made of them. The contributions stay as they are until `publish`."""
+
+    def __init__(self, flat: Flat) -> None:
+        self._flat = flat
+        self._gradients = [i for i, spec in enumerate(flat.layout.tensors) if spec.rule is Rule.GRADIENT]
+        self._place = {tensor: 1 + place for place, tensor in enumerate(self._gradients)}
+        self._counts = torch.zeros(1 + len(self._gradients), dtype=torch.int64)  # samples; who has a gradient
+        self._totals: dict[int, torch.Tensor] = {}
+
+    def begin(self, samples: int, present: dict[int, Sequence[bool]], group: Group) -> None:
+        """Begin to add up. `present`: for each bucket of gradients, which of its pieces have one."""
+        flat = self._flat
+        self._counts.zero_()
+        self._counts[0] = samples
+        for bucket in flat.layout.pushed:
+            own = flat.contribution_of(bucket)
+            total = self._totals.get(bucket.index)
+            if total is None:
+                total = self._totals[bucket.index] = torch.empty(own.numel(), dtype=_dtype(bucket, own))
+            total.copy_(own)
+            if bucket.rule is Rule.GRADIENT:
+                for piece, has in zip(bucket.pieces, present[bucket.index], strict=True):
+                    self._counts[self._place[piece.tensor]] = int(has)
+                total.mul_(samples)
+                group.sum(total)
+            elif bucket.rule is Rule.MEAN:
+                total.mul_(samples)
+                group.sum(total)
+            elif bucket.rule is Rule.MAXIMUM:
+                group.maximum(total)
+            else:
+                group.broadcast(total, 0)
+        group.sum(self._counts)
+
+    @torch.no_grad()
+    def publish(self, norm: float | None) -> None:
+        """Give the model's parameters the mean gradients, and its buffers their values.
+
+        Args:
+            norm: the 2-norm that the mean gradient has at most.
+        """
+        flat, samples = self._flat, int(self._counts[0])
+        divisor = samples * self._clipped(norm, samples)
+        for bucket in flat.layout.pushed:
+            total = self._totals[bucket.index]
+            if bucket.rule in (Rule.GRADIENT, Rule.MEAN):
+                total.div_(divisor if bucket.rule is Rule.GRADIENT else samples)
+            flat.contribution_of(bucket).copy_(total)
+            flat.written(bucket)
+        for index, spec in enumerate(flat.layout.tensors):
+            tensor = flat.tensors[index]
+            if spec.rule is Rule.GRADIENT:
+                if not int(self._counts[self._place[index]]):
+                    tensor.grad = None
+                    continue
+                if tensor.grad is None:
+                    tensor.grad = torch.empty_like(tensor)
+                tensor.grad.copy_(flat.contribution(index))
+            elif spec.rule is not Rule.CONSTANT:
+                tensor.copy_(flat.contribution(index))
+
+    def _clipped(self, norm: float | None, samples: int) -> float:
+        """By what the mean is divided; the formula is that of `torch.nn.utils.clip_grad_norm_`."""
+        if norm is None:
+            return 1.0
+        gradients = [b.index for b in self._flat.layout.pushed if b.rule is Rule.GRADIENT]
+        norms = [float(torch.linalg.vector_norm(self._totals[i], dtype=torch.float64)) for i in gradients]
+        return max(1.0, (math.hypot(*norms) / samples + 1e-6) / norm)
+
+
+def _dtype(bucket: Bucket, own: torch.Tensor) -> torch.dtype:
+    """In which dtype the sum of a bucket is formed."""
+    if bucket.rule is Rule.GRADIENT:
+        return WIDE.get(bucket.dtype, own.dtype)
+    if bucket.rule is Rule.MEAN:
+        return torch.float64  # the mean of equal values is that value, to the bit
+    return torch.int64 if bucket.rule is Rule.MAXIMUM else own.dtype
+
+
+def _surely_finite(values: torch.Tensor) -> bool:
+    """Whether a quick look finds no NaN or Inf. False says nothing."""
+    if not values.numel():
+        return True
+    return math.isfinite(float(values.sum() if values.dtype is torch.float16 else torch.dot(values, values)))

@@ -1,0 +1,176 @@
+"""A worker's replica of the job, with `strategy: all-reduce`: the model's values and the optimizer's state.
+
+A worker that lacks a version gets it from the memory of another one, or from the parameter server, which has
+some versions. One that has it sends it to the parameter server when that asks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_ps.codec import dtype_of, name_of
+from elastic_ps.core.partition import Rule
+from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, RefusalCode, Refused
+from elastic_ps.worker.brought import Kept, state_dict_of
+from elastic_ps.worker.client import PATIENCE, Client
+from elastic_ps.worker.dialogue import Wanted
+from elastic_ps.worker.group import Group
+from elastic_ps.worker.model import Flat
+from elastic_ps.worker.values import Values
+
+PAUSE = 0.1
+"""Seconds between two tries to get values that are not there yet."""
+
+
+class Replica:
+    """Belongs to the training thread. Its methods block.
+
+    Args:
+        flat: of a model whose changing tensors have memory of their own.
+        optimizer: torch's own, which makes the steps.
+        values: where those of the parameter server are received.
+    """
+
+    def __init__(self, client: Client, flat: Flat, optimizer: torch.optim.Optimizer, values: Values) -> None:
+        self._client, self._flat, self._optimizer, self._values = client, flat, optimizer, values
+        self._newer = False  # something that was fetched is of a later version than the rest
+
+    def fetch(self, version: int) -> bool:
+        """Get the version from the parameter server, which has it.
+
+        Returns whether all is of it. A worker that takes part in the round gets no other version.
+
+        Raises:
+            Refused, ConnectionLost: it could not be had. The replica is of no version then.
+        """
+        self._newer = False
+        missing = {bucket.index for bucket in self._flat.layout.buckets}
+        self._flat.expect()
+        began = time.monotonic()
+        while missing:
+            try:
+                missing -= self._fetch_once(version, missing)
+                began = time.monotonic()
+            except (ConnectionLost, DeadlineExceeded) as error:
+                self._client.notice(began, error)
+                if time.monotonic() > began + PATIENCE.total_seconds() or self._client.closed:
+                    raise
+                time.sleep(PAUSE)
+            except Refused as refusal:
+                if refusal.code is not RefusalCode.NOT_READY or self._client.closed:
+                    raise
+                time.sleep(PAUSE)
+        self._flat.publish()
+        entries = ((r, body) for r, body in self._client.optimizer_state(0) if not r.done)
+        state = state_dict_of(entries, self._flat.layout, self._flat.tensors, self._optimizer)
+        _load(self._optimizer, state["state"])
+        return not self._newer
+
+    def _fetch_once(self, version: int, missing: set[int]) -> set[int]:
+        """One call. Returns the buckets that have come."""
+        wanted = Wanted(version, sorted(missing), attempt=0, contributor=False)
+        come: set[int] = set()
+        for reply, incoming in self._client.pull(self._client.stay, 0, wanted):
+            if reply.WhichOneof("kind") == "bucket":
+                bucket = self._flat.layout.buckets[reply.bucket]
+                self._values.receive(bucket, reply, incoming)
+                self._newer |= bucket.rule is not Rule.CONSTANT and reply.version != version
+                come.add(reply.bucket)
+        return come
+
+    def send(self, version: int) -> None:
+        """Give it to the parameter server, as `version`; unless another version is there by now."""
+        self._flat.gather()
+        state = Kept(self._optimizer)
+        try:
+            for bucket in self._flat.layout.pull_order:
+                if bucket not in self._flat.layout.pushed:
+                    continue  # it never changes
+                index, shard = bucket.index, bucket.shard
+                self._client.initialise(index, shard, self._flat.value_bytes(bucket), version=version)
+                for piece, entries, body in state.pieces(bucket, self._flat.tensors):
+                    self._client.initialise_state(index, shard, piece, entries, body, version=version)
+            self._client.sent(version)
+        except Refused as refusal:
+            if refusal.code is not RefusalCode.WRONG_VERSION:
+                raise
+
+    def share(self, group: Group, source: int, look: Callable[[], None]) -> None:
+        """All of the group have afterwards what the worker with the rank `source` has.
+
+        Raises:
+            Broken: they cannot speak to each other. What this worker has may be of no version then.
+            Malformed: the source has said what cannot be.
+        """
+        gives = group.rank == source
+        if gives:
+            self._flat.gather()
+        else:
+            self._flat.expect()
+        values = [self._flat.value_of(bucket) for bucket in self._flat.layout.buckets]
+        received = values if gives else [torch.empty_like(each) for each in values]
+        for each in received:
+            group.broadcast(each, source)
+        head = _describe(self._optimizer) if gives else b""
+        length = torch.tensor([len(head)])
+        group.broadcast(length, source)
+        group.wait(look)
+        text = torch.frombuffer(bytearray(head or bytes(int(length))), dtype=torch.uint8)
+        group.broadcast(text, source)
+        group.wait(look)
+        state = _state(self._optimizer) if gives else _prepare(bytes(text.tolist()))
+        for entries in state.values():
+            for key, value in entries.items():
+                if isinstance(value, torch.Tensor):
+                    entries[key] = value = value.detach().to("cpu").contiguous()
+                    group.broadcast(value, source)
+        group.wait(look)
+        if not gives:
+            for own, each in zip(values, received, strict=True):
+                own.copy_(each)
+            self._flat.publish()
+            _load(self._optimizer, state)
+
+
+def _state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """What an optimizer keeps, by the numbers of its parameters, in an order that all workers have."""
+    state = optimizer.state_dict()["state"]
+    return {number: dict(sorted(state[number].items())) for number in sorted(state)}
+
+
+def _load(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
+    """Let an optimizer go on from a state. Its parameter groups stay the same objects, which others know."""
+    groups = optimizer.param_groups
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.param_groups = groups
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> bytes:
+    """What `_prepare` makes room for: plain values, and the dtype and shape of each tensor."""
+    described = [
+        [number, key, name_of(value.dtype), list(value.shape)]
+        if isinstance(value, torch.Tensor)
+        else [number, key, "", value]
+        for number, entries in _state(optimizer).items()
+        for key, value in entries.items()
+    ]
+    return json.dumps(described).encode()
+
+
+def _prepare(head: bytes) -> dict[int, dict[str, Any]]:
+    """Raises Malformed if `head` is not what `_describe` gives."""
+    state: dict[int, dict[str, Any]] = {}
+    try:
+        for number, key, dtype, value in json.loads(head):
+            made = torch.empty(value, dtype=dtype_of(dtype)) if dtype else value
+            state.setdefault(int(number), {})[str(key)] = made
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise Malformed(
+            f"a worker describes the state of its optimizer in an unknown way: {error}"
+        ) from error
+    return state

@@ -1,0 +1,532 @@
+"""`strategy: all-reduce`: the workers add gradients up among themselves; records count as ever."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
+from elastic_ps.errors import InvalidJob, InvalidModel, Refused, UsageError
+from elastic_ps.local import Launcher, Options
+from elastic_ps.worker import reduced
+from elastic_ps.worker.client import Client
+from elastic_ps.worker.group import Broken, Group, require_safe
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Job, Numbers, make_mlp, make_spec, running_job
+from tests.integration.histories import check_histories
+from tests.integration.launching import make_job, version_of, wait_for_end, wait_for_workers
+from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.polling import eventually
+
+STEADY = "tests.integration.scripts.steady:main"
+Models = dict[int, torch.nn.Module]
+Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.005)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train(
+    session: Session,
+    data: Numbers,
+    make: Make = adam,
+    *,
+    each: Callable[[Session, int], object] = lambda session, step: None,
+    epochs: int = 1,
+    batch_size: int = 5,
+) -> torch.nn.Module:
+    """The ordinary loop. `each` is called before a step."""
+    model = make_mlp()
+    optimizer = session.optimizer(make(model), model)
+    for step, (x, y) in enumerate(session.loader(data, batch_size, epochs=epochs)):
+        optimizer.zero_grad()
+        loss = mse(model, x, y)
+        loss.backward()
+        each(session, step)
+        session.report(loss=loss)
+        optimizer.step()
+    return model
+
+
+def assert_right(job: Job, models: Models, data: Numbers, make: Make, *, epochs: int = 1) -> None:
+    """Each record is in the model once, all workers have the same bits, and they are those of one process."""
+    commits = check_histories(job.history, records=len(data), epochs=epochs)
+    assert not check(read(job.history), Data(len(data), epochs))
+    first, *others = models.values()
+    for model in others:
+        for ours, theirs in zip(model.parameters(), first.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    assert_equal_up_to_round_off(
+        first, make_mlp(), lambda model: replay(commits, data, model, make, job.spec)
+    )
+
+
+def both_are_there(job: Job) -> None:
+    """Wait until two workers have joined."""
+    job.until(lambda: len(job.status().members) > 1, "two workers join")
+
+
+def running(tmp_path: Path, **fields: Any) -> Any:
+    checkpoints = tmp_path / "checkpoints"
+    return running_job(tmp_path, strategy="all-reduce", checkpoints=checkpoints, **fields)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("make", [adam, sgd])
+def test_versions_are_those_of_one_process(tmp_path: Path, workers: int, make: Make) -> None:
+    data, models = Numbers(131), Models()
+
+    def script(session: Session) -> None:
+        models[session.worker] = train(session, data, make, epochs=2)
+
+    with running(tmp_path, data={"shardRecords": 13}) as job:
+        for worker in range(workers):
+            job.start(worker, script)
+        job.join()
+        assert_right(job, models, data, make, epochs=2)
+
+
+def test_no_gradient_and_no_value_of_a_step_comes_to_the_parameter_server(tmp_path: Path) -> None:
+    """Only the first version and the last one do."""
+    data, models = Numbers(100), Models()
+
+    def script(session: Session) -> None:
+        models[session.worker] = train(session, data, each=lambda *_: both_are_there(job))
+
+    with running(tmp_path) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        assert len(job.commits()) >= 10
+        assert not sum(member.traffic.pushed_bytes for member in job.status().members)
+        pulled = sum(member.traffic.pulled_bytes for member in job.status().members)
+        size = sum(4 * parameter.numel() for parameter in models[0].parameters())
+        assert pulled <= 2 * size
+        assert_right(job, models, data, adam)
+
+
+def test_a_newcomer_gets_the_state_from_a_peer(tmp_path: Path) -> None:
+    """Adam's moments included: no version is on disk but the first, so the parameter server has no other."""
+    data, models = Numbers(400), Models()
+
+    def script(session: Session) -> None:
+        def each(session: Session, step: int) -> None:
+            if session.worker == 0 and step == 4:
+                job.start(1, script)
+                both_are_there(job)
+
+        models[session.worker] = train(session, data, each=each)
+
+    with running(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        steps = [len(commit["contributions"]) for commit in job.commits()]
+        assert steps[:3] == [1, 1, 1]
+        assert 2 in steps
+        assert_right(job, models, data, adam)
+
+
+def test_a_worker_that_vanishes_in_a_step_costs_no_record(tmp_path: Path) -> None:
+    """It is gone after the others have waited for it; they make the round without it, with what they have."""
+    data, models = Numbers(200), Models()
+
+    def script(session: Session) -> None:
+        def each(session: Session, step: int) -> None:
+            both_are_there(job)
+            if step == 3 and session.worker == 1:
+                job.until(lambda: session.version == job.version, "the other waits")
+                job.coordinator.gone(1, session._engine.client.instance)
+                raise SystemExit
+
+        models[session.worker] = train(session, data, each=each)
+
+    with running(tmp_path) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        assert_right(job, models, data, adam)
+
+
+def test_who_is_gone_between_the_sum_and_the_commit_takes_its_step_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers have added up; one says so, the other is gone. The first one makes the step without it."""
+    data, models = Numbers(120), Models()
+    meet = Client.meet
+
+    def vanish(self: Client, *args: Any, ended: Any = None, **named: Any) -> Any:
+        if ended is not None and self.worker == 1 and ended[0].number == 3:
+            job.coordinator.gone(1, self.instance)
+        return meet(self, *args, ended=ended, **named)
+
+    def script(session: Session) -> None:
+        models[session.worker] = train(session, data, each=lambda *_: both_are_there(job))
+
+    monkeypatch.setattr(Client, "meet", vanish)
+    with running(tmp_path) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        assert_right(job, models, data, adam)
+
+
+def test_a_group_that_loses_the_connection_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker finds the connection broken, when the other may have its sum. Nobody is declared gone."""
+    data, models = Numbers(120), Models()
+    wait = Group.wait
+    broken: list[int] = []
+
+    def fail(self: Group, look: Callable[[], None]) -> None:
+        wait(self, look)
+        if self.rank == 1 and len(broken) < 2 and job.version > 3 * (1 + len(broken)):
+            broken.append(job.version)
+            raise Broken("connection reset by peer")
+
+    def script(session: Session) -> None:
+        models[session.worker] = train(session, data, each=lambda *_: both_are_there(job))
+
+    monkeypatch.setattr(Group, "wait", fail)
+    monkeypatch.setattr(reduced, "RECOVERY", 0.1)
+    with running(tmp_path) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        assert len(broken) == 2
+        assert len(job.status().members) == 2
+        assert_right(job, models, data, adam)
+
+
+def test_buffers_are_the_mean_and_the_maximum_as_with_a_parameter_server(tmp_path: Path) -> None:
+    """Batch normalisation: running statistics are averaged, counts go up by one in each version."""
+    data = Numbers(80)
+    states: dict[str, list[dict[str, torch.Tensor]]] = {"all-reduce": [], "parameter-server": []}
+
+    def script(session: Session) -> None:
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), make_mlp())
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 4):
+            both_are_there(job)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+        states[job.spec.strategy].append({k: v.clone() for k, v in model.state_dict().items()})
+
+    for strategy in states:
+        path, schedule = tmp_path / strategy, {"shardRecords": 8, "shuffle": False}
+        with running_job(path, strategy=strategy, checkpoints=path / "checkpoints", data=schedule) as job:
+            for worker in range(2):
+                job.start(worker, script)
+            job.join()
+            versions = job.version
+        for state in states[strategy]:
+            assert int(state["0.num_batches_tracked"]) == versions
+            for key, value in state.items():
+                assert torch.equal(value, states[strategy][0][key])
+
+
+def test_a_norm_is_limited_as_by_a_parameter_server(tmp_path: Path) -> None:
+    data, models = Numbers(60), Models()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model, max_grad_norm=0.05)
+        models[session.worker] = model
+        for x, y in session.loader(data, 5):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    def replayed(model: torch.nn.Module) -> None:
+        class Clipped(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                return super().step(closure)
+
+        replay(commits, data, model, lambda m: Clipped(m.parameters(), lr=0.05, momentum=0.9), job.spec)
+
+    with running(tmp_path) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        commits = check_histories(job.history, records=60, epochs=1)
+    assert_equal_up_to_round_off(models[0], make_mlp(), replayed)
+
+
+def test_a_job_goes_on_from_a_checkpoint_after_its_parameter_server_is_lost(tmp_path: Path) -> None:
+    data, models = Numbers(300), Models()
+
+    def script(session: Session) -> None:
+        def each(session: Session, step: int) -> None:
+            if session.worker == 0 and step == 25:
+                job.restart(0)
+
+        models[session.worker] = train(session, data, each=each)
+
+    checkpoint = {"checkpoint": {"everyVersions": 5}}
+    with running(tmp_path, parameterServer=checkpoint) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        assert not check(read(job.history), Data(300, 1))
+        assert job.status().term == 2
+    first, second = models.values()
+    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_checkpoint_is_whole_and_another_job_goes_on_from_it(tmp_path: Path) -> None:
+    """The state is that of one process at the same version, Adam's moments included."""
+    data, models = Numbers(200), Models()
+
+    def script(session: Session) -> None:
+        models[session.worker] = train(session, data, epochs=epochs)
+
+    commits: list[dict[str, Any]] = []
+    for epochs in (1, 2):
+        with (
+            running(tmp_path / str(epochs))
+            if epochs == 1
+            else running_job(
+                tmp_path / "2",
+                strategy="all-reduce",
+                checkpoints=tmp_path / "1" / "checkpoints",
+                resume="auto",
+            ) as job
+        ):
+            for worker in range(2):
+                job.start(worker, script)
+            job.join()
+            commits += job.commits()
+    assert_each_record_once(commits, records=200, epochs=2)
+    assert_equal_up_to_round_off(
+        models[0], make_mlp(), lambda model: replay(commits, data, model, adam, job.spec)
+    )
+
+
+def test_a_script_may_pause_evaluate_and_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Between epochs nobody computes; the last to stop hands the version over, so that nothing is lost."""
+    caplog.set_level(logging.INFO)
+    data, models, seen = Numbers(60), Models(), []
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = make_mlp()
+        optimizer = session.optimizer(adam(model), model)
+        loader = session.loader(data, 5, epochs=5)
+        for epoch in loader.epochs():
+            for x, y in loader:
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+            session.pause()
+            if session.is_chief:
+                seen.append(epoch)
+                if epoch == 2:
+                    session.stop("enough")
+        assert optimizer.state_dict()["state"]
+
+    with running(tmp_path) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.join()
+        assert job.status().term == 1, "no version was lost"
+        assert "is broken" not in caplog.text, "all know which group makes a version"
+        assert job.version
+    first, second = models.values()
+    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_gradient_that_is_not_finite_is_refused_where_it_is_made(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        def poison(session: Session, step: int) -> None:
+            if step == 2:
+                next(model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for step, (x, y) in enumerate(session.loader(Numbers(50), 5)):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            poison(session, step)
+            optimizer.step()
+
+    with running(tmp_path) as job:
+        job.start(0, script)
+        with pytest.raises(Refused, match="values are NaN or Inf"):
+            job.join()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"parameterServer": {"replicas": 2}}, "parameterServer.replicas 2 does not work with"),
+        ({"parameterServer": {"durability": "standby"}}, "durability standby does not work with"),
+        ({"consistency": {"mode": "async"}}, "consistency.mode async does not work with"),
+        ({"consistency": {"mode": "bounded", "maxStaleness": 2}}, "consistency.mode bounded does not work"),
+        ({"consistency": {"deterministic": True}}, "consistency.deterministic does not work with"),
+        ({"consistency": {"globalBatchSize": 8}}, "consistency.globalBatchSize does not work with"),
+        ({"consistency": {"backupWorkers": 1}}, "consistency.backupWorkers does not work with"),
+        ({"compression": {"codec": "int8"}}, r"compression \(codec\) does not work with"),
+        ({"worker": {"processes": 2}}, "worker.processes 2 does not work with"),
+        ({"strategy": "allreduce"}, "strategy"),
+    ],
+    ids=lambda each: "" if isinstance(each, str) else next(iter(each)),
+)
+def test_what_needs_gradients_on_a_parameter_server_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidJob, match=said):
+        make_spec(**{"strategy": "all-reduce", **fields})
+
+
+def test_limits_and_assigned_values_are_refused(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        with pytest.raises(InvalidModel, match="with strategy all-reduce the script's own optimizer"):
+            session.optimizer(sgd(model), model, clamp=(-1.0, 1.0))
+        model = make_mlp()
+        session.optimizer(sgd(model), model)
+        with pytest.raises(UsageError, match=r"session\.assign does not work with strategy all-reduce"):
+            session.assign(model)
+
+    with running(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+
+
+def test_a_worker_with_another_torch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = threading.Event()
+
+    def script(session: Session) -> None:
+        if session.worker == 1:
+            first.wait(60)
+            monkeypatch.setattr(torch, "__version__", "2.1.0+cu118")
+        model = make_mlp()
+        try:
+            session.optimizer(sgd(model), model)
+        finally:
+            if session.worker == 0:
+                first.set()
+                job.until(lambda: bool(job.errors), "the other is refused")
+
+    with running(tmp_path) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        said = (
+            "worker 1 has torch 2.1.0, and worker 0 has torch .* all of them need the same version of torch"
+        )
+        with pytest.raises(InvalidModel, match=said):
+            job.join()
+
+
+def test_workers_with_certificates_do_not_speak_without_them() -> None:
+    require_safe("127.0.0.1", secured=True)
+    require_safe("10.0.0.3", secured=False)
+    for host in ("10.0.0.3", "fd00::3"):
+        with pytest.raises(UsageError, match=r"nobody is asked for a certificate.*--insecure"):
+            require_safe(host, secured=True)
+
+
+def test_the_consistency_of_a_running_job_stays(tmp_path: Path) -> None:
+    there = threading.Event()
+
+    def script(session: Session) -> None:
+        train(session, Numbers(40), each=lambda session, step: there.wait(60))
+
+    with running(tmp_path) as job:
+        job.start(0, script)
+        job.change(1, mode="async")
+        job.until(lambda: bool(job.status().tuning.problem), "it is refused")
+        assert "strategy all-reduce, which is always sync" in job.status().tuning.problem
+        there.set()
+        job.join()
+
+
+# --- real processes
+
+
+def steady(hurry: Path, records: int, **worker: Any) -> Any:
+    spec = {
+        "entrypoint": STEADY,
+        "strategy": "all-reduce",
+        "worker": {"replicas": 2, **worker},
+        "parameterServer": {"checkpoint": {"everyVersions": 10}},
+    }
+    return make_job(spec=spec, records=records, batch_size=4, seconds=0.05, hurry=str(hurry))
+
+
+def test_workers_are_killed_and_their_number_changes(tmp_path: Path) -> None:
+    """Nobody starts again but who was killed, and each record is in the model once."""
+    hurry, records = tmp_path / "hurry", 3000
+    with Launcher(
+        steady(hurry, records), Options(root=tmp_path / "state", history=tmp_path / "history")
+    ) as launcher:
+        launcher.start()
+        two = wait_for_workers(launcher, lambda w: len(w) == 2, "two workers train")
+
+        def moves(what: str) -> None:
+            version = version_of(launcher)
+            eventually(lambda: version_of(launcher) > version + 3, what)
+
+        moves("two make versions")
+        os.kill(two[0], signal.SIGKILL)
+        again = wait_for_workers(
+            launcher, lambda w: len(w) == 2 and w[0] != two[0], "the killed one is replaced"
+        )
+        assert again[1] == two[1]
+        moves("they go on")
+        launcher.directory.scale(4)
+        four = wait_for_workers(launcher, lambda w: len(w) == 4, "four workers train")
+        assert (four[0], four[1]) == (again[0], again[1])
+        moves("four make versions")
+        os.kill(four[2], signal.SIGKILL)
+        launcher.directory.scale(2)
+        wait_for_workers(launcher, lambda w: w.keys() == {0, 1}, "two are left")
+        moves("two go on")
+        hurry.touch()
+        wait_for_end(launcher)
+        outcome = launcher.outcome()
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    check_histories(tmp_path / "history", records=records, epochs=1)
+    assert not check(read(tmp_path / "history"), Data(records, 1))
+
+
+def test_all_workers_are_killed_and_the_parameter_server_too(tmp_path: Path) -> None:
+    """The job goes back to a checkpoint: what it had of later versions is undone, and trained again."""
+    hurry, records = tmp_path / "hurry", 1500
+    with Launcher(
+        steady(hurry, records), Options(root=tmp_path / "state", history=tmp_path / "history")
+    ) as launcher:
+        launcher.start()
+        two = wait_for_workers(launcher, lambda w: len(w) == 2, "two workers train")
+        eventually(lambda: version_of(launcher) > 12, "a checkpoint is behind them")
+        for pid in two.values():
+            os.kill(pid, signal.SIGKILL)
+        wait_for_workers(
+            launcher, lambda w: len(w) == 2 and not {*w.values()} & {*two.values()}, "they are replaced"
+        )
+        version = version_of(launcher)
+        eventually(lambda: version_of(launcher) > version + 12, "they go on")
+        server = next(p.pid for p in launcher.status().processes if p.role == "ps")
+        os.kill(server, signal.SIGKILL)
+        version = version_of(launcher)
+        eventually(lambda: version_of(launcher) > version, "they go on with another parameter server")
+        hurry.touch()
+        wait_for_end(launcher)
+        outcome = launcher.outcome()
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    assert not check(read(tmp_path / "history"), Data(records, 1))

@@ -1,0 +1,165 @@
+"""`core.reduced`: who makes a round, where the group meets, and which version who has."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.reduced import Custody, Peer, Place, ReducedRounds
+from elastic_ps.errors import RefusalCode, Refused
+
+
+def step(worker: int, number: int = 0) -> Contribution:
+    return Contribution(worker=worker, incarnation=worker, step=number, samples=1)
+
+
+def rounds_of(*workers: int) -> ReducedRounds:
+    rounds = ReducedRounds()
+    for worker in workers:
+        rounds.admit(worker)
+    rounds.expected |= rounds.waiting
+    rounds.waiting.clear()
+    return rounds
+
+
+def compute(rounds: ReducedRounds, *workers: int) -> None:
+    for worker in workers:
+        rounds.meet(worker, Place.GRADIENTS, holds=True)
+
+
+def make(rounds: ReducedRounds, *workers: int) -> None:
+    """These workers, who are the group, make the version."""
+    compute(rounds, *workers)
+    for worker in workers:
+        rounds.finish(step(worker, rounds.version), version=rounds.version, attempt=rounds.attempt)
+    assert [each.worker for each in rounds.begin_commit()] == sorted(workers)
+    rounds.end_commit()
+
+
+def test_nobody_has_a_sum_before_all_have_computed() -> None:
+    rounds = rounds_of(0, 1)
+    compute(rounds, 0)
+    assert not rounds.together(Place.GRADIENTS)
+    assert rounds.awaited == {1}
+    assert rounds.held_up == {0}
+    with pytest.raises(Refused, match="without the gradients of all") as caught:
+        rounds.finish(step(0), version=0, attempt=0)
+    assert caught.value.code is RefusalCode.INVALID
+    compute(rounds, 1)
+    assert rounds.together(Place.GRADIENTS)
+    assert rounds.finish(step(0), version=0, attempt=0)
+    assert not rounds.can_commit(last=True), "worker 1 may have no sum"
+    assert rounds.finish(step(1), version=0, attempt=0)
+    assert not rounds.finish(step(1), version=0, attempt=0), "it is known"
+    assert rounds.can_commit()
+
+
+def test_another_group_is_another_attempt() -> None:
+    rounds = rounds_of(0, 1, 2)
+    compute(rounds, 0, 1)
+    assert rounds.lose(2) == []
+    assert (rounds.attempt, rounds.group) == (1, [0, 1])
+    assert not rounds.together(Place.GRADIENTS), "they meet again"
+    with pytest.raises(Refused) as caught:
+        rounds.finish(step(0), version=0, attempt=0)
+    assert caught.value.code is RefusalCode.STALE_ATTEMPT
+    with pytest.raises(ValueError, match="of the group"):
+        rounds.withdraw(0)
+    make(rounds, 0, 1)
+    assert (rounds.version, rounds.attempt) == (1, 0)
+
+
+def test_the_step_of_a_worker_that_has_its_sum_counts_if_the_round_is_made() -> None:
+    rounds = rounds_of(0, 1)
+    compute(rounds, 0, 1)
+    rounds.finish(step(0), version=0, attempt=0)
+    assert rounds.lose(0) == []
+    assert rounds.attempt == 0, "the other has the sum, or gets it"
+    rounds.finish(step(1), version=0, attempt=0)
+    assert [each.worker for each in rounds.begin_commit()] == [0, 1]
+    rounds.end_commit()
+    assert rounds.group == [1]
+    assert rounds.holders == {1}
+
+
+def test_its_step_is_void_if_the_others_cannot_get_the_sum() -> None:
+    rounds = rounds_of(0, 1)
+    compute(rounds, 0, 1)
+    rounds.finish(step(0), version=0, attempt=0)
+    rounds.lose(0)
+    assert rounds.restart() == [step(0)]
+    assert rounds.group == [1]
+
+
+def test_the_group_meets_first_if_one_lacks_the_version() -> None:
+    rounds = rounds_of(0, 1)
+    assert rounds.lacking, "nobody is known to have the first version"
+    make(rounds, 0, 1)
+    assert not rounds.lacking
+    rounds.admit(2)
+    compute(rounds, 0, 1)
+    for worker in (0, 1):
+        rounds.finish(step(worker, 1), version=1, attempt=0)
+    rounds.begin_commit()
+    rounds.end_commit()
+    assert rounds.group == [0, 1, 2]
+    assert rounds.lacking
+    for worker in (2, 1):
+        rounds.meet(worker, Place.STATE, holds=worker != 2)
+    assert not rounds.together(Place.STATE)
+    rounds.meet(0, Place.STATE, holds=True)
+    assert rounds.together(Place.STATE)
+    assert rounds.source == 0
+    compute(rounds, 0)
+    assert rounds.lacking, "it does not change within an attempt"
+
+
+def test_a_worker_that_comes_back_may_have_kept_the_version() -> None:
+    rounds = rounds_of(0)
+    make(rounds, 0)
+    rounds.lose(0)
+    assert rounds.holders == set()
+    rounds.admit(0)
+    assert rounds.lacking
+    rounds.meet(0, Place.STATE, holds=True)
+    assert rounds.source == 0
+
+
+def test_two_groups_never_have_the_same_attempt() -> None:
+    """Whatever happens: who is told of a version and an attempt is told of the same workers."""
+    for seed in range(300):
+        chance = random.Random(seed)
+        rounds = ReducedRounds()
+        told: dict[tuple[int, int], object] = {}
+        for number in range(60):
+            worker = chance.randrange(4)
+            match chance.randrange(5):
+                case 0 | 1:
+                    if not rounds.knows(worker):
+                        rounds.admit(worker)
+                case 2:
+                    rounds.lose(worker)
+                case 3:
+                    if rounds.takes_part(worker):
+                        rounds.meet(worker, Place.GRADIENTS, holds=True)
+                        if rounds.together(Place.GRADIENTS):
+                            rounds.finish(
+                                step(worker, number), version=rounds.version, attempt=rounds.attempt
+                            )
+                case 4:
+                    if rounds.can_commit():
+                        rounds.begin_commit()
+                        rounds.end_commit()
+            if rounds.expected:
+                group = tuple(rounds.group), rounds.lacking
+                assert told.setdefault((rounds.version, rounds.attempt), group) == group, seed
+
+
+def test_a_worker_with_another_torch_is_refused() -> None:
+    custody = Custody(peers={7: Peer("a:1", "2.13.0"), 8: Peer("b:1", "2.13.0")})
+    assert not custody.refuse(2, Peer("c:1", "2.13.0"), {0: 7, 1: 8})
+    problem = custody.refuse(2, Peer("c:1", "2.4.0"), {0: 7, 1: 8})
+    assert problem.startswith("worker 2 has torch 2.4.0, and worker 0 has torch 2.13.0")
+    assert not custody.refuse(0, Peer("c:1", "2.4.0"), {0: 7}), "it takes its own place"
