@@ -12,7 +12,7 @@ COPY constraints.txt /src/
 RUN python3 -m venv /opt/venv && \
     /opt/venv/bin/pip install --no-cache-dir --disable-pip-version-check \
         -c /src/constraints.txt \
-        torch numpy grpcio cryptography protobuf pydantic PyYAML rich safetensors scikit-learn zstandard && \
+        torch numpy grpcio cryptography protobuf pydantic PyYAML rich safetensors scikit-learn zstandard blosc && \
     /opt/venv/bin/pip uninstall -y pip setuptools
 
 # What the image is made of, as a CycloneDX document.

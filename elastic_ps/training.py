@@ -509,10 +509,11 @@ class Compression(CamelModel):
     rules: list[CompressionRule] = Field(
         default_factory=list, description="Other codecs for some of the parameters, by their names."
     )
-    lossless: Literal["none", "zstd"] = Field(
+    lossless: Literal["none", "zstd", "blosc"] = Field(
         default="none",
         description="What follows each codec, also none. With zstd, what the codecs of gradients and values "
-        "make is compressed with Zstandard, and nothing is lost by that. It needs the package zstandard.",
+        "make is compressed with Zstandard, with blosc by Blosc, and nothing is lost by that. Blosc is "
+        "faster, Zstandard finds more. They need the packages zstandard and blosc.",
     )
     values: Literal["none", "bf16", "int8", "int4", "topk", "signsgd"] = Field(
         default="none",

@@ -18,7 +18,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("report", "examples", "operator", "zstd")
+EXTRAS = ("report", "examples", "operator", "zstd", "blosc")
 NOT_LOWEST = (
     "torch",
     "pytest",

@@ -76,10 +76,15 @@ class Auto(Codec):
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """See `Codec.decode`."""
+        codec, _ = self.within(encoded, out.numel())
+        codec.decode(encoded, out)
+
+    def within(self, encoded: Encoded, elements: int) -> tuple[Codec, Encoded]:  # noqa: ARG002
+        """See `Codec.within`: the one that was used."""
         name = encoded.values.get(NAME)
         if name not in self._codecs:
             raise ValueError(f"it is encoded as {name!r}; expected one of {', '.join(self._names)}")
-        self._codecs[name].decode(encoded, out)
+        return self._codecs[name], encoded
 
 
 def _square(tensor: torch.Tensor) -> float:

@@ -75,6 +75,10 @@ class Codec(abc.ABC):
         network. Whatever is raised refuses the push.
         """
 
+    def within(self, encoded: Encoded, elements: int) -> tuple[Codec, Encoded]:  # noqa: ARG002
+        """Of a codec around another one: that one, and what it has made of so many elements."""
+        return self, encoded
+
     def error_bound(self, tensor: torch.Tensor) -> float:  # noqa: ARG002
         """No element of `tensor` changes by more than this."""
         return 0.0 if self.lossless else math.inf

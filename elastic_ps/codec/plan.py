@@ -13,7 +13,7 @@ from elastic_ps.codec import NONE
 from elastic_ps.codec.auto import Auto
 from elastic_ps.codec.base import Codec
 from elastic_ps.codec.builtin import Bf16, Fp16, Int4, Int8, SignSGD, TopK
-from elastic_ps.codec.lossless import Plain, Zstd
+from elastic_ps.codec.lossless import LOSSLESS, Plain
 from elastic_ps.codec.powersgd import PowerSGD
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import InvalidJob
@@ -62,6 +62,7 @@ class Plan:
     """Chooses codecs as `spec.compression` says.
 
     Attributes:
+        compression: what it does.
         name: of the codec of gradients that no rule replaces.
         auto: that codec, if it is one that the worker has to choose; else None.
         values, deltas: the names of the codec of values, and of that of what a version changes in them.
@@ -71,6 +72,7 @@ class Plan:
         """Raises InvalidJob: a codec does not exist, cannot be imported, or does not take its options; or the
         package of the lossless one is not installed.
         """
+        self.compression = compression
         self._lossless = compression.lossless
         allowed = MAX_ERROR if compression.max_error is None else compression.max_error
         self.auto = Auto(allowed) if compression.codec == AUTO else None
@@ -94,7 +96,7 @@ class Plan:
         """A codec and its name, followed by the lossless one if the job has one."""
         if self._lossless == NONE:
             return name, codec
-        return f"{name}+{self._lossless}", Zstd(codec or Plain())
+        return f"{name}+{self._lossless}", LOSSLESS[self._lossless](codec or Plain())
 
     @property
     def encodes(self) -> bool:

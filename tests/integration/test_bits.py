@@ -150,14 +150,15 @@ def test_the_parameter_server_dies_again_and_again(
     assert torch.equal(final_parameters(tmp_path, disturb), undisturbed[1, "SGD"])
 
 
+@pytest.mark.parametrize("lossless", ["zstd", "blosc"])
 def test_what_is_compressed_without_loss_has_the_same_bits(
-    undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path
+    undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path, lossless: str
 ) -> None:
     def disturb(job: Job) -> None:
         _at_version(job, 9)
         job.restart(0)
 
-    found = final_parameters(tmp_path, disturb, compression={"lossless": "zstd"})
+    found = final_parameters(tmp_path, disturb, compression={"lossless": lossless})
     assert torch.equal(found, undisturbed[1, "SGD"])
 
 

@@ -99,7 +99,7 @@ def begun(used: Plan, **more: Any) -> tuple[Server, Worker]:
     return server, worker
 
 
-@pytest.mark.parametrize("lossless", ["none", "zstd"])
+@pytest.mark.parametrize("lossless", ["none", "zstd", "blosc"])
 @pytest.mark.parametrize("values", DELTAS)
 def test_a_worker_follows_with_few_bytes_and_one_that_comes_later_has_the_same_bits(
     values: str, lossless: str
