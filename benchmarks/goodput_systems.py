@@ -138,7 +138,7 @@ def modes(workers: int) -> Mapping[str, Mapping[str, Any]]:
     return {
         "sync": {},
         "backupWorkers": {"backupWorkers": 1},
-        "bounded": {"mode": "bounded", "maxStaleness": 16},
+        "bounded": {"mode": "bounded", "maxStaleness": 64},
         "async": {"mode": "async"},
         "local, diloco": local,
         "local, diloco with a quorum": {**local, "quorum": max(1, workers - 1)},
