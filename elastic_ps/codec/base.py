@@ -32,6 +32,25 @@ class Encoded:
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Sparse(NamedTuple):
+    """A flat gradient of which few elements are not zero.
+
+    Attributes:
+        places: int64; where those elements are.
+        values: the elements, in the same order. If a place is there twice, their sum is meant.
+    """
+
+    places: torch.Tensor
+    values: torch.Tensor
+
+    def at_once(self) -> torch.Tensor:
+        """The values, with one for each place: what is there twice is added up."""
+        places, where = self.places.unique(return_inverse=True)
+        if len(places) == len(where):
+            return self.values
+        return torch.zeros(len(places), dtype=self.values.dtype).index_add_(0, where, self.values)
+
+
 class Codec(abc.ABC):
     """Encodes gradients, and decodes them. One object serves all threads.
 
@@ -74,6 +93,14 @@ class Codec(abc.ABC):
         All of `out` has to be written: it holds anything before. What `encoded` holds comes from the
         network. Whatever is raised refuses the push.
         """
+
+    def sparse(self, encoded: Encoded, elements: int) -> Sparse | None:  # noqa: ARG002
+        """What `decode` would write into a tensor of so many elements, if most of that would be zeros.
+
+        Then the parameter server adds these few elements to its sum, and decodes nothing. None: it decodes.
+        Whatever is raised refuses the push. Places need not be checked here.
+        """
+        return None
 
     def within(self, encoded: Encoded, elements: int) -> tuple[Codec, Encoded]:  # noqa: ARG002
         """Of a codec around another one: that one, and what it has made of so many elements."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ps.codec.base import Codec, Encoded
+from elastic_ps.codec.base import Codec, Encoded, Sparse
 
 
 def _require(name: str, tensor: torch.Tensor, dtype: torch.dtype, elements: int) -> torch.Tensor:
@@ -209,14 +209,19 @@ class TopK(Codec):
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """See `Codec.decode`."""
-        values = encoded.tensors["values"]
-        places = _require("places", encoded.tensors["places"], torch.int32, values.numel()).to(torch.int64)
-        if values.dtype is not torch.float32 or values.numel() > math.ceil(self._ratio * out.numel()):
-            raise ValueError(f"{values.numel()} values of {values.dtype} for {out.numel()} elements")
+        places, values = self.sparse(encoded, out.numel())
         if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < out.numel()):
             raise ValueError(f"places from {int(places.min())} to {int(places.max())} of {out.numel()}")
         out.zero_()
-        out[places] = values
+        out.index_add_(0, places, values)
+
+    def sparse(self, encoded: Encoded, elements: int) -> Sparse:
+        """See `Codec.sparse`."""
+        values = encoded.tensors["values"]
+        places = _require("places", encoded.tensors["places"], torch.int32, values.numel()).to(torch.int64)
+        if values.dtype is not torch.float32 or values.numel() > math.ceil(self._ratio * elements):
+            raise ValueError(f"{values.numel()} values of {values.dtype} for {elements} elements")
+        return Sparse(places, values)
 
 
 class SignSGD(Codec):

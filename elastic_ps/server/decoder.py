@@ -6,11 +6,12 @@ import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 
 from elastic_ps.codec import NONE
-from elastic_ps.codec.base import unpack
+from elastic_ps.codec.base import Codec, Encoded, Sparse, unpack
 from elastic_ps.codec.memory import as_bytes, dtype_of
 from elastic_ps.codec.plan import Plan, Run
 from elastic_ps.core.partition import Bucket, Layout
@@ -24,6 +25,9 @@ AT_A_TIME = 4
 
 PATIENCE = timedelta(seconds=10)
 """How long one waits for its turn before the worker is asked to push again."""
+
+FEW = 8
+"""A gradient is added sparsely if at most one in so many of its elements is not zero."""
 
 MORE = 4096
 """An encoded bucket has at most so many bytes more than twice those of its elements, in float32 or wider."""
@@ -68,7 +72,7 @@ class Decoder:
         if not incoming.size:  # no piece has a gradient
             yield incoming
             return
-        decoded = _Decoded(request, bucket, runs, incoming, self._places)
+        decoded = Decoded(request, bucket, runs, incoming, self._places)
         try:
             yield decoded
         finally:
@@ -104,8 +108,32 @@ class _Memory:
         return self._decoded[:nbytes].view(dtype)
 
 
-class _Decoded:
-    """An `Incoming` whose body is the decoded one, in a place that it has until it is closed."""
+class _Arrived(NamedTuple):
+    """A run of a gradient, and the innermost codec that has made it; None: it is sent as it is."""
+
+    run: Run
+    codec: Codec | None
+    encoded: Encoded
+
+    def decode(self, own: torch.Tensor) -> None:
+        """Write it there. Raises whatever the codec does."""
+        if self.codec is None:
+            (plain,) = self.encoded.tensors.values()
+            if plain.numel() != self.run.length:
+                raise Malformed(f"{plain.numel()} elements; expected {self.run.length}")
+            own.copy_(plain)
+            return
+        out = own if own.dtype is torch.float32 else torch.empty(self.run.length)
+        self.codec.decode(self.encoded, out)
+        if out is not own:
+            own.copy_(out)
+
+
+class Decoded:
+    """An `Incoming` whose body is the decoded one, in a place that it has until it is closed.
+
+    Where few elements are sent, `sparse` has those, and nothing is decoded.
+    """
 
     def __init__(
         self,
@@ -120,9 +148,11 @@ class _Decoded:
         self._request, self._bucket, self._runs, self._incoming = request, bucket, runs, incoming
         self._places = places
         self._memory: _Memory | None = None
+        self._arrived: list[_Arrived] | None = None
 
     def close(self) -> None:
         """Give the place back; the body must not be used any more."""
+        self._arrived = None  # it looks at the memory
         if self._memory is not None:
             self._places.put(self._memory)
             self._memory = None
@@ -138,32 +168,67 @@ class _Decoded:
 
     def view(self) -> memoryview | None:
         """The decoded body. Blocks until the encoded one is there. See `Incoming.view`."""
-        body, memory = self._incoming.view(), self._place()
-        if body is None:
-            body = memory.encoded(self._incoming.size)
-            self._incoming.read_into(body)
+        arrived = self._arrived_runs()
+        with self._refusing():
+            return as_bytes(self._decode(arrived))
+
+    def sparse(self) -> Sparse | None:
+        """The elements that are not zero, of the bucket's dtype; None if there are many. Blocks as `view`.
+
+        Raises as `view`.
+        """
+        arrived = self._arrived_runs()
+        with self._refusing():
+            parts: list[Sparse] = []
+            left, dtype = self._bucket.elements // FEW, dtype_of(self._bucket.dtype)
+            for each in arrived:
+                run, codec = each.run, each.codec
+                part = codec.sparse(each.encoded, run.length) if codec is not None else None
+                if part is None and run.length <= left:
+                    part = Sparse(torch.arange(run.length), torch.empty(run.length, dtype=dtype))
+                    each.decode(part.values)
+                left -= 0 if part is None else part.values.numel()
+                if part is None or left < 0:
+                    return None
+                parts.append(Sparse(_places(part, run) + run.elements.start, part.values.to(dtype)))
+            return Sparse(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """The block looks at what the worker has sent: an error in it refuses the push."""
         try:
-            return as_bytes(self._decode(body, memory))
+            yield
         except Exception as error:
             problem = f"cannot be decoded: {type(error).__name__}: {error}"
             raise _refused(self._request, problem) from error
 
-    def _decode(self, body: memoryview, memory: _Memory) -> torch.Tensor:
-        result = memory.decoded(self._bucket.elements, dtype_of(self._bucket.dtype))
+    def _arrived_runs(self) -> list[_Arrived]:
+        """Blocks until all of them are there."""
+        if self._arrived is None:
+            body, memory = self._incoming.view(), self._place()
+            if body is None:
+                body = memory.encoded(self._incoming.size)
+                self._incoming.read_into(body)
+            with self._refusing():
+                self._arrived = self._unpacked(body)
+        return self._arrived
+
+    def _unpacked(self, body: memoryview) -> list[_Arrived]:
+        arrived = []
         for run, message in zip(self._runs, self._request.runs, strict=True):
             encoded, used = unpack(parts_from_message(message.parts), message.values, body)
-            body = body[used:]
-            if run.codec is None:
-                (plain,) = encoded.tensors.values()
-                result[run.elements] = _require_length(plain, run.length)
-                continue
-            own = result[run.elements]
-            out = own if own.dtype is torch.float32 else torch.empty(run.length)
-            run.codec.decode(encoded, out)
-            if out is not own:
-                own.copy_(out)
+            body, codec = body[used:], run.codec
+            if codec is not None:
+                codec, encoded = codec.within(encoded, run.length)
+            arrived.append(_Arrived(run, codec, encoded))
         if len(body):
             raise Malformed(f"{len(body)} bytes more than the parts have")
+        return arrived
+
+    def _decode(self, arrived: list[_Arrived]) -> torch.Tensor:
+        result = self._place().decoded(self._bucket.elements, dtype_of(self._bucket.dtype))
+        for each in arrived:
+            each.decode(result[each.run.elements])
         return result
 
     def read_into(self, target: memoryview) -> None:
@@ -173,10 +238,15 @@ class _Decoded:
         target[:] = view
 
 
-def _require_length(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    if tensor.numel() != length:
-        raise Malformed(f"{tensor.numel()} elements; expected {length}")
-    return tensor
+def _places(part: Sparse, run: Run) -> torch.Tensor:
+    """Raises Malformed unless each place is one of the run, and has a value."""
+    places = part.places
+    if places.dtype is not torch.int64 or places.dim() != 1 or places.shape != part.values.shape:
+        said = f"{tuple(places.shape)} places of {places.dtype} for {tuple(part.values.shape)} values"
+        raise Malformed(f"{said}; expected as many of {torch.int64}, flat")
+    if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < run.length):
+        raise Malformed(f"places from {int(places.min())} to {int(places.max())} of {run.length}")
+    return places
 
 
 def _refused(request: pb.PushRequest, problem: str) -> Refused:

@@ -18,6 +18,7 @@ import torch
 
 from elastic_ps.checkpoint.tensors import Source, Stored
 from elastic_ps.codec import as_bytes
+from elastic_ps.codec.base import Sparse
 from elastic_ps.codec.optimizers import Entry, Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Rule
@@ -26,6 +27,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server import copying
 from elastic_ps.server.copying import Catching, Part
+from elastic_ps.server.decoder import Decoded
 from elastic_ps.server.drafts import Basis, Drafts
 from elastic_ps.server.orders import Application
 from elastic_ps.server.pulls import NO_DRAFTS, Pulled, RestartedAs
@@ -253,6 +255,9 @@ class Shard:
         try:
             if empty:
                 return self._add_nothing(key, samples)
+            sparse = incoming.sparse() if isinstance(incoming, Decoded) else None
+            if sparse is not None:
+                return self._add(key, samples, present, sparse)
             with self._buffers.receive(bucket, incoming, timeout=WAIT) as contribution:
                 return self._add(key, samples, present, contribution)
         finally:
@@ -268,7 +273,9 @@ class Shard:
             self._log.add(key)
         return True
 
-    def _add(self, key: PushKey, samples: int, present: Sequence[bool], contribution: torch.Tensor) -> bool:
+    def _add(
+        self, key: PushKey, samples: int, present: Sequence[bool], contribution: torch.Tensor | Sparse
+    ) -> bool:
         bucket = self._buckets[key.bucket]
         usual = bucket.values if bucket.bucket.rule in (Rule.MEAN, Rule.BROADCAST) else None
         who = f"worker {key.worker}, step {key.step}, bucket {key.bucket}"

@@ -11,7 +11,7 @@ import torch
 
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Source
 from elastic_ps.codec import as_tensor, dtype_of
-from elastic_ps.codec.base import Codec
+from elastic_ps.codec.base import Codec, Sparse
 from elastic_ps.codec.optimizers import (
     WIDE,
     Kind,
@@ -169,7 +169,7 @@ class BucketValues:
 
     def add(
         self,
-        contribution: torch.Tensor,
+        contribution: torch.Tensor | Sparse,
         samples: int,
         present: Sequence[bool],
         *,
@@ -177,7 +177,7 @@ class BucketValues:
         worker: int = 0,
         largest: float = math.inf,
     ) -> None:
-        """Add a worker's values to the round's sum; `first` begins a new sum.
+        """Add a worker's values to the round's sum; `first` begins a new sum. Sparse ones are gradients.
 
         Args:
             worker: index of the worker; the lowest one's values count for a BROADCAST.
@@ -188,7 +188,9 @@ class BucketValues:
         restarts, total, first = first, self._memory(), first or self._blank
         self.weight = samples if restarts else self.weight + samples
         share = samples / self.weight
-        if self.bucket.rule is Rule.MAXIMUM:
+        if isinstance(contribution, Sparse) or self.bucket.rule is Rule.GRADIENT:
+            self._add_gradient(contribution, share, largest, first=first)
+        elif self.bucket.rule is Rule.MAXIMUM:
             if first:
                 total.copy_(contribution)
             else:
@@ -197,23 +199,25 @@ class BucketValues:
             if first or worker <= self._lowest:  # of several steps of one worker, the last
                 self._lowest = worker
                 total.copy_(contribution)
-        elif self.bucket.rule is Rule.MEAN:
-            if first:
-                total.copy_(contribution)
-            else:
-                _move_mean(total, contribution.to(total.dtype), share)
+        elif first:
+            total.copy_(contribution)
         else:
-            self._add_gradient(contribution, share, largest, first=first)
+            _move_mean(total, contribution.to(total.dtype), share)
         self._blank = False
         self._present = (
             list(present) if first else [a or b for a, b in zip(self._present, present, strict=True)]
         )
 
-    def _add_gradient(self, gradient: torch.Tensor, share: float, largest: float, *, first: bool) -> None:
+    def _add_gradient(
+        self, gradient: torch.Tensor | Sparse, share: float, largest: float, *, first: bool
+    ) -> None:
         """Move the mean towards a gradient that has this share of its weight. Nothing overflows by that."""
         total = self._memory()
         self._bound = largest if first else max(self._bound, largest)
-        if first and share == 1:
+        if isinstance(gradient, Sparse):
+            total.zero_() if first else total.mul_(1 - share)
+            total.index_add_(0, gradient.places, gradient.values.to(total.dtype), alpha=share)
+        elif first and share == 1:
             total.copy_(gradient)
         elif first:
             torch.mul(gradient.to(total.dtype), share, out=total)
@@ -394,11 +398,18 @@ def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:
     mean.copy_(torch.where(mean == value, mean, mixed))
 
 
-def require_finite(contribution: torch.Tensor, who: str, *, usual: torch.Tensor | None = None) -> float:
+def require_finite(
+    contribution: torch.Tensor | Sparse, who: str, *, usual: torch.Tensor | None = None
+) -> float:
     """Raise Refused (NOT_FINITE) if a floating-point tensor holds NaN or Inf, besides the Infs of `usual`.
 
     Returns a bound on the values' magnitudes; Inf if there is none at hand.
     """
+    if isinstance(contribution, Sparse):
+        largest = float(contribution.values.abs().sum(dtype=torch.float64))
+        if largest <= torch.finfo(contribution.values.dtype).max:
+            return largest
+        contribution = contribution.at_once()
     if not contribution.is_floating_point() or contribution.numel() == 0:
         return 0.0
     half = contribution.dtype is torch.float16  # the squares of ordinary values would overflow
