@@ -200,8 +200,8 @@ class LocalSteps:
             return False
         with torch.no_grad():
             for index, before in self._departed.items():
-                tensor = self._flat.tensors[index]
-                tensor.sub_(before).add_(self._flat.value(index).to(tensor.device))
+                tensor, rule = self._flat.tensors[index], self._flat.layout.tensors[index].rule
+                _go_on(tensor, before, self._flat.value(index).to(tensor.device), rule)
         self._departed.clear()
         self._flat.publish(besides={bucket.index for bucket in self._flat.layout.pushed})
         return True
@@ -256,3 +256,19 @@ class LocalSteps:
         for index, own in self._own.items():
             self._flat.tensors[index].copy_(own)
         self._own.clear()
+
+
+def _go_on(tensor: torch.Tensor, before: torch.Tensor, value: torch.Tensor, rule: Rule) -> None:
+    """Make `tensor` the new `value`, with what this worker has changed of it since it had the values `before`.
+
+    What is no quantity has no difference, so an element that has changed stays: a flag, what was set to or
+    from Inf, and what scripts assign (`Rule.BROADCAST`).
+    """
+    if rule is Rule.GRADIENT:
+        tensor.sub_(before).add_(value)
+        return
+    changed = tensor
+    if rule is not Rule.BROADCAST and tensor.dtype is not torch.bool:
+        moved = tensor - before + value
+        changed = torch.where(moved.isnan(), tensor, moved)
+    tensor.copy_(torch.where(tensor == before, value, changed))

@@ -213,6 +213,35 @@ def test_statistics_of_normalisation_go_on_meanwhile(tmp_path: Path) -> None:
     assert int(norm.num_batches_tracked) == 24
 
 
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_buffers_that_cannot_be_subtracted_are_taken_over_as_they_are(
+    tmp_path: Path, broadcast: bool
+) -> None:
+    """A mask of -Inf, flags, and a counter that the script counts up while an exchange is under way."""
+    data, models = Numbers(96), list[torch.nn.Module]()
+
+    def script(session: Session) -> None:
+        model = torch.nn.Linear(6, 1)
+        model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        model.register_buffer("flags", torch.tensor([False, False, True]))
+        model.register_buffer("counter", torch.tensor(0))
+        names = ("mask", "flags", "counter") if broadcast else ()
+        optimizer = session.optimizer(adamw(model), model, broadcast=names)
+        for number, (x, y) in enumerate(session.loader(data, BATCH)):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            model.counter += 1
+            model.flags[0] |= number == 4  # after the fourth step, which begins an exchange
+            optimizer.step()
+        models.append(model)
+
+    alone(tmp_path, script, consistency=local(4, "average", overlap=2))
+    state = models[0].state_dict()
+    assert torch.equal(state["mask"], torch.full((3, 3), -torch.inf).triu(1))
+    assert state["flags"].tolist() == [True, False, True]
+    assert int(state["counter"]) == 24
+
+
 @pytest.mark.parametrize("outer", ["diloco", "downpour"])
 def test_a_worker_dies_and_a_parameter_server_too(tmp_path: Path, outer: str) -> None:
     """The worker dies with an exchange under way, and with steps that it has made since."""
