@@ -11,6 +11,9 @@ Reduction: TypeAlias = Literal["mean", "sum", "max"]
 
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
+MOST_NAMES = 1000
+"""Names whose values the job keeps: a script may make up a new one in each step, by mistake."""
+
 
 class Metrics(NamedTuple):
     """What was reported together.
@@ -49,3 +52,12 @@ def reduce_values(given: Iterable[tuple[float, float]], how: str) -> float:
     if how == "max":
         return math.nan if any(map(math.isnan, values)) else max(values)
     return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+
+
+def keep(kept: dict[str, float], reported: Mapping[str, float]) -> None:
+    """Keep what is reported. Above `MOST_NAMES`, what was reported longest ago is forgotten."""
+    for name, value in reported.items():
+        kept.pop(name, None)
+        kept[name] = value
+    for oldest in list(kept)[: max(0, len(kept) - MOST_NAMES)]:
+        del kept[oldest]

@@ -15,6 +15,7 @@ from typing import Any
 from elastic_ps.core.consistency import After, Contribution, Entry
 from elastic_ps.core.ledger import LedgerError, Range
 from elastic_ps.core.membership import Stay
+from elastic_ps.core.metrics import keep
 from elastic_ps.core.partition import Layout, TensorSpec, difference
 from elastic_ps.core.reduced import Peer
 from elastic_ps.core.settings import Settings, read_settings
@@ -544,7 +545,7 @@ class Coordinator:
         with self.job.changed:
             if incarnation:
                 self._check(worker, incarnation)
-            self.job.state.metrics.update(metrics)
+            keep(self.job.state.metrics, metrics)
 
 
 def _require_speakable(state: JobState, worker: int, peer: Peer | None) -> None:

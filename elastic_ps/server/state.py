@@ -18,7 +18,7 @@ from elastic_ps.core.consistency import After, Contribution, Entry, SyncRounds
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.core.membership import Membership, Stay
-from elastic_ps.core.metrics import Metrics, reduce_all
+from elastic_ps.core.metrics import Metrics, keep, reduce_all
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
@@ -588,7 +588,7 @@ class JobState:
         reported = reduce_all([Metrics(c.metrics, c.reductions, c.samples) for c in contributions])
         if (loss := reported.pop("loss", None)) is not None:
             self.loss.add(self.version, loss)
-        self.metrics.update(reported)
+        keep(self.metrics, reported)
         self.rate.add(self.ledger.applied if self.ledger else 0, now)
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from elastic_ps.core.partition import ITEM_SIZE
-from elastic_ps.core.spread import PushRule, Slice, size_of, spread
+from elastic_ps.core.spread import LONGEST_NAME, PushRule, Slice, is_name, size_of, spread
 from elastic_ps.errors import RefusalCode, Refused
 
 PATIENCE = timedelta(seconds=60)
@@ -34,7 +34,6 @@ MOST_TENSORS = 10_000
 MOST_SENDERS = 20_000
 """Processes whose last push a tensor remembers; those that have pushed longest ago are forgotten."""
 
-LONGEST_NAME = 200
 MOST_DIMENSIONS = 64
 
 
@@ -320,7 +319,7 @@ class Tensors:
 
     def _slices(self, name: str, shape: Sequence[int], dtype: str) -> dict[int, Slice]:
         """This shard's slices of such a tensor. Raises Refused (INVALID) if there can be none such."""
-        if not (name and len(name) <= LONGEST_NAME and name.isprintable()):
+        if not is_name(name):
             text = f"a tensor's name has 1 to {LONGEST_NAME} printable characters; given: {name[:300]!r}"
             raise Refused(RefusalCode.INVALID, text)
         if dtype not in ITEM_SIZE:

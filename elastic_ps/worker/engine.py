@@ -276,7 +276,7 @@ class Engine:
         """Tell the job about values: with the step that is to be made, or at once.
 
         Raises:
-            UsageError: a value is no number, or there is no step whose values could become one.
+            UsageError: a name or a value cannot be, or there is no step whose values could become one.
         """
         values = checked(metrics, reduce)
         if self.batches:

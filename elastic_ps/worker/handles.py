@@ -15,6 +15,8 @@ from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, TensorLost, 
 MOST_QUEUED = 32
 """Calls that wait for a parameter server. A further one is waited for, so that memory does not grow."""
 
+CLOSED = "the session is closed, so session.server cannot be used any more"
+
 T = TypeVar("T")
 
 
@@ -43,7 +45,12 @@ class Handle(Generic[T]):
             ConnectionLost: a parameter server has not answered for 15 minutes. A push may have been carried
                 out on some slices of the tensor.
             TimeoutError: it is not done within `timeout`. It goes on.
+            UsageError: `timeout` is no timedelta.
         """
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise UsageError(
+                f"wait() got {timeout!r}; expected a datetime.timedelta, such as timedelta(seconds=5)"
+            )
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         try:
             for part in self._parts:
@@ -76,7 +83,7 @@ class Lane:
         with self._changed:
             self._changed.wait_for(lambda: self._closing or len(self._work) < MOST_QUEUED)
             if self._closing:
-                raise UsageError("the session is closed, so session.server cannot be used any more")
+                raise UsageError(CLOSED)
             self._work.append((work, future))
             self._changed.notify_all()
         return future

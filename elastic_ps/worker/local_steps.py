@@ -259,7 +259,7 @@ class LocalSteps:
 
 
 def _go_on(tensor: torch.Tensor, before: torch.Tensor, value: torch.Tensor, rule: Rule) -> None:
-    """Make `tensor` the new `value`, with what this worker has changed of it since it had the values `before`.
+    """Make `tensor` the new `value`, with what this worker has changed since it had the values `before`.
 
     What is no quantity has no difference, so an element that has changed stays: a flag, what was set to or
     from Inf, and what scripts assign (`Rule.BROADCAST`).

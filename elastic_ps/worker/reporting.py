@@ -13,11 +13,20 @@ import torch
 from elastic_ps.core.metrics import REDUCTIONS, reduce_values
 from elastic_ps.errors import UsageError
 
+LONGEST_NAME = 200
+"""Characters of a value's name."""
+
 
 def checked(metrics: Mapping[str, Any], reduce: str) -> dict[str, Any]:
-    """The values without their gradients. Raises UsageError: one is no number, or `reduce` is unknown."""
+    """The values without their gradients. Raises UsageError: see `Engine.report`."""
     if reduce not in REDUCTIONS:
         raise UsageError(f"session.metric got reduce={reduce!r}; expected one of {', '.join(REDUCTIONS)}")
+    for name in metrics:
+        if not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable()):
+            raise UsageError(
+                f"the name of a value that is reported is a text of 1 to {LONGEST_NAME} printable "
+                f"characters; given: {repr(name)[:300]}"
+            )
     return {name: _checked(name, value) for name, value in metrics.items()}
 
 
@@ -29,8 +38,8 @@ def _checked(name: str, value: Any) -> Any:
     else:
         try:
             return float(value)
-        except (TypeError, ValueError):
-            what = repr(value)
+        except (TypeError, ValueError, OverflowError):
+            what = repr(value)[:300]
     raise UsageError(f"the value that is reported as {name!r} has to be one number, but is {what}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -23,12 +24,12 @@ import torch
 
 from elastic_ps.codec import as_bytes, name_of
 from elastic_ps.core.partition import ITEM_SIZE
-from elastic_ps.core.spread import PUSH_RULES, PushRule, Slice, spread
+from elastic_ps.core.spread import LONGEST_NAME, PUSH_RULES, PushRule, Slice, is_name, spread
 from elastic_ps.errors import ConnectionLost, ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
 from elastic_ps.worker.client import GOODBYE, Client
-from elastic_ps.worker.handles import Handle, Lane, in_words
+from elastic_ps.worker.handles import CLOSED, Handle, Lane, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class Tensors:
 
     def __init__(self, client: Client, *, bucket_bytes: int) -> None:
         self._client, self._bucket_bytes = client, bucket_bytes
+        self._process, self._closed = os.getpid(), False
         self._known: dict[str, _Known] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(time.monotonic_ns())  # a process may have several sessions
@@ -117,9 +119,10 @@ class Tensors:
 
         Raises:
             UsageError: another worker has initialised it with another shape or dtype; there is no room for it
-                (`parameterServer.tensorBytes`); no such tensor can be.
+                (`parameterServer.tensorBytes`); no such tensor can be; this is a child of the worker.
             ConnectionLost: a parameter server has not answered for 15 minutes.
         """
+        self._require_usable(name)
         values = _copied(name, tensor)
         shape, dtype = tuple(values.shape), name_of(values.dtype)
         slices = spread(name, shape, dtype, bucket_bytes=self._bucket_bytes, shards=self._client.shards)
@@ -222,6 +225,7 @@ class Tensors:
         """Carry out what was begun, for `GOODBYE` at most, and end the threads."""
         deadline = time.monotonic() + GOODBYE.total_seconds()
         with self._lock:
+            self._closed = True
             lanes = list(self._lanes.values())
         for lane in lanes:
             lane.close()
@@ -390,7 +394,23 @@ class Tensors:
     def _caller(self) -> pb.Caller:
         return pb.Caller(job=self._client.stay.job, worker=self._client.worker)
 
+    def _require_usable(self, name: str) -> None:
+        """Raise UsageError if this is not the place, or not the time, to use a tensor; or that is no name."""
+        if os.getpid() != self._process:  # its threads are not in a child
+            raise UsageError(
+                "session.server works only in the worker's own process, and this is a child of it, such as a "
+                "process of a DataLoader. Use the tensor in the script itself, and pass its values on"
+            )
+        if self._closed:
+            raise UsageError(CLOSED)
+        if not is_name(name):
+            raise UsageError(
+                f"a tensor's name is a text of 1 to {LONGEST_NAME} printable characters; given: "
+                f"{repr(name)[:300]}"
+            )
+
     def _get(self, name: str) -> _Known:
+        self._require_usable(name)
         with self._lock:
             known = self._known.get(name)
             names = ", ".join(map(repr, self._known)) or "none"
@@ -427,6 +447,9 @@ def _copied(name: str, tensor: object) -> torch.Tensor:
     """A contiguous copy on the CPU. Raises UsageError if it is no tensor that can be kept."""
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"session.server keeps tensors, but {name!r} was given a {type(tensor).__name__}")
+    if tensor.is_nested or tensor.is_meta:
+        what = "is nested" if tensor.is_nested else "is on the meta device, and has no values"
+        raise UsageError(f"session.server cannot keep {name!r}: the tensor {what}. Expected a dense one")
     if tensor.layout is not torch.strided or name_of(tensor.dtype) not in ITEM_SIZE or not tensor.numel():
         raise UsageError(
             f"session.server cannot keep {name!r}: a {tensor.layout} tensor, {tensor.dtype}, of shape "
@@ -435,7 +458,9 @@ def _copied(name: str, tensor: object) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
-def _require_same(what: str, known: _Known, tensor: torch.Tensor) -> None:
+def _require_same(what: str, known: _Known, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{what}({known.name!r}): expected a tensor, given a {type(tensor).__name__}")
     given = f"{name_of(tensor.dtype)}{list(tensor.shape)}"
     if given != str(known):
         raise UsageError(

@@ -225,13 +225,14 @@ def test_buffers_that_cannot_be_subtracted_are_taken_over_as_they_are(
         model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
         model.register_buffer("flags", torch.tensor([False, False, True]))
         model.register_buffer("counter", torch.tensor(0))
-        names = ("mask", "flags", "counter") if broadcast else ()
+        buffers = dict(model.named_buffers())
+        names = tuple(buffers) if broadcast else ()
         optimizer = session.optimizer(adamw(model), model, broadcast=names)
         for number, (x, y) in enumerate(session.loader(data, BATCH)):
             optimizer.zero_grad()
             mse(model, x, y).backward()
-            model.counter += 1
-            model.flags[0] |= number == 4  # after the fourth step, which begins an exchange
+            buffers["counter"] += 1
+            buffers["flags"][0] |= number == 4  # after the fourth step, which begins an exchange
             optimizer.step()
         models.append(model)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import select
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -427,7 +430,17 @@ def test_a_tensor_that_does_not_fit_is_refused_and_leaves_nothing(make: Callable
         (lambda s: s.init("w", torch.zeros(3, dtype=torch.complex64)), "torch.complex64"),
         (lambda s: s.init("w", torch.zeros(3).to_sparse()), "torch.sparse_coo"),
         (lambda s: s.init("there", torch.zeros(3)), r"initialised as float32\[2\]"),
+        (lambda s: s.init("w", torch.zeros(3, device="meta")), "is on the meta device, and has no values"),
+        (
+            lambda s: s.init("w", torch.nested.as_nested_tensor([torch.zeros(2)], layout=torch.jagged)),
+            "the tensor is nested",
+        ),
         (lambda s: s.init("x" * 201, torch.zeros(3)), "1 to 200 printable characters"),
+        (lambda s: s.init(5, torch.zeros(3)), "1 to 200 printable characters; given: 5"),
+        (lambda s: s.init("\ud800", torch.zeros(3)), r"1 to 200 printable characters; given: '\\ud800'"),
+        (lambda s: s.pull(["there"]), r"1 to 200 printable characters; given: \['there'\]"),
+        (lambda s: s.pull("there", [1.0, 2.0]), r"pull\('there'\): expected a tensor, given a list"),
+        (lambda s: s.prefetch("there").wait(5), r"wait\(\) got 5; expected a datetime.timedelta"),
         (
             lambda s: s.push("w", torch.zeros(2)),
             "no tensor 'w' .* Initialised: 'there'. Call session.server.init",
@@ -498,3 +511,37 @@ def test_a_handle_waits_no_longer_than_it_is_told(make: Callable[..., Rig]) -> N
     with pytest.raises(TimeoutError):
         handle.wait(timedelta(seconds=0.05))
     assert not handle.done
+
+
+def test_a_child_of_the_worker_is_told_that_it_cannot_use_it(make: Callable[..., Rig]) -> None:
+    """The threads that make the calls are not in a child, which would wait for ever."""
+    server = make().session().server
+    server.init("w", torch.ones(2))
+    told, tell = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            server.pull("w")
+        except BaseException as error:  # noqa: BLE001
+            os.write(tell, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(tell)
+    try:
+        text = os.read(told, 1000).decode() if select.select([told], [], [], LIMIT)[0] else "nothing"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(told)
+    assert text.startswith("UsageError: session.server works only in the worker's own process")
+    assert server.pull("w").tolist() == [1.0, 1.0]
+
+
+def test_a_session_that_is_closed_says_so(make: Callable[..., Rig]) -> None:
+    session = make().session()
+    server = session.server
+    server.init("w", torch.ones(2))
+    session.close()
+    for call in (lambda: server.init("x", torch.ones(2)), lambda: server.pull("w")):
+        with pytest.raises(UsageError, match="the session is closed"):
+            call()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from elastic_ps.core.metrics import REDUCTIONS, Metrics, reduce_all, reduce_values
+from elastic_ps.core.metrics import MOST_NAMES, REDUCTIONS, Metrics, keep, reduce_all, reduce_values
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.reporting import Reported, checked
 
@@ -79,3 +80,24 @@ def test_an_unknown_reduction_is_named() -> None:
 def test_gradients_do_not_stay() -> None:
     loss = torch.ones(1, requires_grad=True) * 2
     assert not checked({"loss": loss}, "mean")["loss"].requires_grad
+
+
+def test_a_script_that_makes_up_names_does_not_fill_the_memory() -> None:
+    kept: dict[str, float] = {}
+    for step in range(2 * MOST_NAMES):
+        keep(kept, {"accuracy": float(step), f"loss of step {step}": 0.0})
+    assert len(kept) == MOST_NAMES
+    assert kept["accuracy"] == 2 * MOST_NAMES - 1, "what is reported again and again stays"
+    assert f"loss of step {2 * MOST_NAMES - 1}" in kept
+    assert "loss of step 0" not in kept
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "two\nlines", "\ud800", 5, None])
+def test_a_name_is_a_short_text(name: Any) -> None:
+    with pytest.raises(UsageError, match="is a text of 1 to 200 printable characters; given: "):
+        checked({name: 1.0}, "mean")
+
+
+def test_a_number_that_is_too_large_is_none() -> None:
+    with pytest.raises(UsageError, match="'loss' has to be one number, but is 1000000"):
+        checked({"loss": 10**400}, "mean")
