@@ -159,6 +159,33 @@ class Traffic(CamelModel):
         return Traffic(**sums, codec=", ".join(sorted(codecs)))
 
 
+class TrafficStatus(CamelModel):
+    """What all workers together have sent and received, and what their codecs cost them."""
+
+    pushed_bytes: int = Field(default=0, description="Of gradients, as they were sent.")
+    pushed_ratio: float = Field(default=1.0, description="These bytes divided by those without a codec.")
+    pulled_bytes: int = Field(default=0, description="Of values, as they were received.")
+    pulled_ratio: float = Field(default=1.0, description="These bytes divided by those without a codec.")
+    codec_seconds: float = Field(
+        default=0.0, description="How long the workers took to encode gradients and to decode values."
+    )
+    codec: str = Field(default="", description="With the codec auto: what the workers have chosen.")
+
+    @classmethod
+    def of(cls, counts: Traffic) -> TrafficStatus | None:
+        """None if nothing was sent."""
+        if not (counts.pushed_plain_bytes or counts.pulled_plain_bytes):
+            return None
+        return cls(
+            pushed_bytes=counts.pushed_bytes,
+            pushed_ratio=round(counts.pushed_bytes / max(1, counts.pushed_plain_bytes), 4),
+            pulled_bytes=counts.pulled_bytes,
+            pulled_ratio=round(counts.pulled_bytes / max(1, counts.pulled_plain_bytes), 4),
+            codec_seconds=round(counts.encode_seconds + counts.decode_seconds, 3),
+            codec=counts.codec,
+        )
+
+
 class Member(CamelModel):
     """One worker's stay in the job, as the parameter server sees it."""
 
@@ -392,6 +419,11 @@ class TrainingJobStatus(CamelModel):
     worker: WorkerStatus = Field(default_factory=WorkerStatus)
     parameter_server: ParameterServerStatus = Field(default_factory=ParameterServerStatus)
     progress: Progress = Field(default_factory=Progress)
+    traffic: TrafficStatus | None = Field(
+        default=None,
+        description="What all workers have sent and received since the parameter server was started last. "
+        "It is written with the progress.",
+    )
     summary: Summary = Field(default_factory=Summary)
     revision: str = Field(
         default="",

@@ -21,6 +21,7 @@ from elastic_ps.status import (
     Member,
     Progress,
     Summary,
+    TrafficStatus,
     TrainingJobStatus,
     WorkerStatus,
 )
@@ -125,7 +126,7 @@ def with_counts(
             "selector": names.worker_selector(job),
         }
     )
-    progress = status.progress
+    progress, traffic = status.progress, status.traffic
     term = status.parameter_server.term
     told = observed.word
     if told is not None:
@@ -133,6 +134,7 @@ def with_counts(
         if told.ready and not status.completion_time:
             # Last words are without them.
             progress = told.progress.model_copy(update={"metrics": told.progress.metrics or progress.metrics})
+            traffic = TrafficStatus.of(told.traffic) or traffic
     server = status.parameter_server.model_copy(
         update={
             "ready": sum(p.active and p.ready and p.index < shards for p in observed.of("ps")),
@@ -146,6 +148,7 @@ def with_counts(
             "worker": worker,
             "parameter_server": server,
             "progress": progress,
+            "traffic": traffic,
             "summary": _summary(worker, progress, replicas),
         }
     )

@@ -17,8 +17,8 @@ from elastic_operator.plan import DeleteJob, Observed, Options, Plan
 from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status, holds, turned, with_counts
-from elastic_ps.status import Progress, TrainingJobStatus, WorkerStatus
-from tests.unit.simulation import START, Simulation, finish, job_document, running
+from elastic_ps.status import Member, Progress, Traffic, TrainingJobStatus, WorkerStatus
+from tests.unit.simulation import START, Simulation, finish, job_document, running, tell
 
 ENDED = "2026-01-01T00:00:00Z"
 
@@ -81,6 +81,40 @@ def test_a_worker_that_has_completed_is_not_missing_in_the_summary() -> None:
     pods = (worker(0, ending="done"), worker(1, ready=True))
     status = with_counts(TrainingJobStatus(), Observed(pods=pods), job="digits", replicas=2, shards=1)
     assert status.summary.workers == "2/2"
+
+
+def sender(worker: int, **counts: Any) -> Member:
+    plain = {"pushed_plain_bytes": 400, "pulled_plain_bytes": 400}
+    traffic = Traffic.model_validate({**plain, **counts})
+    host = f"digits-worker-{worker}"
+    return Member(
+        worker=worker, incarnation=1, pid=7, host=host, state="training", joined_version=0, traffic=traffic
+    )
+
+
+def test_the_status_says_how_many_bytes_all_workers_have_sent() -> None:
+    """It is kept when the parameter server has just come back, and when the job has ended."""
+    simulation = running(worker={"replicas": 2})
+    assert "traffic" not in simulation.status
+    first = sender(0, pushed_bytes=100, pulled_bytes=200, encode_seconds=1.5, codec="int8")
+    second = sender(1, pushed_bytes=60, pulled_bytes=200, decode_seconds=0.25, codec="topk")
+    tell(simulation, first, second)
+    simulation.settle()
+    expected = {
+        "pushedBytes": 160,
+        "pushedRatio": 0.2,
+        "pulledBytes": 400,
+        "pulledRatio": 0.5,
+        "codecSeconds": 1.75,
+        "codec": "int8, topk",
+    }
+    assert simulation.status["traffic"] == expected
+    tell(simulation, sender(0, pushed_plain_bytes=0, pulled_plain_bytes=0))
+    simulation.settle()
+    assert simulation.status["traffic"] == expected
+    finish(simulation)
+    simulation.settle()
+    assert simulation.status["traffic"] == expected
 
 
 @pytest.mark.parametrize(("seconds", "deleted"), [(9, False), (10, True), (11, True)])
