@@ -85,6 +85,7 @@ class Line:
         self._shown: list[int] = []
         self._seen: dict[int, Mapped] = {}
         self._ahead = EMPTY  # what was received, and is not used yet
+        self._cut = False  # a frame has ended too early
         self._handed: list[int] = []  # descriptors of memory whose frames are still to be read
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -273,6 +274,7 @@ class Line:
                     raise self._lost()
                 target = target[received:]
         except BaseException:
+            self._cut = True
             self.hang_up()
             raise
 
@@ -303,6 +305,8 @@ class Line:
             ConnectionLost, DeadlineExceeded.
             Malformed: it is none.
         """
+        if self._cut:  # in the middle of a frame, so nobody knows where the next one begins
+            raise self._lost()
         while True:
             if not self._ahead:
                 self._receive_ahead(deadline)

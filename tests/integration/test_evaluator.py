@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from examples.digits import evaluate
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
 from tests.integration.oracle import mse
 from tests.integration.trained import sgd
+from tests.polling import LIMIT
 
 EVERY, STEPS = 5, 22
 EVALUATOR = {
@@ -37,10 +39,17 @@ SERVER = {"checkpoint": {"interval": "1h", "keep": 1}}
 
 
 class Trained:
-    """A worker's script that waits for each checkpoint which the evaluator is to take."""
+    """A worker's script that waits for each checkpoint which the evaluator is to take.
 
-    def __init__(self, job: Job, *, waits: bool = True) -> None:
+    Attributes:
+        taken: set once the evaluator has taken the first one, for which the script waits if it has to.
+    """
+
+    def __init__(self, job: Job, *, waits: bool = True, until_taken: bool = False) -> None:
         self._job, self._waits = job, waits
+        self.taken = threading.Event()
+        if not until_taken:
+            self.taken.set()
         self.values: dict[int, dict[str, torch.Tensor]] = {}
 
     def __call__(self, session: Session) -> None:
@@ -54,6 +63,7 @@ class Trained:
             self.values[version] = {name: value.clone() for name, value in model.state_dict().items()}
             if self._waits and version % EVERY == 0:
                 self._await_durable(version)
+                assert self.taken.wait(LIMIT)
         assert session.is_chief
 
     def at(self, version: int) -> dict[str, torch.Tensor]:
@@ -131,9 +141,11 @@ def test_the_training_does_not_wait_for_an_evaluator_that_is_slow(
     directory = tmp_path / "checkpoints"
     fields: dict[str, Any] = {"evaluator": EVALUATOR | {"backlog": 1}, "parameterServer": SERVER}
     with running_job(tmp_path, checkpoints=directory, **fields) as job:
-        job.start(0, Trained(job))
+        script = Trained(job, until_taken=True)
+        job.start(0, script)
         evaluator = loop(job, monkeypatch)
         assert next(evaluator).version == EVERY
+        script.taken.set()
         job.join()
         assert job.status().progress.evaluation.waiting == 2
         assert [each.version for each in evaluator] == [STEPS]
