@@ -189,7 +189,8 @@ class BucketValues:
         self.weight = samples if restarts else self.weight + samples
         share = samples / self.weight
         if isinstance(contribution, Sparse) or self.bucket.rule is Rule.GRADIENT:
-            self._add_gradient(contribution, share, largest, first=first)
+            rest = (self.weight - samples) / self.weight
+            self._add_gradient(contribution, share, rest, largest, first=first)
         elif self.bucket.rule is Rule.MAXIMUM:
             if first:
                 total.copy_(contribution)
@@ -209,22 +210,28 @@ class BucketValues:
         )
 
     def _add_gradient(
-        self, gradient: torch.Tensor | Sparse, share: float, largest: float, *, first: bool
+        self, gradient: torch.Tensor | Sparse, share: float, rest: float, largest: float, *, first: bool
     ) -> None:
-        """Move the mean towards a gradient that has this share of its weight. Nothing overflows by that."""
+        """Move the mean towards a gradient that has this share of its weight. Nothing overflows by that.
+
+        Args:
+            rest: the share of all others; it is not 1 - `share` to the bit if it is small.
+        """
         total = self._memory()
         self._bound = largest if first else max(self._bound, largest)
         if isinstance(gradient, Sparse):
-            total.zero_() if first else total.mul_(1 - share)
+            total.zero_() if first else total.mul_(rest)
             total.index_add_(0, gradient.places, gradient.values.to(total.dtype), alpha=share)
         elif first and share == 1:
             total.copy_(gradient)
         elif first:
             torch.mul(gradient.to(total.dtype), share, out=total)
         elif self._bound > torch.finfo(total.dtype).max / 2:  # their difference might overflow
-            total.mul_(1 - share).add_(gradient, alpha=share)
-        else:
+            total.mul_(rest).add_(gradient, alpha=share)
+        elif share <= rest:
             torch.lerp(total, gradient.to(total.dtype), share, out=total)
+        else:  # lerp takes the other share from 1, in the dtype of the sum
+            torch.lerp(gradient.to(total.dtype), total, rest, out=total)
 
     def norm(self) -> float:
         """The 2-norm of the round's mean gradient, in float64."""

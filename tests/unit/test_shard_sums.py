@@ -187,3 +187,18 @@ def test_the_mean_of_finite_gradients_is_finite(dtype: str, sign: int, samples: 
     rig.commit(0, 1, samples=2 * samples)
     expected = torch.tensor([-1.0, -huge if sign > 0 else 0.0, -huge, -1.0], dtype=torch.float64)
     assert torch.allclose(rig.values().double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("few_first", [True, False])
+def test_a_step_of_few_samples_counts_as_exactly_as_one_of_many(dtype: str, few_first: bool) -> None:
+    """A millionth of the samples, with gradients that are much larger, makes the larger part of the mean."""
+    rig = Rig(one_bucket(tensor("w", 4, dtype=dtype)))
+    few, many = ones(4, 3e7).to(dtype_of(dtype)), ones(4, 0.03).to(dtype_of(dtype))
+    steps = [(few, 1), (many, 10**6)]
+    for worker, (gradient, samples) in enumerate(steps if few_first else steps[::-1]):
+        rig.push(worker, gradient, samples=samples)
+    rig.commit(0, 1, samples=10**6 + 1)
+    expected = -(few.double() + 10**6 * many.double()) / (10**6 + 1)
+    accurate = 4 * torch.finfo(dtype_of(dtype)).eps
+    assert torch.allclose(rig.values().double(), expected, rtol=accurate, atol=0)
