@@ -1,0 +1,108 @@
+"""A worker that sends what the parameter server cannot decode ends, and costs the others nothing."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.codec.base import Codec, Encoded
+from elastic_ps.codec.builtin import TopK
+from elastic_ps.errors import Refused
+from elastic_ps.training import Compression
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.integration.trained import Models, sgd
+from tests.polling import LIMIT
+
+
+class Longer(Codec):
+    """A user's own, of which a worker has a version that makes more elements."""
+
+    lossless = True
+
+    def __init__(self, more: int = 0) -> None:
+        self._more = more
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        return Encoded({"values": torch.cat((tensor, torch.zeros(self._more)))})
+
+    def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
+        out.copy_(encoded.tensors["values"])
+
+
+class Elsewhere(TopK):
+    """All elements, at places that a worker may have wrong."""
+
+    def __init__(self, away: int = 0) -> None:
+        super().__init__(ratio=1.0)
+        self._away = away
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        encoded = super().encode(tensor, state, random)
+        return Encoded({**encoded.tensors, "places": encoded.tensors["places"] + self._away})
+
+    def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
+        """The worker looks at what it has left over, of places that are right."""
+        places = encoded.tensors["places"] - self._away
+        super().decode(Encoded({**encoded.tensors, "places": places}), out)
+
+
+HERE = "tests.integration.test_codecs_refused"
+TORN = {"codec": f"{HERE}:Elsewhere", "rules": [{"match": "*bias", "codec": "none"}]}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(
+    ("usual", "of_worker_1", "words"),
+    [
+        (
+            {"codec": f"{HERE}:Longer"},
+            {"codec": f"{HERE}:Longer", "options": {"more": 1}},
+            r"cannot be decoded: RuntimeError: .*size",
+        ),
+        (TORN, {**TORN, "options": {"away": 1 << 20}}, r"cannot be decoded: .*places from 1048\d+ to 10"),
+        ({"codec": "none"}, {"codec": "bf16"}, r"'bf16'.*the same spec.compression"),
+    ],
+    ids=["another shape", "torn", "mixed"],
+)
+def test_the_worker_is_named_and_the_others_train_everything(
+    tmp_path: Path, usual: dict[str, Any], of_worker_1: dict[str, Any], words: str, shards: int
+) -> None:
+    """Nothing of what it has sent is in the model."""
+    data, models = Numbers(120), Models()
+    joined = threading.Event()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        models[session.worker] = model
+        if session.worker == 1:
+            joined.set()
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if session.worker == 0 and session.version == 3:
+                joined.wait(LIMIT)
+
+    def differing(session: Session) -> None:
+        with pytest.raises(Refused, match=f"(?s)worker 1 .*{words}"):
+            script(session)
+
+    server = {"replicas": shards, "bucketBytes": 1024}
+    with running_job(tmp_path, compression=usual, parameterServer=server) as job:
+        spec = job.spec
+        job.start(0, script)
+        job.until(lambda: job.version >= 3, "version 3")
+        job.spec = spec.model_copy(update={"compression": Compression.model_validate(of_worker_1)})
+        job.start(1, differing)
+        job.join()
+        commits = job.commits()
+    assert_each_record_once(commits, records=len(data), epochs=1)
+    assert {c["worker"] for commit in commits for c in commit["contributions"]} == {0}
+    assert_equal_up_to_round_off(models[0], make_mlp(), lambda m: replay(commits, data, m, sgd, spec))
