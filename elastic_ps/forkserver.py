@@ -5,8 +5,8 @@ that was killed is replaced. This process imports once what the processes of a j
 asked for is a fork, which has all that from its first moment, and shares the memory. A fork is as good as a
 fresh process, because this one never has a second thread, opens no connection and computes nothing.
 
-`local.forks` is the other side of the socket. If that side is gone, this process ends; what it has started
-ends by its own lifeline.
+`local.forks` is the other side of the socket. If that side is gone, this process ends, and what it has
+started with it.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class _Forks:
             try:
                 order, descriptors = self._packets.receive()
             except EOFError:
+                for pid in self._running:  # most have a lifeline, but a check has none
+                    self._signal(pid, signal.SIGKILL, group=True)
                 return None
             if "signal" in order:
                 if order["pid"] in self._running:  # so the number is not another process's
@@ -120,7 +122,8 @@ def _become(order: Mapping[str, Any]) -> None:
     os.environ.update(order["variables"])
     os.chdir(order["directory"])
     sys.argv = [order["program"], *order["arguments"]]
-    if threads := os.environ.get(THREAD_VARIABLES[0], ""):
+    threads = os.environ.get(THREAD_VARIABLES[0], "").partition(",")[0].strip()  # a list: for nested regions
+    if threads.isdecimal() and int(threads):  # else OpenMP does not heed it either
         torch.set_num_threads(int(threads))  # OpenMP has read its variable long ago
     np.random.seed()  # Python's own `random` does so by itself
     with contextlib.suppress(OSError):

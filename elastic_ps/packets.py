@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +25,10 @@ class Packets:
 
     def send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Blocks for a moment. Raises OSError if the other side has gone, or the message is too large."""
-        socket.send_fds(self.sock, [json.dumps(message).encode()], descriptors)
+        data = json.dumps(message).encode()
+        if len(data) > MESSAGE:  # the system may let it pass, but it would be cut where it is received
+            raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+        socket.send_fds(self.sock, [data], descriptors)
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
         """The next one. Blocks. Raises EOFError if the other side has gone."""

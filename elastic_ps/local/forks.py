@@ -48,7 +48,7 @@ class ForkServer:
         self._packets = Packets(ours)
         self._lock = threading.RLock()
         self._programs: list[str] | None = None
-        self._alive = True
+        self._alive, self._released = True, False
         self._statuses: dict[int, int | None] = {}
 
     def ready(self, within: timedelta) -> bool:
@@ -76,6 +76,10 @@ class ForkServer:
         Returns:
             Its pid; None if nothing was started.
         """
+        try:
+            directory = str(Path.cwd())
+        except FileNotFoundError:  # it was removed
+            return None
         python, flag, program, *arguments = (*argv, "", "")[: max(3, len(argv))]
         with self._lock:
             while not self.ready(END):
@@ -86,7 +90,7 @@ class ForkServer:
                 "program": program,
                 "arguments": arguments,
                 "variables": dict(variables),
-                "directory": str(Path.cwd()),
+                "directory": directory,
                 "descriptors": [list(targets) for targets in descriptors.values()],
                 "name": name,
             }
@@ -149,14 +153,20 @@ class ForkServer:
                 self._statuses[pid] = -signal.SIGKILL
 
     def release(self) -> None:
-        """Forget it here: a fork of this process goes on with it."""
+        """Forget it here: a fork of this process goes on with it. `close` does nothing then."""
+        self._released = True
+        self._let_go()
+
+    def _let_go(self) -> None:
         with self._lock:
             self._alive = False
             self._packets.close()
 
     def close(self) -> None:
-        """End it. What it has started, and what was not waited for, is nobody's any more."""
-        self.release()
+        """End it, and what it has started."""
+        if self._released:
+            return
+        self._let_go()
         try:
             self._popen.wait(END.total_seconds())
         except subprocess.TimeoutExpired:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -212,6 +213,7 @@ def test_what_it_cannot_start_is_left_to_others(forks: ForkServer) -> None:
         [sys.executable, "-m", "elastic_ps.worker", "x" * 2_000_000],
     ):
         assert forks.start(argv, variables={}, descriptors={}, name="other") is None
+        assert psutil.Process(forks.pid).status() != psutil.STATUS_ZOMBIE, "it goes on"
 
 
 def test_without_its_process_it_starts_nothing() -> None:
@@ -222,3 +224,62 @@ def test_without_its_process_it_starts_nothing() -> None:
     assert server.start(argv, variables={}, descriptors={}, name="worker") is None
     server.close()
     assert not psutil.pid_exists(server.pid)
+
+
+def test_a_detached_job_keeps_its_fork_server(tmp_path: Path) -> None:
+    """The command in the foreground ends, and leaves it to the launcher in the background."""
+    document = job("detached").model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    (tmp_path / "job.json").write_text(json.dumps(document))
+    status = tmp_path / "elastic-ps" / "detached" / "status.json"
+
+    def run(*arguments: str) -> None:
+        command = [sys.executable, "-m", "elastic_ps.cli", *arguments]
+        variables = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    run("run", "--detach", str(tmp_path / "job.json"))
+    try:
+        pids = [process["pid"] for process in json.loads(status.read_text())["processes"]]
+        parents = {psutil.Process(pid).parent() for pid in pids}
+        assert [each.cmdline()[2] for each in parents if each] == ["elastic_ps.forkserver"]
+    finally:
+        run("stop", "detached")
+    eventually(lambda: not any(each and each.is_running() for each in parents), "it ends with the job")
+
+
+def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
+    """A check has no lifeline: it shall not outlive a launcher that is killed."""
+    (tmp_path / "waits.py").write_text("import time\nprint('imported', flush=True)\ntime.sleep(1000)\n")
+    server = ForkServer(dict(os.environ))
+    run = Run(server, "waits:main", dict(os.environ), directory=tmp_path)
+    eventually(lambda: os.pread(run.out.fileno(), 100, 0), "it is imported")
+    server.close()
+    run.out.close()
+    run.err.close()
+    eventually(lambda: not psutil.pid_exists(run.pid), "it ends")
+
+
+@pytest.mark.parametrize("threads", ["3,2", "0", "many"])
+def test_numbers_of_threads_are_read_as_by_a_fresh_process(
+    forks: ForkServer, tmp_path: Path, threads: str
+) -> None:
+    (tmp_path / "probe.py").write_text(PROBE)
+    variables = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": threads}
+    status, out, err = Run(forks, "probe:main", variables, directory=tmp_path).ended()
+    assert (status, err) == (0, "")
+    if threads == "3,2":
+        assert json.loads(out)["threads"] == 3
+
+
+def test_the_directory_may_be_gone(forks: ForkServer, tmp_path: Path) -> None:
+    """A program that is started without the fork server begins in the directory that was removed, too."""
+    (tmp_path / "removed").mkdir()
+    before = Path.cwd()
+    os.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    try:
+        argv = [sys.executable, "-m", "elastic_ps.worker"]
+        assert forks.start(argv, variables={}, descriptors={}, name="worker") is None
+    finally:
+        os.chdir(before)
