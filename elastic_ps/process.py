@@ -67,7 +67,7 @@ def import_own(name: str, *, what: str, whose: str) -> Any:
     find_own_modules()
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that runs when it is imported may end the process
         raise InvalidJob(
             f"{what} {name} cannot be imported: {type(error).__name__}: {error}. It has to be there for "
             f"{whose}"

@@ -7,6 +7,7 @@ happens.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from functools import cache
 
@@ -64,13 +65,16 @@ def _asked(name: str, function: object, staleness: int) -> float:
     assert callable(function)
     try:
         factor = function(staleness)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InvalidJob(
             f"consistency.stalenessScale: {name}({staleness}) raises {type(error).__name__}: {error}. It "
             "takes the staleness of a step, a number of versions from 0, and returns what the learning rate "
             "is multiplied by"
         ) from error
-    number = math.nan if isinstance(factor, bool) or not isinstance(factor, int | float) else float(factor)
+    number = math.nan
+    if isinstance(factor, int | float) and not isinstance(factor, bool):
+        with contextlib.suppress(OverflowError):  # an int that is larger than any float
+            number = float(factor)
     if not (math.isfinite(number) and number > 0):
         raise InvalidJob(
             f"consistency.stalenessScale: {name}({staleness}) returns {factor!r}; expected a positive finite "

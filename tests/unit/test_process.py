@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from elastic_ps.errors import InvalidJob
+from elastic_ps.process import import_own
 from tests.polling import LIMIT
 
 
@@ -43,3 +46,17 @@ def test_a_server_takes_the_descriptors_that_it_may_have() -> None:
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
+
+
+@pytest.mark.parametrize(
+    "text", ["raise SystemExit(0)", "import argparse; argparse.ArgumentParser().parse_args(['x'])"]
+)
+def test_a_module_that_ends_the_process_when_it_is_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """A training script without `if __name__ == "__main__"`. A server would end as if all were well."""
+    name = f"a_script_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InvalidJob, match=f"^the codec {name}:Codec cannot be imported: SystemExit: "):
+        import_own(f"{name}:Codec", what="the codec", whose="the workers")

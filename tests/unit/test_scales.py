@@ -30,6 +30,12 @@ def negative(staleness):
 def infinite(staleness):
     return float("inf")
 
+def huge(staleness):
+    return 10**400
+
+def leaves(staleness):
+    raise SystemExit(3)
+
 def text(staleness):
     return "half"
 
@@ -77,6 +83,8 @@ def test_built_in_ones() -> None:
         ("scales_of_a_user:late", r"late\(5\) raises ZeroDivisionError: .* multiplied by"),
         ("scales_of_a_user:negative", r"negative\(3\) returns 0; expected a positive finite number"),
         ("scales_of_a_user:infinite", r"infinite\(0\) returns inf; expected a positive finite number"),
+        ("scales_of_a_user:huge", r"huge\(0\) returns 10{400}; expected a positive finite number"),
+        ("scales_of_a_user:leaves", r"leaves\(0\) raises SystemExit: 3. It takes the staleness"),
         ("scales_of_a_user:text", r"text\(0\) returns 'half'; expected a positive"),
         ("scales_of_a_user:true", r"true\(0\) returns True; expected a positive"),
     ],
