@@ -105,7 +105,8 @@ def _silence(target: LocalTarget, index: int, how: Callable[[int, int], Abstract
             f"worker {index} is declared lost",
             target.lease + timedelta(seconds=20),
         )
-        if target.training():
+        others_go_on = not target.launcher.job.spec.consistency.deterministic
+        if others_go_on and target.training():
             target.until(target.moved_on(), "the others make a version")
     target.until(
         lambda: any(m.pid == pid and m.incarnation > before.incarnation for m in target.training()),

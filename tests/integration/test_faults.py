@@ -126,6 +126,12 @@ def test_the_disk_is_full(unharmed: Drill) -> None:
     assert "No space left" in fault.detail
 
 
+def test_a_frozen_worker_is_waited_for_where_its_records_are_nobody_else_s(tmp_path: Path) -> None:
+    """In deterministic mode no version is made without it, so a drill does not wait for one."""
+    result = drill(tmp_path, ["freeze-worker"], seed=1, consistency={"deterministic": True})
+    assert injected(result, "freeze-worker").state == "recovered"
+
+
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_the_parameter_server_is_killed_frozen_and_taken_over_from(tmp_path: Path, transport: Scheme) -> None:
     """Also with a broken checkpoint. Of the five starts, that of the rival commits nothing."""
