@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from elastic_ps.fields import CamelModel
+
+
+def _said(metrics: Any) -> Any:
+    """Those that a parameter server has said; an older one says null for what is not finite."""
+    if isinstance(metrics, Mapping):
+        return {name: value for name, value in metrics.items() if value is not None}
+    return metrics
+
+
+def _finite(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+
+Reported: TypeAlias = Annotated[
+    dict[str, float], BeforeValidator(_said), PlainSerializer(_finite, when_used="json")
+]
+"""Values by their names. JSON has no NaN and no Inf: they are left out, since Kubernetes takes no null."""
 
 
 class Staleness(CamelModel):
@@ -22,7 +41,7 @@ class EvaluationStatus(CamelModel):
     """What the job's evaluator has found so far."""
 
     version: int | None = Field(default=None, description="The version that was evaluated last.")
-    metrics: dict[str, float] = Field(
+    metrics: Reported = Field(
         default_factory=dict, description="What the evaluator reported of that version."
     )
     best_version: int | None = Field(
@@ -81,7 +100,7 @@ class Progress(CamelModel):
     durable_time: str | None = Field(
         default=None, description="When the newest complete checkpoint was written."
     )
-    metrics: dict[str, float] = Field(
+    metrics: Reported = Field(
         default_factory=dict,
         description="The values that scripts reported last, for example test_accuracy. Of a value that was "
         "reported with a step, the mean, sum or maximum over the steps of the last version that had any.",

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_ps.errors import CannotListen
+from elastic_ps.local.poller import fetch_status
 from elastic_ps.server.status import StatusServer, metrics
-from elastic_ps.status import Member, Progress, ServerStatus, Staleness
+from elastic_ps.status import EvaluationStatus, Member, Progress, ServerStatus, Staleness
 
 
 def status_of(*, ready: bool) -> ServerStatus:
@@ -115,3 +116,22 @@ def test_what_scripts_report_has_its_name_as_a_label() -> None:
         'elastic_ps_reported{job="job",name="lost"} NaN',
         'elastic_ps_reported{job="job",name="prec@1"} 97.5',
     ]
+
+
+def test_a_value_that_is_not_finite_does_not_make_the_status_unreadable(server: StatusServer) -> None:
+    """Who looks after the job would take the parameter server for lost, and the job for failed."""
+    reported = {"norm": math.inf, "lost": math.nan, "accuracy": 0.5}
+    evaluation = EvaluationStatus(version=3, metrics=reported)
+    progress = Progress(loss=math.nan, metrics=reported, evaluation=evaluation)
+    server.show(lambda: status_of(ready=True).model_copy(update={"progress": progress}), list)
+    found = fetch_status(f"127.0.0.1:{server.port}")
+    assert found is not None
+    assert found.progress.metrics == {"accuracy": 0.5}
+    assert found.progress.loss is None
+    assert found.progress.evaluation is not None
+    assert found.progress.evaluation.metrics == {"accuracy": 0.5}
+    assert 'name="norm"} +Inf' in get(server, "/metrics")[2], "there it has a name"
+
+
+def test_what_an_older_parameter_server_says_is_read() -> None:
+    assert Progress.model_validate({"metrics": {"norm": None, "accuracy": 0.5}}).metrics == {"accuracy": 0.5}
