@@ -167,6 +167,8 @@ class ForkServer:
         if self._released:
             return
         self._let_go()
+        if self._programs is None:  # it imports, and has started nothing
+            self._popen.kill()
         try:
             self._popen.wait(END.total_seconds())
         except subprocess.TimeoutExpired:

@@ -283,3 +283,12 @@ def test_the_directory_may_be_gone(forks: ForkServer, tmp_path: Path) -> None:
         assert forks.start(argv, variables={}, descriptors={}, name="worker") is None
     finally:
         os.chdir(before)
+
+
+def test_nobody_waits_for_its_imports_to_end_it(tmp_path: Path) -> None:
+    """As after a Ctrl-C while they go on."""
+    code = "import pathlib, time\ntime.sleep(8)\npathlib.Path(__file__).with_name('imported').touch()\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    ForkServer({**os.environ, "PYTHONPATH": path}).close()
+    assert not (tmp_path / "imported").exists()
