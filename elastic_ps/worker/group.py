@@ -70,12 +70,20 @@ class Store:
     """This worker's store, where the others find it.
 
     Args:
-        host: this host's address, as the others reach it.
+        host: this host's address, as the others reach it. It listens there alone.
+
+    Raises:
+        OSError: this host does not have the address.
     """
 
     def __init__(self, host: str) -> None:
         self.host = host
-        self._store: Any = _c10d.TCPStore(host, 0, None, True, CONNECTING, False)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)  # torch itself listens at every address
+        port = listener.getsockname()[1]
+        self._store: Any = _c10d.TCPStore(
+            host, port, None, True, CONNECTING, False, master_listen_fd=listener.detach()
+        )
 
     @property
     def address(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from elastic_ps.errors import InvalidJob, InvalidModel, Refused, UsageError
 from elastic_ps.local import Launcher, Options
 from elastic_ps.worker import reduced
 from elastic_ps.worker.client import Client
-from elastic_ps.worker.group import Broken, Group, require_safe
+from elastic_ps.worker.group import Broken, Group, Store, require_safe
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, make_spec, running_job
 from tests.integration.histories import check_histories
@@ -439,6 +440,15 @@ def test_workers_with_certificates_do_not_speak_without_them() -> None:
     for host in ("10.0.0.3", "fd00::3"):
         with pytest.raises(UsageError, match=r"nobody is asked for a certificate.*--insecure"):
             require_safe(host, secured=True)
+
+
+def test_a_store_is_found_at_its_own_address_alone() -> None:
+    """Whoever reaches it can change what is in it: on one machine that is nobody of the network."""
+    store = Store("127.0.0.1")
+    port = int(store.address.rpartition(":")[2])
+    socket.create_connection(("127.0.0.1", port)).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
 
 
 def test_the_consistency_of_a_running_job_stays(tmp_path: Path) -> None:
