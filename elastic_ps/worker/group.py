@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_ps.errors import UsageError
+from elastic_ps.errors import ConnectionLost, UsageError
+from elastic_ps.worker.client import PATIENCE
 
 _c10d: Any = dist
 """Some of its names are not among those that mypy knows."""
@@ -32,21 +34,36 @@ LOOK = timedelta(seconds=1)
 """How often a worker looks, within an operation, whether the round is still made by this group."""
 
 
+PAUSE = 0.5
+"""Seconds between two looks for the address of a parameter server."""
+
+
 class Broken(Exception):
     """The workers of a group cannot speak to each other (any more)."""
 
 
-def host_towards(address: str) -> str:
-    """The address of this host on the way to `host:port`. Nothing is sent."""
+def host_towards(address: str, *, within: timedelta = PATIENCE) -> str:
+    """The address of this host on the way to `host:port`. Nothing is sent.
+
+    Blocks while the name has no address, as that of a pod which waits for a node.
+
+    Raises:
+        ConnectionLost: that takes longer than `within`.
+    """
     host, _, port = address.rpartition(":")
-    try:
-        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        family, kind, _, _, place = infos[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)
-            return str(probe.getsockname()[0])
-    except (OSError, ValueError):
-        return "127.0.0.1"
+    deadline = time.monotonic() + within.total_seconds()
+    while True:
+        try:
+            infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+            family, kind, _, _, place = infos[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(place)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            if time.monotonic() > deadline:
+                text = f"the way to the parameter server at {address} is not known: {error}"
+                raise ConnectionLost(text) from error
+            time.sleep(PAUSE)
 
 
 def require_safe(host: str, *, secured: bool) -> None:

@@ -7,7 +7,9 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,11 @@ import torch
 
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.errors import InvalidJob, InvalidModel, Refused, UsageError
+from elastic_ps.errors import ConnectionLost, InvalidJob, InvalidModel, Refused, UsageError
 from elastic_ps.local import Launcher, Options
 from elastic_ps.worker import reduced
 from elastic_ps.worker.client import Client
-from elastic_ps.worker.group import Broken, Group, Store, require_safe
+from elastic_ps.worker.group import Broken, Group, Store, host_towards, require_safe
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, make_spec, running_job
 from tests.integration.histories import check_histories
@@ -449,6 +451,15 @@ def test_a_store_is_found_at_its_own_address_alone() -> None:
     socket.create_connection(("127.0.0.1", port)).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port))
+
+
+def test_a_worker_waits_until_the_parameter_server_has_an_address() -> None:
+    """Its pod may wait for a node. Till then it is unknown at which address others find this worker."""
+    assert host_towards("127.0.0.2:80") == "127.0.0.1"
+    began = time.monotonic()
+    with pytest.raises(ConnectionLost, match=r"nowhere\.invalid:80 is not known"):
+        host_towards("nowhere.invalid:80", within=timedelta(seconds=1))
+    assert time.monotonic() - began >= 1
 
 
 def test_the_consistency_of_a_running_job_stays(tmp_path: Path) -> None:
