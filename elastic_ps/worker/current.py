@@ -10,6 +10,7 @@ from elastic_ps import env
 from elastic_ps.errors import UsageError
 from elastic_ps.process import end_hung
 from elastic_ps.telemetry import History, Trace
+from elastic_ps.worker.client import PATIENCE
 from elastic_ps.worker.group import host_towards, require_safe
 from elastic_ps.worker.local_world import Drained, Links, LocalWorld
 from elastic_ps.worker.session import Session
@@ -34,7 +35,7 @@ def connect() -> Session:
     global _current
     host = "127.0.0.1"
     if environment.spec.all_reduce:
-        host = host_towards(ways.parse(environment.addresses[0])[1])
+        host = host_towards(ways.parse(environment.addresses[0])[1], within=PATIENCE)
         require_safe(host, secured=environment.tls is not None)
     world = _local_world(environment)
     process = f"worker-{environment.index}"

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from elastic_ps.errors import ConnectionLost, UsageError
-from elastic_ps.worker.client import PATIENCE
 
 _c10d: Any = dist
 """Some of its names are not among those that mypy knows."""
@@ -42,7 +41,7 @@ class Broken(Exception):
     """The workers of a group cannot speak to each other (any more)."""
 
 
-def host_towards(address: str, *, within: timedelta = PATIENCE) -> str:
+def host_towards(address: str, *, within: timedelta) -> str:
     """The address of this host on the way to `host:port`. Nothing is sent.
 
     Blocks while the name has no address, as that of a pod which waits for a node.
