@@ -509,9 +509,9 @@ class Engine:
 
     def ground(self) -> None:
         """If an exchange is under way, block until it is over, whatever comes of it."""
-        flight, self.flight = self.flight, None
-        if flight is not None:
-            flight.abandon()
+        if self.flight is not None:
+            self.flight.abandon()
+            self.flight = None
 
     def exchange_steps(self) -> None:
         """If this worker has made steps by itself, see `LocalTraining.exchange`."""
@@ -533,6 +533,8 @@ class Engine:
         So if the script was interrupted while it waited, as by Ctrl-C in a notebook, and goes on: whether the
         step is in the model is not known here. If it is not, its records go to others.
         """
+        if self.flight is not None:
+            self._exchange().give_up()
         self.drop_step()
         self.abandoned = True
         self._exchange().reset()

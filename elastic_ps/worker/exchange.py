@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from elastic_ps.codec import checksum
 from elastic_ps.core.partition import Bucket, Rule
-from elastic_ps.errors import Refused, UsageError
+from elastic_ps.errors import ConnectionLost, Refused, UsageError
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.training import Consistency
 from elastic_ps.worker.awaited import FINISH, Awaited, end_of
@@ -123,6 +123,10 @@ class Exchange:
         with self._awaited.changed:
             self.sending.reset()
             self._awaited.reset()
+
+    def give_up(self) -> None:
+        """Nobody waits for the step under way any more, so `finish`, on whatever thread, raises soon."""
+        self._awaited.fail(ConnectionLost("the script was interrupted"), self._awaited.generation)
 
     def hand_over(self) -> None:
         """This worker stops making rounds. The parameter server has all that it has."""

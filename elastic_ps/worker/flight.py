@@ -22,22 +22,24 @@ class Flight:
         self._finish = finish
         self._made = False
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="flight", daemon=True)
-        self._thread.start()
+        self._over = threading.Event()  # a join that Ctrl-C interrupts takes the thread for ended
+        threading.Thread(target=self._run, name="flight", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self._made = self._finish()
         except BaseException as error:  # noqa: BLE001 (raised in the thread that lands)
             self._error = error
+        finally:
+            self._over.set()
 
     def land(self) -> bool:
         """What `finish` returns. Blocks. Raises what it raises."""
-        self._thread.join()
+        self._over.wait()
         if self._error is not None:
             raise self._error
         return self._made
 
     def abandon(self) -> None:
         """Block until it is over, whatever comes of it."""
-        self._thread.join()
+        self._over.wait()

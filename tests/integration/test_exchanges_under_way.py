@@ -6,8 +6,10 @@ The reference is plain torch in one process, on the records that the parameter s
 from __future__ import annotations
 
 import copy
+import signal
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ from elastic_ps.core.fragments import turn
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import InvalidJob
 from elastic_ps.training import Consistency
+from elastic_ps.worker.flight import Flight
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, make_spec, running_job
 from tests.integration.oracle import Commit, assert_equal_up_to_round_off, mse
 from tests.integration.test_fragments import fragments_of
 from tests.integration.test_local_steps import BATCH, Dying, adamw, check_histories, local, steps_on, train
 from tests.integration.trained import alone
-from tests.polling import eventually
+from tests.polling import LIMIT, eventually
 
 WIDTHS = (6, 16, 16, 16, 1)
 
@@ -241,6 +244,67 @@ def test_buffers_that_cannot_be_subtracted_are_taken_over_as_they_are(
     assert torch.equal(state["mask"], torch.full((3, 3), -torch.inf).triu(1))
     assert state["flags"].tolist() == [True, False, True]
     assert int(state["counter"]) == 24
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt; in a shell's background jobs it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_script_that_is_interrupted_while_it_waits_for_an_exchange_goes_on(tmp_path: Path) -> None:
+    """As with Ctrl-C in a notebook: the exchange is over then, and nobody believes that it was made."""
+    data, blocked, interrupted = Numbers(400), threading.Event(), threading.Event()
+
+    def other(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(adamw(model), model)
+        for x, y in session.loader(data, BATCH):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if any(member.worker == 0 and member.steps for member in job.status().members):
+                blocked.set()  # both take part in the open round, and it waits for this one
+                interrupted.wait(LIMIT)
+            optimizer.step()
+
+    def waits() -> bool:
+        exchange = session._engine.exchange
+        if exchange is None or exchange.under_way is None or session.version != job.version:
+            return False
+        frame, found = sys._current_frames().get(threading.main_thread().ident or 0), False
+        while frame is not None:
+            found, frame = found or frame.f_code is Flight.land.__code__, frame.f_back
+        return found
+
+    def interrupt() -> None:
+        assert blocked.wait(LIMIT)
+        eventually(waits, "the script waits for the exchange that the other worker holds up")
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with running_job(
+        tmp_path, consistency=local(2, overlap=1), worker={"replicas": 2}, data={"shardRecords": 8}
+    ) as job:
+        job.start(1, other)
+        session = job.session(0)
+        model = make_mlp()
+        optimizer = session.optimizer(adamw(model), model)
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            train(session, model, optimizer, session.loader(data, BATCH))
+        thread.join()
+        assert session._engine.flight is None
+        eventually(
+            lambda: not any(t.name == "flight" for t in threading.enumerate()), "nothing is left of it"
+        )
+        interrupted.set()
+        train(session, model, optimizer, session.loader(data, BATCH))
+        session.close()
+        job.join()
+        check_histories(job, data)
 
 
 @pytest.mark.parametrize("outer", ["diloco", "downpour"])
