@@ -174,6 +174,14 @@ class Settings:
                     )
 
 
+def clip_divisor(norm: float, limit: float) -> float:
+    """What a gradient of this norm is divided by, so that its norm is `limit` at most.
+
+    The formula is that of `torch.nn.utils.clip_grad_norm_`: a norm that overflows leaves nothing.
+    """
+    return max(1.0, (norm + 1e-6) / limit)
+
+
 @lru_cache(maxsize=64)
 def read_settings(text: str) -> Settings:
     """`Settings.from_json`, remembered: workers send the same text for long. Nobody may change the result."""

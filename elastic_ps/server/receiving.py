@@ -10,10 +10,10 @@ from datetime import timedelta
 import torch
 
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of
+from elastic_ps.codec.finite import require_finite
 from elastic_ps.codec.optimizers import Entry
 from elastic_ps.core.partition import ITEM_SIZE, Bucket
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.values import require_finite
 from elastic_ps.transport.base import Incoming
 
 RECEIVE_BUFFERS = 4

@@ -19,11 +19,12 @@ import torch
 from elastic_ps.checkpoint.tensors import Source, Stored
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.base import Sparse
+from elastic_ps.codec.finite import require_finite
 from elastic_ps.codec.optimizers import Entry, Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Settings, clip_divisor
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server import copying
 from elastic_ps.server.copying import Catching, Part
@@ -32,7 +33,7 @@ from elastic_ps.server.drafts import Basis, Drafts
 from elastic_ps.server.orders import Application
 from elastic_ps.server.pulls import NO_DRAFTS, Pulled, RestartedAs
 from elastic_ps.server.receiving import Buffers, read_state
-from elastic_ps.server.values import BucketValues, StateEntry, require_finite
+from elastic_ps.server.values import BucketValues, StateEntry
 from elastic_ps.telemetry import Trace
 from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport.base import EMPTY, Incoming
@@ -539,12 +540,9 @@ class Shard:
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
 
     def _clipped(self, norm: float) -> float:
-        """What the mean gradient is divided by, so that it has this norm at most.
-
-        The formula is that of `torch.nn.utils.clip_grad_norm_`: a norm that overflows leaves nothing.
-        """
+        """What the mean gradient is divided by, so that it has this norm at most."""
         norms = [self._buckets[bucket.index].norm() for bucket in self._to_step]
-        return max(1.0, (math.hypot(*norms) + 1e-6) / norm)
+        return clip_divisor(math.hypot(*norms), norm)
 
     @property
     def _to_step(self) -> list[Bucket]:

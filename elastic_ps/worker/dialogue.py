@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Layout
@@ -75,6 +76,30 @@ class Step:
     base: int
     version: int
     samples: int
+
+    def pushed(self, bucket: int, attempt: int) -> dict[str, Any]:
+        """What a history says when a bucket is pushed."""
+        return {
+            "step": self.number,
+            "bucket": bucket,
+            "attempt": attempt,
+            "version": self.version,
+            "base": self.base,
+            "worker": self.stay.worker,
+            "incarnation": self.stay.incarnation,
+        }
+
+    def applied(self, ending: Ending) -> dict[str, Any]:
+        """What a history says when the step is in the model."""
+        return {
+            "step": self.number,
+            "version": self.version + 1,
+            "records": ending.ranges,
+            "samples": self.samples,
+            "worker": self.stay.worker,
+            "incarnation": self.stay.incarnation,
+            "term": self.stay.term,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -219,16 +219,7 @@ class Exchange:
         awaited.step = None
         self._encoder.applied()
         self._arrived_at(step.version + 1, self._besides, publish=publish)
-        self._history.record(
-            "applied",
-            step=step.number,
-            version=step.version + 1,
-            records=ending.ranges,
-            samples=step.samples,
-            worker=step.stay.worker,
-            incarnation=step.stay.incarnation,
-            term=step.stay.term,
-        )
+        self._history.record("applied", **step.applied(ending))
         self.computes_on(step.version + 1)
         return True
 

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 
 from elastic_ps.codec import checksum
+from elastic_ps.codec.finite import require_finite
 from elastic_ps.codec.optimizers import WIDE
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.reduced import Place
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Settings, clip_divisor
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.training import Consistency
@@ -291,29 +292,13 @@ class Reduced:
         for bucket in self._flat.layout.pushed:
             if bucket.rule is not Rule.GRADIENT:
                 continue
-            values = self._flat.contribution_of(bucket)
-            bad = int((~torch.isfinite(values)).sum()) if not _surely_finite(values) else 0
-            if bad:
-                text = (
-                    f"worker {step.stay.worker}, step {step.number}, bucket {bucket.index}: {bad} of "
-                    f"{values.numel()} values are NaN or Inf"
-                )
-                raise Refused(RefusalCode.NOT_FINITE, text)
+            who = f"worker {step.stay.worker}, step {step.number}, bucket {bucket.index}"
+            require_finite(self._flat.contribution_of(bucket), who)
 
     def _reduce(self, step: Step, met: pb.MeetReply) -> None:
         """Make the sums. Raises Broken."""
-        stay = step.stay
         for bucket in self._flat.layout.pushed:
-            self._history.record(
-                "push",
-                step=step.number,
-                bucket=bucket.index,
-                attempt=met.attempt,
-                version=step.version,
-                base=step.base,
-                worker=stay.worker,
-                incarnation=stay.incarnation,
-            )
+            self._history.record("push", **step.pushed(bucket.index, met.attempt))
         group, started = self._group_for(met), time.monotonic_ns()
         self._sums.begin(step.samples, self._present, group)
         group.wait(lambda: self._look(met))
@@ -332,16 +317,7 @@ class Reduced:
         self._held = (step.stay.term, self.version)
         if self._group is not None:
             self._group = self._group._replace(made=self.version)
-        self._history.record(
-            "applied",
-            step=step.number,
-            version=step.version + 1,
-            records=ending.ranges,
-            samples=step.samples,
-            worker=step.stay.worker,
-            incarnation=step.stay.incarnation,
-            term=step.stay.term,
-        )
+        self._history.record("applied", **step.applied(ending))
         self._record_values(self.version)
 
     def _record_values(self, version: int) -> None:
@@ -378,9 +354,7 @@ class _Sums:
             if bucket.rule is Rule.GRADIENT:
                 for piece, has in zip(bucket.pieces, present[bucket.index], strict=True):
                     self._counts[self._place[piece.tensor]] = int(has)
-                total.mul_(samples)
-                group.sum(total)
-            elif bucket.rule is Rule.MEAN:
+            if bucket.rule in (Rule.GRADIENT, Rule.MEAN):
                 total.mul_(samples)
                 group.sum(total)
             elif bucket.rule is Rule.MAXIMUM:
@@ -417,12 +391,12 @@ class _Sums:
                 tensor.copy_(flat.contribution(index))
 
     def _clipped(self, norm: float | None, samples: int) -> float:
-        """By what the mean is divided; the formula is that of `torch.nn.utils.clip_grad_norm_`."""
+        """By what the mean is divided."""
         if norm is None:
             return 1.0
         gradients = [b.index for b in self._flat.layout.pushed if b.rule is Rule.GRADIENT]
         norms = [float(torch.linalg.vector_norm(self._totals[i], dtype=torch.float64)) for i in gradients]
-        return max(1.0, (math.hypot(*norms) / samples + 1e-6) / norm)
+        return clip_divisor(math.hypot(*norms) / samples, norm)
 
 
 def _dtype(bucket: Bucket, own: torch.Tensor) -> torch.dtype:
@@ -432,10 +406,3 @@ def _dtype(bucket: Bucket, own: torch.Tensor) -> torch.dtype:
     if bucket.rule is Rule.MEAN:
         return torch.float64  # the mean of equal values is that value, to the bit
     return torch.int64 if bucket.rule is Rule.MAXIMUM else own.dtype
-
-
-def _surely_finite(values: torch.Tensor) -> bool:
-    """Whether a quick look finds no NaN or Inf. False says nothing."""
-    if not values.numel():
-        return True
-    return math.isfinite(float(values.sum() if values.dtype is torch.float16 else torch.dot(values, values)))

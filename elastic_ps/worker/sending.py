@@ -229,7 +229,7 @@ class Sending:
 
     def _contribution(self, bucket: Bucket, step: Step, attempt: int) -> Payload:
         """What is sent of a bucket. It is recorded as sent."""
-        self._record(step, bucket, attempt)
+        self._history.record("push", **step.pushed(bucket.index, attempt))
         present = self._present[bucket.index]
         absent = bool(present) and not any(present)
         if absent:
@@ -248,18 +248,6 @@ class Sending:
         now = time.monotonic_ns()
         self._trace.complete(
             "push", started, now, bucket=index, step=step.number, attempt=attempt, bytes=len(payload.body)
-        )
-
-    def _record(self, step: Step, bucket: Bucket, attempt: int) -> None:
-        self._history.record(
-            "push",
-            step=step.number,
-            bucket=bucket.index,
-            attempt=attempt,
-            version=step.version,
-            base=step.base,
-            worker=step.stay.worker,
-            incarnation=step.stay.incarnation,
         )
 
     # --- by the training thread itself
@@ -300,7 +288,7 @@ class Sending:
             Refused: STALE_ATTEMPT, LATE: the round has started again; ask what to do.
         """
         for bucket in self._pushed:
-            self._record(step, bucket, attempt)
+            self._history.record("push", **step.pushed(bucket.index, attempt))
             payload = Payload(self._flat.contribution_bytes(bucket))
             self._client.push(bucket.index, bucket.shard, step, attempt, payload, None)
         self._client.finish(step, attempt, Ending(ranges=(), settings="", metrics={}, assigns=True))
