@@ -151,13 +151,10 @@ def usual_state(
     Raises:
         TypeError, ValueError, RuntimeError: it does not take these hyperparameters, or cannot step.
     """
-    parameter = torch.nn.Parameter(torch.zeros(() if whole else (2,), dtype=dtype))
-    optimizer = make(kind, group, [parameter])
-    parameter.grad = torch.ones_like(parameter)
-    step_unseen(optimizer)
+    state = _first_state(kind, group, torch.zeros(() if whole else (2,), dtype=dtype))
     return {
         key: (name_of(value.dtype), value.dim() == 0) if torch.is_tensor(value) else ("float64", True)
-        for key, value in optimizer.state[parameter].items()
+        for key, value in state.items()
     }
 
 
@@ -165,12 +162,18 @@ def usual_numbers(kind: Kind, group: Mapping[str, Any]) -> dict[str, type]:
     """The keys of that state that are numbers of Python, and of which type they are: int, float or bool."""
     if is_of_torch(kind):
         return {}
-    parameter = torch.nn.Parameter(torch.zeros(2))
+    state = _first_state(kind, group, torch.zeros(2))
+    return {key: type(value) for key, value in state.items() if not torch.is_tensor(value)}
+
+
+def _first_state(kind: Kind, group: Mapping[str, Any], values: torch.Tensor) -> Mapping[str, Any]:
+    """What an optimizer keeps for a parameter with these values after one step."""
+    parameter = torch.nn.Parameter(values)
     optimizer = make(kind, group, [parameter])
     parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    state = optimizer.state[parameter].items()
-    return {key: type(value) for key, value in state if not torch.is_tensor(value)}
+    step_unseen(optimizer)
+    state: Mapping[str, Any] = optimizer.state[parameter]
+    return state
 
 
 def with_numbers(state: Mapping[str, Any], numbers: Mapping[str, type]) -> dict[str, Any]:
