@@ -15,15 +15,6 @@ PushRule: TypeAlias = Literal["add", "copy", "zero"]
 PUSH_RULES: tuple[PushRule, ...] = get_args(PushRule)
 
 
-LONGEST_NAME = 200
-"""Characters of a tensor's name."""
-
-
-def is_name(given: object) -> bool:
-    """Whether a tensor can have this name."""
-    return isinstance(given, str) and 0 < len(given) <= LONGEST_NAME and given.isprintable()
-
-
 class Slice(NamedTuple):
     """`length` elements from `start` on of the flattened tensor, on one shard. They travel together."""
 

@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import torch
 
+from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.partition import ITEM_SIZE
-from elastic_ps.core.spread import LONGEST_NAME, PushRule, Slice, is_name, size_of, spread
+from elastic_ps.core.spread import PushRule, Slice, size_of, spread
 from elastic_ps.errors import RefusalCode, Refused
 
 PATIENCE = timedelta(seconds=60)

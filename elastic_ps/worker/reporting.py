@@ -11,10 +11,8 @@ from typing import Any
 import torch
 
 from elastic_ps.core.metrics import REDUCTIONS, reduce_values
+from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.errors import UsageError
-
-LONGEST_NAME = 200
-"""Characters of a value's name."""
 
 
 def checked(metrics: Mapping[str, Any], reduce: str) -> dict[str, Any]:
@@ -22,7 +20,7 @@ def checked(metrics: Mapping[str, Any], reduce: str) -> dict[str, Any]:
     if reduce not in REDUCTIONS:
         raise UsageError(f"session.metric got reduce={reduce!r}; expected one of {', '.join(REDUCTIONS)}")
     for name in metrics:
-        if not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable()):
+        if not is_name(name):
             raise UsageError(
                 f"the name of a value that is reported is a text of 1 to {LONGEST_NAME} printable "
                 f"characters; given: {repr(name)[:300]}"

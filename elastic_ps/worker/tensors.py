@@ -23,8 +23,9 @@ from itertools import groupby
 import torch
 
 from elastic_ps.codec import as_bytes, name_of
+from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.partition import ITEM_SIZE
-from elastic_ps.core.spread import LONGEST_NAME, PUSH_RULES, PushRule, Slice, is_name, spread
+from elastic_ps.core.spread import PUSH_RULES, PushRule, Slice, spread
 from elastic_ps.errors import ConnectionLost, ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
