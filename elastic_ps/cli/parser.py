@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -147,11 +148,14 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     run.add_argument("job", metavar="JOB", type=Path, help="the job's YAML file, or a Python script")
     run.add_argument(
-        "--workers", type=_positive, metavar="N", help="start with N workers, whatever the file says"
+        "--workers",
+        type=_number_of("workers"),
+        metavar="N",
+        help="start with N workers, whatever the file says",
     )
     run.add_argument(
         "--processes",
-        type=_positive,
+        type=_number_of("workers"),
         metavar="N",
         help="give each worker N processes, which share its batches and push one sum",
     )
@@ -232,7 +236,7 @@ def _add_scale(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     scale.add_argument("job", metavar="JOB", help="the job's name or its YAML file")
     scale.add_argument(
-        "--workers", type=_positive, metavar="N", required=True, help="the new number of workers"
+        "--workers", type=_number_of("workers"), metavar="N", required=True, help="the new number of workers"
     )
 
 
@@ -347,7 +351,7 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="the faults to inject; one that is named twice is injected twice",
     )
     drill.add_argument(
-        "--workers", type=_positive, metavar="N", help="start N workers, whatever the file says"
+        "--workers", type=_number_of("workers"), metavar="N", help="start N workers, whatever the file says"
     )
     drill.add_argument(
         "--report", type=Path, metavar="DIR", help="write drill.json and the histories into DIR"
@@ -381,17 +385,15 @@ def _add_hostfile(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--from", dest="source", type=Path, metavar="FILE", help="a file with a host in each line"
     )
     hostfile.add_argument(
-        "--slots", type=_slots, default=1, metavar="N", help="of a host that does not say (default: 1)"
+        "--slots",
+        type=_number_of("ranks"),
+        default=1,
+        metavar="N",
+        help="of a host that does not say (default: 1)",
     )
     hostfile.add_argument(
         "--style", choices=["open-mpi", "mpich"], default="open-mpi", help="whose mpirun reads it"
     )
-
-
-def _slots(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: expected 1 or more")
-    return int(text)
 
 
 def _faults(text: str) -> list[Kind]:
@@ -410,10 +412,13 @@ def _version(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers: expected 1 or more")
-    return int(text)
+def _number_of(what: str) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {what}: expected 1 or more")
+        return int(text)
+
+    return parse
 
 
 def _scale(text: str) -> tuple[int, int]:
