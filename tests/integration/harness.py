@@ -110,6 +110,12 @@ class Job:
         thread.start()
         return thread
 
+    def run(self, script: Callable[[Session], Any], *, workers: int) -> None:
+        """Start that many workers with the same script, and wait for all of them; see `start` and `join`."""
+        for worker in range(workers):
+            self.start(worker, script)
+        self.join()
+
     def join(self) -> None:
         """Wait for all workers; raises the first error of one."""
 

@@ -49,9 +49,7 @@ def test_with_as_many_gradients_as_workers_it_is_sync(tmp_path: Path) -> None:
             optimizer.step()
 
     with running_job(tmp_path, consistency=accumulate(3), data={"shardRecords": 16}) as job:
-        for worker in range(3):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=3)
         made_of = [contributors(commit) for commit in job.commits()]
         check_histories(job, data)
     assert len(made_of) == 480 // 4 // 3
@@ -97,9 +95,7 @@ def test_a_slow_worker_adds_fewer_gradients(tmp_path: Path) -> None:
             optimizer.step()
 
     with running_job(tmp_path, consistency=accumulate(8), data={"shardRecords": 8}) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits, members = job.commits(), job.status().members
         check_histories(job, data)
     assert {len(contributors(commit)) for commit in commits[:-1]} == {8}
@@ -137,9 +133,7 @@ def test_a_worker_that_dies_while_it_pushes_makes_earlier_steps_void(tmp_path: P
             optimizer.step()
 
     with running_job(tmp_path, consistency=accumulate(12), parameterServer={"bucketBytes": 1024}) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits, members = job.commits(), job.status().members
         check_histories(job, data)
     assert pushed.is_set()

@@ -97,9 +97,7 @@ def test_versions_are_those_of_one_process(tmp_path: Path, workers: int, make: M
         models[session.worker] = train(session, data, make, epochs=2)
 
     with running(tmp_path, data={"shardRecords": 13}) as job:
-        for worker in range(workers):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=workers)
         assert_right(job, models, data, make, epochs=2)
 
 
@@ -111,9 +109,7 @@ def test_no_gradient_and_no_value_of_a_step_comes_to_the_parameter_server(tmp_pa
         models[session.worker] = train(session, data, each=lambda *_: both_are_there(job))
 
     with running(tmp_path) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert len(job.commits()) >= 10
         assert not sum(member.traffic.pushed_bytes for member in job.status().members)
         pulled = sum(member.traffic.pulled_bytes for member in job.status().members)
@@ -158,9 +154,7 @@ def test_a_worker_that_vanishes_in_a_step_costs_no_record(tmp_path: Path) -> Non
         models[session.worker] = train(session, data, each=each)
 
     with running(tmp_path) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert_right(job, models, data, adam)
 
 
@@ -181,9 +175,7 @@ def test_who_is_gone_between_the_sum_and_the_commit_takes_its_step_with_it(
 
     monkeypatch.setattr(Client, "meet", vanish)
     with running(tmp_path) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert_right(job, models, data, adam)
 
 
@@ -207,9 +199,7 @@ def test_a_group_that_loses_the_connection_is_made_anew(
     monkeypatch.setattr(Group, "wait", fail)
     monkeypatch.setattr(reduced, "RECOVERY", 0.1)
     with running(tmp_path) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert len(broken) == 2
         assert len(job.status().members) == 2
         assert_right(job, models, data, adam)
@@ -233,9 +223,7 @@ def test_buffers_are_the_mean_and_the_maximum_as_with_a_parameter_server(tmp_pat
     for strategy in states:
         path, schedule = tmp_path / strategy, {"shardRecords": 8, "shuffle": False}
         with running_job(path, strategy=strategy, checkpoints=path / "checkpoints", data=schedule) as job:
-            for worker in range(2):
-                job.start(worker, script)
-            job.join()
+            job.run(script, workers=2)
             versions = job.version
         for state in states[strategy]:
             assert int(state["0.num_batches_tracked"]) == versions
@@ -264,9 +252,7 @@ def test_a_norm_is_limited_as_by_a_parameter_server(tmp_path: Path) -> None:
         replay(commits, data, model, lambda m: Clipped(m.parameters(), lr=0.05, momentum=0.9), job.spec)
 
     with running(tmp_path) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits = check_histories(job.history, records=60, epochs=1)
     assert_equal_up_to_round_off(models[0], make_mlp(), replayed)
 
@@ -283,9 +269,7 @@ def test_a_job_goes_on_from_a_checkpoint_after_its_parameter_server_is_lost(tmp_
 
     checkpoint = {"checkpoint": {"everyVersions": 5}}
     with running(tmp_path, parameterServer=checkpoint) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert not check(read(job.history), Data(300, 1))
         assert job.status().term == 2
     first, second = models.values()
@@ -312,9 +296,7 @@ def test_a_checkpoint_is_whole_and_another_job_goes_on_from_it(tmp_path: Path) -
                 resume="auto",
             ) as job
         ):
-            for worker in range(2):
-                job.start(worker, script)
-            job.join()
+            job.run(script, workers=2)
             commits += job.commits()
     assert_each_record_once(commits, records=200, epochs=2)
     assert_equal_up_to_round_off(
@@ -344,9 +326,7 @@ def test_a_script_may_pause_evaluate_and_stop(tmp_path: Path, caplog: pytest.Log
         assert optimizer.state_dict()["state"]
 
     with running(tmp_path) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert job.status().term == 1, "no version was lost"
         assert "is broken" not in caplog.text, "all know which group makes a version"
         assert job.version

@@ -171,9 +171,7 @@ def test_a_script_may_go_on_after_an_interrupt(
     with running_job(
         tmp_path, consistency=consistency, worker={"replicas": 2}, parameterServer={"replicas": shards}
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert interrupted.is_set()
         assert_each_record_once(job.commits(), records=len(data), epochs=1)
         for worker in range(2):

@@ -55,9 +55,7 @@ def test_the_others_do_not_wait_for_the_slowest(
         worker={"replicas": 3},
         parameterServer={"replicas": shards, "bucketBytes": 1024},
     ) as job:
-        for worker in range(3):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=3)
         commits, members = job.commits(), {m.worker: m for m in job.status().members}
     assert_each_record_once(commits, records=len(data), epochs=1)
     assert check(read(tmp_path / "history"), Data(len(data), 1)) == []
@@ -111,9 +109,7 @@ def test_a_worker_that_has_begun_and_dies_is_not_waited_for(tmp_path: Path) -> N
             optimizer.step()
 
     with running_job(tmp_path, consistency=BACKUP, parameterServer={"bucketBytes": 1024}) as job:
-        for worker in range(3):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=3)
         commits = job.commits()
         [member] = [m for m in job.status().members if m.worker == 1]
     assert member.state == "lost"

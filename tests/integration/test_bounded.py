@@ -107,9 +107,7 @@ def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where
         worker={"replicas": 3},
         parameterServer={"replicas": shards, "bucketBytes": 1024},
     ) as job:
-        for worker in range(3):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=3)
         commits, members = job.commits(), {m.worker: m for m in job.status().members}
     check_histories(job, data)
     # From near the end on, nobody is slow.
@@ -153,9 +151,7 @@ def test_the_result_is_that_of_the_recorded_rounds(
     with running_job(
         tmp_path, consistency=consistency, data={"shardRecords": 8}, parameterServer=server
     ) as job:
-        for worker in range(3):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=3)
         commits, spec = job.commits(), job.spec
     check_histories(job, data, most=spec.consistency.most_stale)
     assert any(stale for worker in range(3) for stale in staleness(commits, worker))
@@ -219,9 +215,7 @@ def test_with_async_nobody_waits_for_the_slowest(
         data={"shardRecords": 8},
         parameterServer={"replicas": shards, "bucketBytes": 1024},
     ) as job:
-        for worker in range(3):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=3)
         commits, told = job.commits(), job.status().progress.staleness
     check_histories(job, data, most=math.inf)
     every = sorted(stale for worker in range(3) for stale in staleness(commits, worker))
@@ -268,9 +262,7 @@ def test_with_consistent_reads_others_wait_for_who_reads(tmp_path: Path) -> None
             optimizer.step()
 
     with running_job(tmp_path, consistency=ASYNC, data={"shardRecords": 8}) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
     assert seen
     assert all(now <= version for version, now in seen), seen
     check_histories(job, data, most=math.inf)
@@ -337,9 +329,7 @@ def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(
         parameterServer={"bucketBytes": 1024},
         worker={"replicas": 3, "leaseDuration": "1s"},
     ) as job:
-        for worker in range(3):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=3)
         commits = job.commits()
         [member] = [m for m in job.status().members if m.worker == 1]
     assert blocked.is_set()

@@ -99,9 +99,7 @@ def test_a_job_goes_through_all_modes(tmp_path: Path, shards: int) -> None:
         parameterServer={"replicas": shards, "bucketBytes": 1024},
     ) as job:
         script.job = job
-        for worker in range(3):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=3)
         status = job.status()
     assert not script.plan
     assert consistencies(job) == [{}, *plan[:-1], {}]
@@ -135,9 +133,7 @@ def test_a_parameter_server_that_dies_at_a_change(tmp_path: Path, durability: st
         parameterServer={"replicas": 2, "bucketBytes": 1024, "durability": durability},
     ) as job:
         script.job = job
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert job.status().tuning.generation == len(plan)
     assert not script.plan
     assert check(read(job.history), Data(len(data), 1)) == []
@@ -155,9 +151,7 @@ def test_local_steps_get_more(tmp_path: Path) -> None:
         data={"shardRecords": 32},
     ) as job:
         script.job = job
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
     assert_nothing_lost(job, data)
     most = {
         term: max(sum(b - a for _, a, b in c["records"]) for each in commits for c in each["contributions"])
@@ -310,9 +304,7 @@ def test_the_server_keeps_an_objective_of_staleness_by_itself(
         consistency=wished,
         data={"shardRecords": 8},
     ) as job:
-        for worker in range(3):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=3)
     assert restarted == ["mode: bounded"], "it comes back with what it was changed to"
     assert consistencies(job) == [wished, bounded, wished, bounded, wished], "the third one is a start's"
     assert check(read(job.history), None) == [], "among others: no step was more stale than its term allows"

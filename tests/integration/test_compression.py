@@ -97,9 +97,7 @@ def test_the_digits_are_learned(tmp_path: Path, compression: dict[str, Any]) -> 
         reached[session.worker] = accuracy(model, *test.tensors)
 
     with running_job(tmp_path, compression=compression) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits, counts, steps = job.commits(), job.status().traffic, len(job.commits())
     assert_each_record_once(commits, records=len(training), epochs=12)
     plain = 4 * sum(p.numel() for p in make_mlp((64, 64, 10)).parameters())

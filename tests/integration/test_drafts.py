@@ -102,9 +102,7 @@ def test_a_step_that_is_skipped_leaves_no_call_that_changes_the_model(tmp_path: 
                 optimizer.step()
 
     with running_job(tmp_path, **FIELDS) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert job.version >= 20
 
 
@@ -157,9 +155,7 @@ def test_an_answer_that_comes_when_its_step_is_over_is_not_one_of_the_next_step(
             optimizer.step()
 
     with running_job(tmp_path, **FIELDS) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert_each_record_once(job.commits(), records=len(data), epochs=1)
     assert holding
 

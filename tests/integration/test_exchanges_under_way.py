@@ -125,9 +125,7 @@ def test_the_result_is_taken_over_some_steps_later(
         worker={"replicas": 2},
         parameterServer={"replicas": 2, "bucketBytes": 1024},
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits, rule = job.commits(), job.spec.consistency
         check_histories(job, data)
     for model in models.values():
@@ -192,9 +190,7 @@ def test_a_worker_makes_its_next_steps_while_another_one_is_not_there_yet(tmp_pa
         worker={"replicas": 2},
         data={"shardRecords": 8},
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         check_histories(job, data)
     assert [before == after for before, after in versions] == [True], "it was the exchange of that version"
 
@@ -358,9 +354,7 @@ def test_a_script_leaves_its_loop_and_stops_with_an_exchange_under_way(tmp_path:
     with running_job(
         tmp_path, consistency=local(4, overlap=3), worker={"replicas": 2}, data={"shardRecords": 8}
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         status = job.status()
         commits = job.commits()
     assert status.progress.stopped == "enough"

@@ -135,9 +135,7 @@ def test_it_is_the_rule_of_the_paper(tmp_path: Path, outer: str, steps: int, cou
         data={"shardRecords": 8},
         parameterServer={"replicas": 2, "bucketBytes": 1024},
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits, rule = job.commits(), job.spec.consistency
         check_histories(job, data)
     assert parts[0] == parts[1]
@@ -218,9 +216,7 @@ def test_at_the_end_of_the_loop_the_model_is_the_jobs(tmp_path: Path, outer: str
         data={"shardRecords": 8},
         parameterServer={"bucketBytes": 1024},
     ) as job:
-        for worker in range(3):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=3)
         last = job.version
         check_histories(job, Numbers(96), epochs=2)
     assert versions == [last] * 3

@@ -227,9 +227,7 @@ def test_a_slow_worker_gets_less_to_compute(tmp_path: Path, consistency: dict[st
 
     consistency = consistency | {"balance": "speed"}
     with running_job(tmp_path, consistency=consistency, data={"shardRecords": 8}) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits, members = job.commits(), {m.worker: m for m in job.status().members}
     assert check(read(job.history), Data(len(data), 1), batch=consistency.get("globalBatchSize")) == []
     both = [c["contributions"] for c in commits if len({step["worker"] for step in c["contributions"]}) == 2]
@@ -297,9 +295,7 @@ def test_a_script_stops_the_training_in_the_middle_of_a_version(tmp_path: Path) 
         models[session.worker] = model
 
     with running_job(tmp_path, consistency={"globalBatchSize": 24}) as job:
-        for worker in range(3):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=3)
         commits, progress = job.commits(), job.status().progress
     assert progress.stopped == "it is good enough"
     assert {len(records_of(commit)) for commit in commits[:-1]} == {24, 4}
@@ -325,9 +321,7 @@ def test_a_worker_that_is_busy_between_epochs_has_its_part(tmp_path: Path) -> No
         models[session.worker] = model
 
     with running_job(tmp_path, consistency={"globalBatchSize": 30}) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits = job.commits()
     check_sets(commits, records=100, size=30, epochs=3)
     assert difference(models[1], plain(DATA, size=30, epochs=3)) < 1e-6

@@ -45,9 +45,7 @@ def test_a_worker_that_joins_again_in_a_step_waits_to_be_admitted(tmp_path: Path
 
     taken = [0]
     with running_job(tmp_path, data={"shardRecords": 8}) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert_each_record_once(job.commits(), records=len(data), epochs=1)
         assert [member.worker for member in job.status().members].count(0) == 2, "worker 0 joined again"
 

@@ -184,9 +184,7 @@ def test_it_is_the_rule_of_the_paper(tmp_path: Path, outer: str) -> None:
         worker={"replicas": 2},
         parameterServer={"replicas": 2, "bucketBytes": 1024},
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits, rule = job.commits(), job.spec.consistency
         check_histories(job, data)
     sizes = [len(c["records"]) for commit in commits for c in commit["contributions"]]
@@ -515,9 +513,7 @@ def test_statistics_of_normalisation_are_exchanged_with_the_values(tmp_path: Pat
 
     models = dict[int, torch.nn.Module]()
     with running_job(tmp_path, consistency=local(3), data={"shardRecords": 8}) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
     ours, theirs = (models[w].state_dict() for w in range(2))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

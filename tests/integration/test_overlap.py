@@ -49,9 +49,7 @@ def test_pushes_begin_while_backward_runs(tmp_path: Path, transport: str) -> Non
 
     traces = tmp_path / "traces"
     with running_job(tmp_path, transport=transport, traces=traces) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         versions = job.version
     layout = layouts[0]
     assert len(layout.pushed) >= 6

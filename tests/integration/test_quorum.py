@@ -41,9 +41,7 @@ def test_with_a_quorum_of_all_workers_it_is_the_rule_of_the_paper(tmp_path: Path
         data={"shardRecords": 8},
         worker={"replicas": 2, "minReplicas": 2},
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits, rule = job.commits(), job.spec.consistency
         check_histories(job, data)
     for model in models.values():
@@ -104,9 +102,7 @@ def test_a_round_waits_for_the_others_as_long_as_grace_says(tmp_path: Path) -> N
         data={"shardRecords": 60},
         worker={"replicas": 2},
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         check_histories(job, data)
         commits = job.commits()
     assert [len(commit["contributions"]) for commit in commits][:4] == [2, 2, 2, 2]

@@ -265,9 +265,7 @@ def epochs_trained(tmp_path: Path, epochs: int, *, workers: int = 2, **fields: A
     with running_job(
         tmp_path / f"run-{path.name}", checkpoints=tmp_path / "checkpoints", resume="auto", **fields
     ) as job:
-        for worker in range(workers):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=workers)
         progress = job.status().progress
         assert (progress.finished, progress.records_applied) == (True, epochs * RECORDS)
         assert len(chiefs) == 1

@@ -139,9 +139,7 @@ def test_all_workers_may_assign_at_the_same_version(tmp_path: Path) -> None:
             optimizer.step()
 
     with running_job(tmp_path, data={"shardRecords": 4}) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits = job.commits()
         outcomes = [(member.worker, member.state) for member in job.status().members]
     assert [c["worker"] for c in commits[9]["contributions"]] == [0, 1, 2]

@@ -44,9 +44,7 @@ def test_it_is_the_norm_of_the_gradient_of_the_whole_batch(tmp_path: Path, trans
             optimizer.step()
 
     with running_job(tmp_path, transport=transport, parameterServer={"bucketBytes": 1024}) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         norms.clear()
         assert_equal_up_to_round_off(
             models[0],

@@ -31,9 +31,7 @@ def test_compiled_and_plain_workers_train_one_model(tmp_path: Path) -> None:
 
     checkpoints = tmp_path / "checkpoints"
     with running_job(tmp_path, checkpoints=checkpoints) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits, spec = job.commits(), job.spec
     assert_equal_up_to_round_off(models[0], make_mlp(), lambda model: replay(commits, data, model, sgd, spec))
     for ours, theirs in zip(models[1].parameters(), models[0].parameters(), strict=True):

@@ -89,9 +89,7 @@ def test_a_constraint_is_kept_as_by_plain_torch(
             optimizer.step()
 
     with running_job(tmp_path, checkpoints=tmp_path / "kept", parameterServer=server) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits, spec = job.commits(), job.spec
 
     def replayed(model: torch.nn.Module, *, limited: bool = True) -> None:

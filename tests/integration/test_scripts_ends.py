@@ -94,9 +94,7 @@ def test_a_script_stops_the_job(tmp_path: Path, consistency: dict[str, Any]) -> 
         worker={"replicas": 2},
         consistency=consistency,
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         check_stopped(job, ends)
 
 
@@ -124,9 +122,7 @@ def test_a_stop_outlives_the_parameter_server(tmp_path: Path) -> None:
         checkpoints=tmp_path / "checkpoints",
         parameterServer={"checkpoint": {"everyVersions": 2}},
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         check_stopped(job, ends)
 
 
@@ -252,9 +248,7 @@ def test_a_worker_that_waits_in_an_earlier_epoch_is_not_the_chief_of_the_last(tm
                 chiefs.append(epoch)
 
     with running_job(tmp_path) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
     assert sorted(chiefs) == [0, 1, 2, 3]
 
 
@@ -295,8 +289,6 @@ def test_one_worker_is_the_chief_in_each_epoch(tmp_path: Path, accumulate: int) 
         checkpoints=tmp_path / "checkpoints",
         parameterServer={"checkpoint": {"everyVersions": 1}},
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
     assert sorted(set(chiefs)) == [0, 1, 2, 3]
     assert chiefs.count(2) == chiefs.count(3) == 1

@@ -175,9 +175,7 @@ def test_epochs_are_seen_one_after_the_other(tmp_path: Path) -> None:
                 optimizer.step()
 
     with running_job(tmp_path) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert_each_record_once(job.commits(), records=90, epochs=4)
         ranges = [c["records"] for commit in job.commits() for c in commit["contributions"]]
         assert all(len({r[0] for r in records}) == 1 for records in ranges), "no batch spans two epochs"

@@ -136,9 +136,7 @@ def test_batch_norm_statistics_are_the_mean_over_the_workers(tmp_path: Path) -> 
             assert int(norm.num_batches_tracked) == session.version
 
     with running_job(tmp_path, data={"shardRecords": 4}) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         states = [model.state_dict() for model in models.values()]
     assert any(len(values) == 2 for values in local.values())
     for name, value in states[0].items():
@@ -180,9 +178,7 @@ def test_small_updates_add_up_in_half_precision(tmp_path: Path, dtype: torch.dty
 
     server = {"checkpoint": {"everyVersions": 10, "interval": "1h"}}
     with running_job(tmp_path, checkpoints=tmp_path / "kept", parameterServer=server) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         versions = job.version
     exact = 1 - versions * 2.0**-12
     alone = Weights()

@@ -42,9 +42,7 @@ def test_the_others_train_on_and_each_record_counts_once(tmp_path: Path, num_wor
                     resumed.set()
 
     with running_job(tmp_path, data={"shardRecords": 12}) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         assert_each_record_once(job.commits(), records=300, epochs=1)
     assert versions["resumed"] > 10, "its next step is made on the newest version"
 

@@ -42,9 +42,7 @@ def test_two_networks_in_turn(tmp_path: Path, workers: int) -> None:
         networks[session.worker] = names
 
     with running_job(tmp_path) as job:
-        for worker in range(workers):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=workers)
         assert_each_record_once(job.commits(), records=480, epochs=2)
     trained = networks[0]
     for name, before in (("generator", make_mlp((2, 8, 2))), ("critic", make_mlp((2, 8, 1), seed=1))):

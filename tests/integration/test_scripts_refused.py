@@ -206,9 +206,7 @@ def test_a_worker_with_another_model_is_refused_and_the_others_train_on(tmp_path
             refusals.append(str(error))
 
     with running_job(tmp_path) as job:
-        for worker in range(2):
-            job.start(worker, good)
-        job.join()
+        job.run(good, workers=2)
         assert_each_record_once(job.commits(), records=120, epochs=1)
     for part in ("2.weight", "[17, 16]", "[16, 16]", "4.weight", "Adam", "SGD"):
         assert part in refusals[0]

@@ -208,9 +208,7 @@ def test_a_schedule_follows_the_jobs_progress(tmp_path: Path, name: str, consist
         parameterServer={"checkpoint": {"everyVersions": 1}},
         data={"shardRecords": 8},
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         made = {c["version"]: c for c in job.commits()}  # the last ones: some versions were made twice
     assert not once
     commits = [made[version] for version in sorted(made)]

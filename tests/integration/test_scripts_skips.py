@@ -148,9 +148,7 @@ def test_a_step_that_is_skipped_holds_nobody_up(tmp_path: Path, consistency: dic
     with running_job(
         tmp_path, worker={"replicas": 2}, consistency=consistency, parameterServer={"bucketBytes": 1024}
     ) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         progress = job.status().progress
         assert progress.records_applied + progress.records_skipped == records
         assert progress.records_skipped

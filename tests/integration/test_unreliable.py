@@ -108,9 +108,7 @@ def test_everything_is_applied_once(
     with running_job(tmp_path, transport=transport, parameterServer=server) as job:
         reliable = job.open_connections
         job.open_connections = lambda: [Unreliable(inner, network) for inner in reliable()]
-        for worker in range(3):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=3)
         for timer in network.later:
             timer.join()
         commits, spec = job.commits(), job.spec

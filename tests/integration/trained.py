@@ -87,9 +87,7 @@ def check_against_replay(
         models[session.worker] = model
 
     with running_job(tmp_path, **fields) as job:
-        for worker in range(2):
-            job.start(worker, script)
-        job.join()
+        job.run(script, workers=2)
         commits, spec = job.commits(), job.spec
 
     def replayed(model: torch.nn.Module) -> None:
