@@ -451,9 +451,10 @@ class Flat:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Copy what tensors with memory of their own have become to the values. Blocks for the copies."""
+        """Copy what parameters with memory of their own have become to the values. Blocks for the copies."""
         for index in self._apart:
-            self.value(index).copy_(self.tensors[index])
+            if self.layout.tensors[index].rule is Rule.GRADIENT:
+                self.value(index).copy_(self.tensors[index])
 
     def publish(self, *, besides: Set[int] = frozenset()) -> None:
         """The values are there: copy them to tensors that have memory of their own. Blocks for the copies.

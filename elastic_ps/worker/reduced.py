@@ -365,7 +365,7 @@ class _Sums:
 
     @torch.no_grad()
     def publish(self, norm: float | None) -> None:
-        """Give the model's parameters the mean gradients, and its buffers their values.
+        """Give the model's parameters the mean gradients, and its buffers the values that the version has.
 
         Args:
             norm: the 2-norm that the mean gradient has at most.
@@ -389,6 +389,7 @@ class _Sums:
                 tensor.grad.copy_(flat.contribution(index))
             elif spec.rule is not Rule.CONSTANT:
                 tensor.copy_(flat.contribution(index))
+                flat.value(index).copy_(flat.contribution(index))
 
     def _clipped(self, norm: float | None, samples: int) -> float:
         """By what the mean is divided."""

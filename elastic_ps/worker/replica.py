@@ -30,6 +30,10 @@ PAUSE = 0.1
 class Replica:
     """Belongs to the training thread. Its methods block.
 
+    A worker may be asked for its version when it has computed on another batch already. Its parameters are of
+    the version till it makes the step, but its buffers are not. So buffers are given as they are in `flat`'s
+    values, where each version puts its own.
+
     Args:
         flat: of a model whose changing tensors have memory of their own.
         optimizer: torch's own, which makes the steps.

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.checkpoint.plain import load_checkpoint
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import ConnectionLost, InvalidJob, InvalidModel, Refused, UsageError
@@ -23,6 +24,7 @@ from elastic_ps.local import Launcher, Options
 from elastic_ps.worker import reduced
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.group import Broken, Group, Store, host_towards, require_safe
+from elastic_ps.worker.replica import Replica
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, make_spec, running_job
 from tests.integration.histories import check_histories
@@ -229,6 +231,45 @@ def test_buffers_are_the_mean_and_the_maximum_as_with_a_parameter_server(tmp_pat
             assert int(state["0.num_batches_tracked"]) == versions
             for key, value in state.items():
                 assert torch.equal(value, states[strategy][0][key])
+
+
+def test_a_version_has_the_buffers_that_it_was_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worker 0 is gone before it sends a checkpoint. Worker 1, which sends it, has begun its next step."""
+    due, begun = 5, threading.Event()
+    expected: dict[str, torch.Tensor] = {}
+    send = Replica.send
+
+    def vanish(self: Replica, version: int) -> None:
+        if version == due and (client := self._client).worker == 0:
+            begun.wait(60)
+            job.coordinator.gone(0, client.instance)
+            raise SystemExit
+        send(self, version)
+
+    def script(session: Session) -> None:
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), make_mlp())
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(60), 4):
+            if session.version < due:
+                both_are_there(job)
+            elif session.version == due:
+                expected.update({k: v.clone() for k, v in model.state_dict().items()})
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if session.version == due:
+                begun.set()
+            optimizer.step()
+
+    monkeypatch.setattr(Replica, "send", vanish)
+    checkpoint = {"checkpoint": {"everyVersions": due, "keep": 100}}
+    with running(tmp_path, parameterServer=checkpoint) as job:
+        job.run(script, workers=2)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), make_mlp())
+    load_checkpoint(tmp_path / "checkpoints", model, version=due)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
 
 
 def test_a_norm_is_limited_as_by_a_parameter_server(tmp_path: Path) -> None:
