@@ -247,6 +247,7 @@ def _signals_end_the_process() -> Iterator[None]:
     """While nothing runs yet: end by an exception, so that a check's process ends too."""
 
     def end(number: int, _frame: FrameType | None) -> None:
+        print(f"stopped by {signal.Signals(number).name}: nothing was started", file=sys.stderr)
         raise SystemExit(128 + number)
 
     with _handled(end):

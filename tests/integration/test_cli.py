@@ -204,6 +204,27 @@ def test_a_signal_stops_the_job_and_leaves_nothing(place: Place, number: signal.
     assert place.status()["phase"] == "Suspended"
 
 
+@pytest.mark.parametrize("module", ["argparse", "rich", "yaml"])
+def test_an_interrupt_while_the_command_is_imported_is_a_sentence(place: Place, module: str) -> None:
+    place.job()
+    (place.path / f"{module}.py").write_text(
+        "import pathlib, time\n"
+        "pathlib.Path('importing').touch()\n"
+        "try:\n    time.sleep(1000)\nexcept BaseException as error:\n    raise RuntimeError from error\n"
+    )
+    code = (
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from elastic_ps.cli import main\nsys.exit(main())\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "run", "job.yaml"], cwd=place.path, stderr=subprocess.PIPE, text=True
+    ) as process:
+        eventually((place.path / "importing").exists, "the module is being imported")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err) == (130, "stopped by SIGINT: nothing was started\n")
+
+
 def test_a_second_interrupt_kills(place: Place) -> None:
     process = place.start("run", place.job(records=FOREVER, stubborn=True))
     place.training(2)
