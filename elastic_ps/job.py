@@ -326,6 +326,13 @@ class TrainingJobSpec(CamelModel):
         "among themselves, through torch.distributed, and each makes the step. The parameter server then "
         "counts the records, says who takes part, and gets the values only for checkpoints.",
     )
+    unencrypted_all_reduce: bool = Field(
+        default=False,
+        description="With strategy all-reduce, whether workers on several hosts may add gradients up, though "
+        "torch.distributed neither encrypts nor asks for certificates. Whoever reaches the workers' ports "
+        "can then read and change gradients and values. Without it, a job whose processes have certificates "
+        "is refused. Calls to the parameter server are encrypted all the same.",
+    )
     consistency: Consistency = Field(default_factory=Consistency)
     compression: Compression = Field(default_factory=Compression)
     data: Data = Field(default_factory=Data)
@@ -345,7 +352,27 @@ class TrainingJobSpec(CamelModel):
                 f"{name} does not work with strategy all-reduce, where {why}; leave it out, or set strategy: "
                 "parameter-server"
             )
+        if self.unencrypted_all_reduce and not self.all_reduce:
+            raise ValueError(
+                "unencryptedAllReduce works only with strategy all-reduce; leave it out, since this job's "
+                "workers do not speak to each other"
+            )
         return self
+
+    def refuse_unencrypted(self, *, secured: bool) -> str:
+        """Why the workers must not speak to each other between hosts; "" if they may, or need not.
+
+        Args:
+            secured: the job's processes have certificates.
+        """
+        if not self.all_reduce or self.unencrypted_all_reduce or not secured:
+            return ""
+        return (
+            "with strategy all-reduce the workers speak to each other through torch.distributed, where "
+            "nothing is encrypted and nobody is asked for a certificate; but the processes of this job have "
+            "certificates. If nobody else reaches the network between the workers, set "
+            "unencryptedAllReduce: true; else use strategy: parameter-server"
+        )
 
     @model_validator(mode="after")
     def _check_workers(self) -> TrainingJobSpec:

@@ -36,7 +36,7 @@ def connect() -> Session:
     host = "127.0.0.1"
     if environment.spec.all_reduce:
         host = host_towards(ways.parse(environment.addresses[0])[1], within=PATIENCE)
-        require_safe(host, secured=environment.tls is not None)
+        require_safe(host, environment.spec, secured=environment.tls is not None)
     world = _local_world(environment)
     process = f"worker-{environment.index}"
     connections = []

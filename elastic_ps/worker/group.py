@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ps.errors import ConnectionLost, UsageError
+from elastic_ps.job import TrainingJobSpec
 
 _c10d: Any = dist
 """Some of its names are not among those that mypy knows."""
@@ -65,21 +66,16 @@ def host_towards(address: str, *, within: timedelta) -> str:
             time.sleep(PAUSE)
 
 
-def require_safe(host: str, *, secured: bool) -> None:
+def require_safe(host: str, spec: TrainingJobSpec, *, secured: bool) -> None:
     """Raise UsageError if the workers of a job with certificates would speak to each other without.
 
     Args:
         host: this host's address, as the others reach it.
         secured: the job's processes have certificates.
     """
-    if secured and not ipaddress.ip_address(host).is_loopback:
-        raise UsageError(
-            "with strategy all-reduce the workers of this job would speak to each other through "
-            f"torch.distributed, at {host}, where nothing is encrypted and nobody is asked for a "
-            "certificate; but the job's processes have certificates. Use strategy: parameter-server; or, "
-            "in a network that you trust, start the job without certificates (elastic-ps run --insecure, or "
-            "tls.enabled: false of the operator's chart)"
-        )
+    why = spec.refuse_unencrypted(secured=secured)
+    if why and not ipaddress.ip_address(host).is_loopback:
+        raise UsageError(f"this worker would be reached at {host}: {why}")
 
 
 class Store:

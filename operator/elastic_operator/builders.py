@@ -57,6 +57,7 @@ SERVERS: tuple[Role, ...] = ("ps", "standby")
 FREE_EVALUATOR_FIELDS = ("template", "finishTimeout")
 OTHER_VOLUMES = ("existingClaim", "resumeFrom")
 YOUNGER = ("accessMode", "retain")
+YOUNGER_FIELDS = ("strategy", "unencryptedAllReduce")
 
 
 def fixed_part(spec: TrainingJobSpec) -> Manifest:
@@ -71,8 +72,8 @@ def fixed_part(spec: TrainingJobSpec) -> Manifest:
         claim = {key: value for key, value in claim.items() if key not in YOUNGER or value}
     if has_standbys(spec):
         fixed["parameterServer"]["durability"] = server["durability"]
-    if spec.all_reduce:
-        fixed["strategy"] = document["strategy"]
+    said = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    fixed |= {name: said[name] for name in YOUNGER_FIELDS if name in said}
     others = {name: server["checkpoint"][name] for name in OTHER_VOLUMES}
     given = {name: value for name, value in others.items() if value is not None}
     fixed["parameterServer"]["checkpoint"] = {"volumeClaim": claim, **given}
@@ -93,9 +94,10 @@ def revision(spec: TrainingJobSpec) -> str:
 def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest:
     """`spec` as a document, with the fields of `fixed` in the place of its own."""
     merged = {**spec, **{name: fixed[name] for name in FIXED_FIELDS}}
-    merged.pop("strategy", None)
-    if "strategy" in fixed:
-        merged["strategy"] = fixed["strategy"]
+    for name in YOUNGER_FIELDS:
+        merged.pop(name, None)
+        if name in fixed:
+            merged[name] = fixed[name]
     if "worker" in fixed:
         merged["worker"] = {**(spec.get("worker") or {}), **fixed["worker"]}
     free = {k: v for k, v in (spec.get("evaluator") or {}).items() if k in FREE_EVALUATOR_FIELDS}

@@ -272,8 +272,12 @@ def _add_rules(spec: Schema) -> None:
             "rule": "self.worker.processes == 1 || self.consistency.mode != 'local'",
             "message": "worker.processes above 1 does not work with consistency.mode local",
         },
+        {
+            "rule": "!self.unencryptedAllReduce || self.strategy == 'all-reduce'",
+            "message": "unencryptedAllReduce works only with strategy all-reduce",
+        },
     ]
-    for name in ("entrypoint", "arguments", "strategy", "compression", "data"):
+    for name in ("entrypoint", "arguments", *builders.YOUNGER_FIELDS, "compression", "data"):
         fields[name]["x-kubernetes-validations"] = [_immutable(name)]
     fields["consistency"]["x-kubernetes-validations"] = list(_kept_consistency(fields["consistency"]))
     fields["consistency"]["x-kubernetes-validations"].append(

@@ -76,6 +76,9 @@ def read_desired(
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec, policy)
     _check_claim(name, spec)
+    secured = _is_secured(job, observed, secured)
+    if why := spec.refuse_unencrypted(secured=secured):
+        raise InvalidJob(f"spec.strategy: {why}")
     restart = _restart(job, ignored)
     return Desired(
         name=name,
@@ -83,7 +86,7 @@ def read_desired(
         replicas=spec.worker.replicas,
         ignored=tuple(ignored),
         restart=restart,
-        wiring=wiring.of(name, observed.services, secured=_is_secured(job, observed, secured)),
+        wiring=wiring.of(name, observed.services, secured=secured),
     )
 
 
@@ -167,8 +170,8 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     before, after = fixed["parameterServer"], asked["parameterServer"]
     fields = sorted(before.keys() | after.keys())
     changed += [f"parameterServer.{field}" for field in fields if after.get(field) != before.get(field)]
-    changed += ["strategy"] if asked.get("strategy") != fixed.get("strategy") else []
-    changed += ["evaluator"] if asked.get("evaluator") != fixed.get("evaluator") else []
+    younger = ("evaluator", *builders.YOUNGER_FIELDS)
+    changed += [field for field in younger if asked.get(field) != fixed.get(field)]
     if changed:
         ignored.append(f"{', '.join(changed)} cannot change while the job runs; create a new job for that")
     return kept

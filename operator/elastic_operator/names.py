@@ -83,6 +83,11 @@ def network_policy(job: str) -> str:
     return f"{job}-servers"
 
 
+def worker_network_policy(job: str) -> str:
+    """The NetworkPolicy in front of workers that speak to each other."""
+    return f"{job}-workers"
+
+
 def labels(job: str) -> dict[str, str]:
     """Labels of everything that belongs to the job."""
     return {

@@ -86,7 +86,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
     end = verdict(status, desired, observed, now)
     if end is not None:
         return _conclude(old, status, end, notes, now)
-    actions = [*_network(job, observed, options), *_services(job, desired, observed)]
+    actions = [*_network(job, desired, observed, options), *_services(job, desired, observed)]
     certify = certificates.due(desired, status, observed, now, options)
     status = certificates.renewed(status, certify, observed, now)
     actions += [certify] if certify is not None else []
@@ -236,12 +236,15 @@ def _resumed(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
     return status
 
 
-def _network(job: Mapping[str, Any], observed: Observed, options: Options) -> Iterator[Action]:
-    """First of all, so that no server is ever without it."""
-    name = names.network_policy(job["metadata"]["name"])
-    if options.http_from is not None and name not in observed.policies:
-        manifest = network.policy(job, options.http_from)
-        yield Create("NetworkPolicy", name, manifest, "only the job's own pods reach its data ports")
+def _network(
+    job: Mapping[str, Any], desired: Desired, observed: Observed, options: Options
+) -> Iterator[Action]:
+    """First of all, so that no pod is ever without it."""
+    if options.http_from is None:
+        return
+    for name, manifest in network.policies(job, desired.spec, options.http_from).items():
+        if name not in observed.policies:
+            yield Create("NetworkPolicy", name, manifest, "only the job's own pods reach its data ports")
 
 
 def _services(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:

@@ -122,6 +122,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         "a job with several shards or with standbys needs checkpoint",
         {"parameterServer": {"durability": "standby"}},
     ),
+    ("unencryptedAllReduce works only with strategy all-reduce", {"unencryptedAllReduce": True}),
 ]
 """Words of the refusal, and the spec that is refused."""
 
@@ -132,6 +133,7 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     ("consistency.deterministic and globalBatchSize", {"consistency": {"globalBatchSize": 2}}),
     ("to or from mode local, consistency", {"consistency": {"mode": "local", "steps": 3}}),
     ("strategy", {"strategy": "all-reduce"}),
+    ("unencryptedAllReduce", {"unencryptedAllReduce": True}),
     ("compression", {"compression": {"codec": "fp16"}}),
     ("data", {"data": {"seed": 7}}),
     ("parameterServer.bucketBytes", {"parameterServer": {"bucketBytes": 65536}}),

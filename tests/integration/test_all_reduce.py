@@ -409,6 +409,10 @@ def test_a_gradient_that_is_not_finite_is_refused_where_it_is_made(tmp_path: Pat
         ({"compression": {"codec": "int8"}}, r"compression \(codec\) does not work with"),
         ({"worker": {"processes": 2}}, "worker.processes 2 does not work with"),
         ({"strategy": "allreduce"}, "strategy"),
+        (
+            {"strategy": "parameter-server", "unencryptedAllReduce": True},
+            "unencryptedAllReduce works only with strategy all-reduce",
+        ),
     ],
     ids=lambda each: "" if isinstance(each, str) else next(iter(each)),
 )
@@ -458,11 +462,15 @@ def test_a_worker_with_another_torch_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def test_workers_with_certificates_do_not_speak_without_them() -> None:
-    require_safe("127.0.0.1", secured=True)
-    require_safe("10.0.0.3", secured=False)
+    """Unless the job says so."""
+    spec = make_spec(strategy="all-reduce")
+    require_safe("127.0.0.1", spec, secured=True)
+    require_safe("10.0.0.3", spec, secured=False)
     for host in ("10.0.0.3", "fd00::3"):
-        with pytest.raises(UsageError, match=r"nobody is asked for a certificate.*--insecure"):
-            require_safe(host, secured=True)
+        require_safe(host, make_spec(strategy="all-reduce", unencryptedAllReduce=True), secured=True)
+        said = f"reached at {host}: .*nobody is asked for a certificate.*set unencryptedAllReduce: true"
+        with pytest.raises(UsageError, match=said):
+            require_safe(host, spec, secured=True)
 
 
 def test_a_store_is_found_at_its_own_address_alone() -> None:

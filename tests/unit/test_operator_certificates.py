@@ -135,6 +135,26 @@ def test_what_was_refused_is_tried_again_and_told() -> None:
     assert (degraded.status, degraded.reason) == ("True", REFUSED)
 
 
+def test_a_job_whose_workers_would_not_encrypt_what_they_add_up_is_refused_unless_it_says_so() -> None:
+    simulation = Simulation(job_document(strategy="all-reduce"))
+    simulation.options = SECURED
+    simulation.settle()
+    failed = simulation.condition("Failed")
+    assert failed["reason"] == "InvalidSpec"
+    assert failed["message"].startswith("spec.strategy: with strategy all-reduce the workers speak")
+    assert "set unencryptedAllReduce: true" in failed["message"]
+    assert not simulation.pods
+
+    allowed = secured(strategy="all-reduce", unencryptedAllReduce=True)
+    assert allowed.status["phase"] == "Running"
+    allowed.edit(unencryptedAllReduce=False)
+    allowed.settle()
+    assert "unencryptedAllReduce cannot change" in allowed.condition("Degraded")["message"]
+    without = Simulation(job_document(strategy="all-reduce"))
+    without.settle()
+    assert without.pods, "nothing is encrypted in this job"
+
+
 def test_a_job_that_was_started_without_tls_stays_without() -> None:
     """Its processes would not understand a new one."""
     simulation = Simulation(job_document())

@@ -43,6 +43,26 @@ def test_a_list_of_nobody_does_not_let_everybody_in() -> None:
     assert 8080 not in opened(network.policy(job_document(), []))
 
 
+def test_workers_that_add_up_gradients_are_open_to_each_other_alone() -> None:
+    """At any port, since the system chooses those; and only in a job with strategy all-reduce."""
+    job = job_document(strategy="all-reduce", worker={"replicas": 2})
+    policy = network.among_workers(job)
+    kubernetes_validate.validate(policy, VERSION, strict=True)
+    workers = {"matchLabels": {"elastic-ps.dev/job": "digits", "elastic-ps.dev/role": "worker"}}
+    assert policy["spec"] == {
+        "podSelector": workers,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": workers}]}],
+    }
+    simulation = Simulation(job)
+    simulation.options = GUARDED
+    simulation.settle()
+    assert simulation.policies == {"digits-servers", "digits-workers"}
+    for pod in simulation.pods.values():
+        selected = workers["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        assert selected == ("-worker-" in pod["metadata"]["name"])
+
+
 def test_the_policy_comes_before_the_servers_and_comes_again() -> None:
     simulation = Simulation(job_document())
     simulation.options = GUARDED
