@@ -20,19 +20,21 @@ import contextlib
 import itertools
 import os
 import random
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
+from benchmarks.soak_modes import MODES
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.wire import Wires
@@ -40,6 +42,7 @@ from elastic_ps.env import Role
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
 from elastic_ps.schemes import Scheme
+from elastic_ps.training import Consistency
 
 WORKERS, MOST_WORKERS, EPOCHS, BATCH = 3, 4, 2, 4
 CLOCK = 4096
@@ -47,27 +50,15 @@ CLOCK = 4096
 LEASE = 2.0
 STALLED = 120.0
 """Seconds without a new version, term or process after which a job counts as stuck."""
+LEAST = 1e-9
+"""What a number has at least whose record was trained."""
 QUIET = 85.0
 """Per cent of the records from which on nothing more is broken, so that the job can end."""
 
-LOCAL = "local"
-"""Each local step moves a number by 1. With downpour an exchange adds what was moved; with a mean over
-several workers numbers would move by fractions."""
-
-MODES: Mapping[str, dict[str, Any]] = {
-    "sync": {},
-    "backupWorkers": {"backupWorkers": 1},
-    "bounded": {"mode": "bounded", "maxStaleness": 4},
-    "async": {"mode": "async"},
-    "async, inconsistent": {"mode": "async", "reads": "inconsistent"},
-    "accumulate": {"mode": "accumulate", "gradients": 4},
-    "deterministic": {"deterministic": True},
-    LOCAL: {"mode": "local", "steps": 4, "outer": "downpour"},
-}
 TRANSPORTS: tuple[Scheme, ...] = get_args(Scheme)
 
 Kind: TypeAlias = Literal[
-    "kill-worker", "kill-ps", "kill-standby", "freeze-worker", "freeze-ps", "reset", "rescale"
+    "kill-worker", "kill-ps", "kill-standby", "freeze-worker", "freeze-ps", "reset", "rescale", "change"
 ]
 
 
@@ -129,10 +120,20 @@ class Plan:
         return f"{self.mode}, {self.shards} shard{'s' * (self.shards > 1)}, {durability}"
 
 
-def plans(seed: int) -> Iterator[Plan]:
-    """Every combination in an order that the seed decides, again and again over another transport."""
-    combinations = list(itertools.product(MODES, (1, 2), (False, True)))
-    random.Random(seed).shuffle(combinations)
+def plans(seed: int, modes: Sequence[str] = tuple(MODES)) -> Iterator[Plan]:
+    """Every combination in an order that the seed decides, again and again over another transport.
+
+    Each mode comes once before one comes again.
+    """
+    chance, shuffled = random.Random(seed), list(modes)
+    chance.shuffle(shuffled)
+    ways = list(itertools.product((1, 2), (False, True)))
+    chance.shuffle(ways)
+    combinations = [
+        (mode, *ways[(place + turn) % len(ways)])
+        for turn in range(len(ways))
+        for place, mode in enumerate(shuffled)
+    ]
     for number, (mode, shards, standbys) in enumerate(itertools.cycle(combinations)):
         transport = TRANSPORTS[(number + number // len(combinations)) % len(TRANSPORTS)]
         yield Plan(seed, number, mode, shards, standbys, transport)
@@ -153,11 +154,13 @@ class Verdict:
 
 
 def make_job(plan: Plan, *, records: int, seconds: float, results: Path) -> TrainingJob:
+    mode = MODES[plan.mode]
     spec = {
         "entrypoint": "benchmarks.soak:train",
         "arguments": {"records": records, "seconds": seconds, "results": str(results)},
         "worker": {
             "replicas": WORKERS,
+            "minReplicas": mode.consistency.get("quorum", 1),
             "maxReplicas": MOST_WORKERS,
             "leaseDuration": f"{LEASE:g}s",
             "progressTimeout": "60s",
@@ -168,7 +171,7 @@ def make_job(plan: Plan, *, records: int, seconds: float, results: Path) -> Trai
             "durability": "standby" if plan.standbys else "checkpoint",
             "checkpoint": {"everyVersions": 12, "interval": "1h"},
         },
-        "consistency": MODES[plan.mode],
+        "consistency": mode.consistency,
         "data": {"shardRecords": 16},
         "runPolicy": {"backoffLimit": 0},
     }
@@ -187,6 +190,7 @@ class Trouble:
     def __init__(self, launcher: Launcher, wires: Wires, plan: Plan, *, every: float) -> None:
         self.done: collections.Counter[Kind] = collections.Counter()
         self._launcher, self._wires, self._plan = launcher, wires, plan
+        self._mode = MODES[plan.mode]
         self._random = random.Random(f"{plan.seed} {plan.number}")
         self._every = every
         self._next = 0.0
@@ -198,7 +202,9 @@ class Trouble:
             return self._plan.standbys
         if kind == "reset":
             return self._plan.relayed
-        return kind != "rescale" or self._plan.mode != "deterministic"  # where the number is fixed
+        if kind == "change":
+            return bool(self._mode.changes)
+        return kind != "rescale" or self._mode.rescaled
 
     def go_on(self, now: float, *, quiet: bool) -> None:
         """Do what is due; with `quiet` nothing new is broken."""
@@ -216,8 +222,12 @@ class Trouble:
 
     def _strike(self, kind: Kind, index: int, until: float) -> bool:
         if kind == "rescale":
-            self._launcher.directory.scale(1 + index)
+            self._launcher.directory.scale(max(self._mode.consistency.get("quorum", 1), 1 + index))
             return True
+        if kind == "change":
+            wanted = Consistency.model_validate(self._random.choice(self._mode.changes))
+            before, after = self._launcher.directory.edit(lambda job: with_consistency(job, wanted))
+            return before != after
         if kind == "reset":
             return self._wires.reset(index % WORKERS) > 0
         verb, _, role = kind.partition("-")
@@ -238,6 +248,11 @@ class Trouble:
             ),
             None,
         )
+
+
+def with_consistency(job: TrainingJob, consistency: Consistency) -> TrainingJob:
+    """The same job that makes versions otherwise."""
+    return job.model_copy(update={"spec": job.spec.model_copy(update={"consistency": consistency})})
 
 
 def _signal(pid: int, number: signal.Signals) -> bool:
@@ -278,8 +293,9 @@ def soak(plan: Plan, directory: Path, *, records: int, seconds: float, every: fl
         verdict.problems.append(f"{outcome.verdict.phase}: {outcome.verdict.message}")
     else:
         account(verdict, sorted(results.glob("*.pt")))
-        most = job.spec.consistency.most_stale
-        found = check(read(history), Data(records, EPOCHS), max_staleness=most)
+        said = job.spec.consistency
+        data = Data(records, EPOCHS)
+        found = check(read(history), data, max_staleness=said.most_stale, batch=said.global_batch_size)
         verdict.problems += [f"the histories: {violation}" for violation in found]
     return verdict
 
@@ -311,24 +327,31 @@ def _follow(launcher: Launcher, trouble: Trouble) -> str:
 
 def account(verdict: Verdict, saved: Sequence[Path]) -> None:
     """Judge the models that were saved: one, by the one chief."""
+    counted = MODES[verdict.plan.mode].counted
     if len(saved) != 1:
         verdict.problems.append(f"{len(saved)} workers were the chief and saved the model")
     for path in saved:
         state = torch.load(path, weights_only=True)
-        clock = state.pop("clock").round()
-        # The clock counts steps; local ones are no versions, but are in all of the model or in none of it.
-        right = clock[0] if verdict.plan.mode == LOCAL else verdict.versions
-        if not bool((clock == right).all()):
-            found = sorted({int(version) for version in clock.tolist()})
+        clock = state.pop("clock")
+        if counted == "histories":
+            continue
+        # What moves the clock without being a version is in all of the model or in none of it.
+        right = torch.tensor(float(verdict.versions)) if counted == "versions" else clock[0]
+        if not bool(torch.isclose(clock, right.to(clock.dtype), rtol=1e-9).all()):
+            found = sorted({round(version, 6) for version in clock.tolist()})
             verdict.problems.append(
-                f"the model has versions {found}, but the job is at version {verdict.versions}"
+                f"the model has versions {', '.join(f'{version:g}' for version in found)}, but the job is at "
+                f"version {verdict.versions}"
             )
         cells = torch.stack([state[f"trained.{worker}"] for worker in range(MOST_WORKERS)])
-        if float((cells - cells.round()).abs().max()) > 1e-9:
-            verdict.problems.append("a number has not moved by an integer")
-        times = cells.round().sum(0)
-        verdict.missing += int((times < 1).sum())
-        verdict.twice += int((times > 1).sum())
+        times = cells.sum(0)
+        if counted == "trained":
+            verdict.missing += int((times < LEAST).sum())
+        else:
+            if float((cells - cells.round()).abs().max()) > 1e-9:
+                verdict.problems.append("a number has not moved by an integer")
+            verdict.missing += int((times.round() < 1).sum())
+            verdict.twice += int((times.round() > 1).sum())
         if verdict.missing or verdict.twice:
             verdict.problems.append(f"{verdict.missing} records are missing, {verdict.twice} came twice")
 
@@ -340,9 +363,8 @@ def table(verdicts: Sequence[Verdict], records: int) -> str:
         f"| job | jobs | {' | '.join(kinds)} | versions | terms | records | missing | twice | failed |",
         "|" + " --- |" * (len(kinds) + 8),
     ]
-    names = sorted(
-        {v.plan.name for v in verdicts}, key=lambda name: [list(MODES).index(name.split(",")[0]), name]
-    )
+    modes = {v.plan.name: list(MODES).index(v.plan.mode) for v in verdicts}
+    names = sorted(modes, key=lambda name: (modes[name], name))
     for name in [*names, *TRANSPORTS, "all"]:
         rows = [v for v in verdicts if name in ("all", v.plan.transport, v.plan.name)]
         faults: collections.Counter[Kind] = sum((v.faults for v in rows), collections.Counter())
@@ -367,6 +389,9 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="start no job after this time")
     parser.add_argument("--seed", type=int, default=None, help="default: a new one")
+    parser.add_argument(
+        "--modes", nargs="*", default=[], metavar="MODE", help="those that begin so; all by default"
+    )
     parser.add_argument("--first", type=int, default=0, help="begin with the job with this number")
     parser.add_argument("--job", type=int, default=None, help="only the job with this number")
     parser.add_argument("--records", type=int, default=600, help="records of each job")
@@ -374,39 +399,54 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=3.0, help="mean seconds between two faults")
     arguments = parser.parse_args()
     seed = random.SystemRandom().randrange(1 << 20) if arguments.seed is None else arguments.seed
+    for wanted in arguments.modes:
+        if not any(mode.startswith(wanted) for mode in MODES):
+            parser.error(
+                f"--modes: there is no mode that begins with {wanted!r}; there are {'; '.join(MODES)}"
+            )
+    modes = [mode for mode in MODES if mode.startswith(tuple(arguments.modes or [""]))]
     began, verdicts = time.monotonic(), list[Verdict]()
     print(f"seed {seed}", flush=True)
-    for plan in plans(seed):
-        if arguments.job not in (None, plan.number) or plan.number < arguments.first:
-            continue
-        if time.monotonic() - began > 60 * arguments.minutes:
-            break
-        directory = Path(tempfile.mkdtemp(prefix="elastic-ps-soak-"))
-        options = {"records": arguments.records, "seconds": arguments.seconds, "every": arguments.every}
-        verdict = soak(plan, directory, **options)
-        verdicts.append(verdict)
-        faults = ", ".join(f"{kind} {count}" for kind, count in sorted(verdict.faults.items()))
-        print(
-            f"job {plan.number} ({plan.name}, {plan.transport}): {'FAILED' if verdict.problems else 'ok'}, "
-            f"{verdict.versions} versions, {verdict.terms} terms, {verdict.seconds:.0f} s; {faults}",
-            flush=True,
-        )
-        if verdict.problems:
-            for problem in verdict.problems[:10]:
-                print(f"    {problem}")
-            again = " ".join(f"--{name} {value:g}" for name, value in options.items())
-            print(
-                f"    {directory} has the logs and histories; again: "
-                f"python -m benchmarks.soak --seed {seed} --job {plan.number} {again}",
-                flush=True,
-            )
-        else:
-            shutil.rmtree(directory)
-        if arguments.job is not None:
-            break
+    try:
+        for plan in plans(seed, modes):
+            if arguments.job not in (None, plan.number) or plan.number < arguments.first:
+                continue
+            if time.monotonic() - began > 60 * arguments.minutes:
+                break
+            verdicts.append(_one(plan, arguments))
+            if arguments.job is not None:
+                break
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
     minutes = (time.monotonic() - began) / 60
     print(f"\nseed {seed}, {minutes:.1f} minutes\n\n{table(verdicts, arguments.records)}")
     return 1 if any(verdict.problems for verdict in verdicts) else 0
+
+
+def _one(plan: Plan, arguments: argparse.Namespace) -> Verdict:
+    """Run a job and say what became of it; its directory stays if there is a problem."""
+    directory = Path(tempfile.mkdtemp(prefix="elastic-ps-soak-"))
+    options = {"records": arguments.records, "seconds": arguments.seconds, "every": arguments.every}
+    verdict = soak(plan, directory, **options)
+    faults = ", ".join(f"{kind} {count}" for kind, count in sorted(verdict.faults.items()))
+    print(
+        f"job {plan.number} ({plan.name}, {plan.transport}): {'FAILED' if verdict.problems else 'ok'}, "
+        f"{verdict.versions} versions, {verdict.terms} terms, {verdict.seconds:.0f} s; {faults}",
+        flush=True,
+    )
+    if not verdict.problems:
+        shutil.rmtree(directory)
+        return verdict
+    for problem in verdict.problems[:10]:
+        print(f"    {problem}")
+    again = [f"--{name} {value:g}" for name, value in options.items()]
+    again += ["--modes", *(shlex.quote(mode) for mode in arguments.modes)] if arguments.modes else []
+    print(
+        f"    {directory} has the logs and histories; again: "
+        f"python -m benchmarks.soak --seed {plan.seed} --job {plan.number} {' '.join(again)}",
+        flush=True,
+    )
+    return verdict
 
 
 if __name__ == "__main__":

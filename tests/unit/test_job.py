@@ -55,3 +55,23 @@ def test_a_merged_key_may_be_given_again(tmp_path: Path) -> None:
 def test_a_key_may_stand_in_two_mappings(tmp_path: Path) -> None:
     arguments = load(tmp_path, JOB + "  arguments: {a: {x: 1}, b: {x: 1}}\n").spec.arguments  # type: ignore[attr-defined]
     assert arguments == {"a": {"x": 1}, "b": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("  consistency: {mode: local, steps: 9, overlap: 9}\n", "Set overlap to 8 or less, or more steps"),
+        ("  consistency: {mode: local, steps: 9, quorum: 3}\n", "to 3 or more, or a smaller quorum"),
+    ],
+)
+def test_a_rule_about_several_fields_does_not_repeat_all_that_was_given(
+    tmp_path: Path, more: str, said: str
+) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        load(tmp_path, JOB + more)
+    assert str(refused.value).endswith(said)
+
+
+def test_a_field_s_error_says_what_was_given(tmp_path: Path) -> None:
+    with pytest.raises(InvalidJob, match=r"spec\.consistency\.steps: .* got 0$"):
+        load(tmp_path, JOB + "  consistency: {mode: local, steps: 0}\n")

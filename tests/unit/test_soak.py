@@ -11,16 +11,18 @@ import torch
 
 from benchmarks.soak import (
     EPOCHS,
-    LOCAL,
-    MODES,
     Accounts,
     Plan,
     Verdict,
     account,
+    make_job,
     make_optimizer,
     plans,
     table,
 )
+from benchmarks.soak_modes import MODES, STEPS, half
+from elastic_ps.training import OUTER_RULES, Consistency
+from elastic_ps.tuning import Tuning
 
 RECORDS = 6
 
@@ -81,7 +83,7 @@ def test_local_steps_are_no_versions_but_a_model_torn_between_two_is_found(tmp_p
 
     def problems() -> list[str]:
         torch.save(accounts.state_dict(), saved)
-        plan = Plan(0, 0, LOCAL, 1, standbys=False, transport="shm")
+        plan = Plan(0, 0, "local, downpour", 1, standbys=False, transport="shm")
         verdict = Verdict(plan, 1.0, 3, 1, collections.Counter())
         account(verdict, [saved])
         return verdict.problems
@@ -89,7 +91,28 @@ def test_local_steps_are_no_versions_but_a_model_torn_between_two_is_found(tmp_p
     assert problems() == []
     with torch.no_grad():
         accounts.clock[512:] += 1
-    assert problems() == ["the model has versions [12, 13], but the job is at version 3"]
+    assert problems() == ["the model has versions 12, 13, but the job is at version 3"]
+
+
+def test_where_numbers_move_by_fractions_a_record_without_a_mark_is_missing(tmp_path: Path) -> None:
+    accounts, _ = trained()
+    saved = tmp_path / "1.pt"
+
+    def judge() -> Verdict:
+        torch.save(accounts.state_dict(), saved)
+        plan = Plan(0, 0, "local, diloco", 1, standbys=False, transport="shm")
+        verdict = Verdict(plan, 1.0, 3, 1, collections.Counter())
+        account(verdict, [saved])
+        return verdict
+
+    with torch.no_grad():
+        for parameter in accounts.parameters():
+            parameter.mul_(0.3)
+    assert judge().problems == []
+    with torch.no_grad():
+        for each in accounts.trained:
+            each[1, 4] = 0.0
+    assert judge().problems == ["1 records are missing, 0 came twice"]
 
 
 def test_a_torn_model_is_found(tmp_path: Path) -> None:
@@ -97,7 +120,7 @@ def test_a_torn_model_is_found(tmp_path: Path) -> None:
     with torch.no_grad():
         accounts.clock[512:] += 1
     assert judged(tmp_path, accounts).problems == [
-        "the model has versions [12, 13], but the job is at version 12"
+        "the model has versions 12, 13, but the job is at version 12"
     ]
 
 
@@ -112,4 +135,25 @@ def test_two_chiefs_and_none_are_found(tmp_path: Path) -> None:
 def test_every_combination_comes_before_one_comes_again() -> None:
     first = list(itertools.islice(plans(7), 4 * len(MODES)))
     assert len({plan.name for plan in first}) == len(first)
+    assert {plan.mode for plan in first[: len(MODES)]} == MODES.keys()
     assert first == list(itertools.islice(plans(7), len(first)))
+
+
+def test_the_modes_are_all_that_a_job_can_say(tmp_path: Path) -> None:
+    jobs = [Consistency.model_validate(mode.consistency) for mode in MODES.values()]
+    said = {name for each in jobs for name in each.model_fields_set}
+    numbers = {"outer_learning_rate", "outer_momentum"}
+    assert said == Consistency.model_fields.keys() - numbers
+    assert {each.outer for each in jobs} >= OUTER_RULES.keys() - {"diloco"}
+    assert all(steps == STEPS for each in jobs if (steps := each.steps))
+    assert [half(0), half(2)] == [1.0, 0.25]
+    for plan in itertools.islice(plans(3), 4 * len(MODES)):
+        make_job(plan, records=RECORDS, seconds=0.1, results=tmp_path)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_change_in_the_soak_is_one_that_the_job_can_make(name: str) -> None:
+    mode = MODES[name]
+    ways = [Consistency.model_validate(each) for each in (mode.consistency, *mode.changes)]
+    for before, after in itertools.permutations(ways, 2):
+        assert not Tuning(consistency=before).refusal(Tuning(consistency=after))
