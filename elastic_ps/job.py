@@ -545,7 +545,10 @@ def _explain(model: type[BaseModel], item: Any) -> str:
     if item["type"] == "missing":
         return f"{location} is missing"
     message = item["msg"].removeprefix("Value error, ")
-    return f"{location or 'job'}: {message[0].lower()}{message[1:]}, got {item['input']!r}"[:500]
+    said = f"{location or 'job'}: {message[0].lower()}{message[1:]}"
+    if item["type"] == "value_error" and isinstance(item["input"], Mapping):
+        return said  # a rule about several fields, whose sentence names what was given
+    return f"{said}, got {item['input']!r}"[:500]
 
 
 def _field_names(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
