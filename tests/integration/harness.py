@@ -23,11 +23,10 @@ from elastic_ps.server.process import ParameterServer
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.training import Consistency
 from elastic_ps.transport.base import Connection, Server
-from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
-from elastic_ps.transport.inproc import InprocServer, connect
 from elastic_ps.tuning import Tuning
 from elastic_ps.worker.local_world import Links, LocalWorld
 from elastic_ps.worker.session import Session
+from tests.integration.transports import BY_NAME
 from tests.polling import LIMIT, eventually, while_moving
 
 _SEEDING = threading.Lock()
@@ -193,25 +192,23 @@ def running_job(
     traces: Path | None = None,
     **fields: Any,
 ) -> Iterator[Job]:
-    """A job with its parameter servers and their standbys running; everything is closed at the end."""
+    """A job with its parameter servers and their standbys running; everything is closed at the end.
+
+    Args:
+        transport: of `transports.BY_NAME`.
+    """
     spec = make_spec(**fields)
     shards = spec.parameter_server.replicas
     history, wishes = tmp_path / "history", tmp_path / "tuning.json"
     roles: list[Literal["ps", "standby"]] = ["ps"]
     if spec.parameter_server.durability == "standby":
         roles.append("standby")
-    listeners: dict[str, list[Any]] = {
-        role: [GrpcServer("127.0.0.1:0") if transport == "grpc" else InprocServer() for _ in range(shards)]
-        for role in roles
-    }
+    way = BY_NAME[transport]()
+    listeners = {role: [way.listen() for _ in range(shards)] for role in roles}
     servers: dict[str, list[ParameterServer]] = {"ps": [], "standby": []}
 
-    def to(role: str) -> Callable[[int], Connection]:
-        def open_connection(shard: int) -> Connection:
-            listener = listeners[role][shard]
-            return GrpcConnection(listener.address) if transport == "grpc" else connect(listener)
-
-        return open_connection
+    def to(role: Literal["ps", "standby"]) -> Callable[[int], Connection]:
+        return lambda shard: way.connect(listeners[role][shard])
 
     def start_server(
         role: Literal["ps", "standby"], shard: int, resume: Resume, listener: Server
@@ -234,7 +231,7 @@ def running_job(
     @contextmanager
     def rival() -> Iterator[ParameterServer]:
         """Another shard 0 on the same checkpoints and standbys, which no worker knows."""
-        server = start_server("ps", 0, "auto", InprocServer())
+        server = start_server("ps", 0, "auto", way.listen())
         try:
             yield server
         finally:
@@ -248,8 +245,7 @@ def running_job(
 
         def run() -> None:
             servers[role][shard].close(keep=False)
-            if transport == "grpc":
-                listeners[role][shard] = GrpcServer(listeners[role][shard].address)
+            listeners[role][shard] = way.listen(again=listeners[role][shard])
             servers[role][shard] = start_server(role, shard, "auto", listeners[role][shard])
 
         with ThreadPoolExecutor(1, "restart") as thread:

@@ -12,6 +12,7 @@ import torch
 
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
+from tests.integration.transports import BY_NAME
 from tests.polling import eventually
 
 WORKERS, EPOCHS, RECORDS, BATCH = 3, 9, 60, 4
@@ -26,6 +27,7 @@ def final_parameters(
     late: int | None = None,
     server: dict[str, Any] | None = None,
     compression: dict[str, Any] | None = None,
+    transport: str = "inproc",
 ) -> torch.Tensor:
     """The parameters at the end of a job of three workers, disturbed while it runs.
 
@@ -49,6 +51,7 @@ def final_parameters(
 
     with running_job(
         tmp_path,
+        transport=transport,
         checkpoints=tmp_path / "checkpoints",
         consistency={"deterministic": True},
         worker={"replicas": WORKERS},
@@ -90,6 +93,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str
 
 def test_two_runs_agree(undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path) -> None:
     assert torch.equal(final_parameters(tmp_path), undisturbed[1, "SGD"])
+
+
+@pytest.mark.parametrize("transport", BY_NAME)
+def test_every_transport_gives_the_same_bits(
+    undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path, transport: str
+) -> None:
+    """Also over the loss of a shard."""
+
+    def disturb(job: Job) -> None:
+        _at_version(job, 9)
+        job.restart(1)
+
+    assert torch.equal(
+        final_parameters(tmp_path, disturb, shards=2, transport=transport), undisturbed[2, "SGD"]
+    )
 
 
 @pytest.mark.parametrize("late", range(WORKERS))

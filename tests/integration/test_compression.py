@@ -22,6 +22,7 @@ from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.integration.trained import Models, alone, sgd
+from tests.integration.transports import BY_NAME
 from tests.polling import LIMIT
 from tests.unit.test_codecs import Negative
 
@@ -220,7 +221,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("transport", ["grpc", "inproc"])
+@pytest.mark.parametrize("transport", BY_NAME)
 @pytest.mark.parametrize("values", ["int8", "topk"])
 def test_deltas_train_what_one_process_trains_that_computes_on_them(
     tmp_path: Path, values: str, transport: str

@@ -21,6 +21,7 @@ from tests.integration.oracle import (
     mse,
     replay,
 )
+from tests.integration.transports import BY_NAME
 from tests.polling import eventually
 
 Models = dict[int, torch.nn.Module]
@@ -131,7 +132,7 @@ def test_every_optimizer_on_the_list(tmp_path: Path, name: str) -> None:
         check(job, data, models, make)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", BY_NAME)
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_shards(tmp_path: Path, shards: int, transport: str) -> None:
     data, models, make = Numbers(400), Models(), optimizer_of("Adam")
@@ -251,7 +252,7 @@ def swallow(kind: type[BaseException], script: Callable[[Session], None]) -> Cal
     return run
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", BY_NAME)
 def test_closing_in_the_middle_of_a_step_does_not_wait(tmp_path: Path, transport: str) -> None:
     """What is under way when the session closes is given up, not tried again until patience ends."""
     data, make = Numbers(64), optimizer_of("SGD")

@@ -20,6 +20,7 @@ from tests.integration.harness import Numbers, events, make_mlp, running_job
 from tests.integration.histories import check_histories, worker_steps
 from tests.integration.launching import make_job, version_of, wait_for_end, wait_for_workers
 from tests.integration.oracle import mse
+from tests.integration.transports import BY_NAME
 from tests.polling import eventually
 
 STEADY = "tests.integration.scripts.steady:main"
@@ -60,7 +61,10 @@ def churner(data: Numbers, epochs: int, fate: str, after: int) -> Callable[[Sess
 FATES = ["drain", "break", "crash before backward", "crash in the step", "crash after the step", "stay"]
 
 
-@pytest.mark.parametrize(("seed", "transport"), [(0, "inproc"), (1, "inproc"), (2, "inproc"), (2, "grpc")])
+@pytest.mark.parametrize(
+    ("seed", "transport"),
+    [(0, "inproc"), (1, "inproc"), *((2, transport) for transport in BY_NAME)],
+)
 def test_churn(tmp_path: Path, seed: int, transport: str) -> None:
     """At any time three workers; each has a random fate, and the next one takes its place."""
     chance = random.Random(seed)

@@ -17,6 +17,7 @@ from elastic_ps.worker.sending import SENDERS
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import mse
+from tests.integration.transports import BY_NAME
 
 Event = dict[str, Any]
 WIDTHS = (6, *[320] * 10, 1)
@@ -34,7 +35,7 @@ def named(events: list[Event], name: str) -> list[Event]:
     return [event for event in events if event["name"] == name]
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", BY_NAME)
 def test_pushes_begin_while_backward_runs(tmp_path: Path, transport: str) -> None:
     layouts: list[Layout] = []
 
@@ -82,7 +83,8 @@ def test_pushes_begin_while_backward_runs(tmp_path: Path, transport: str) -> Non
             last = pushes[step][-1]["ts"]
             full_duplex += any(e["ts"] < last for e in pulled if e["args"]["version"] == step + 1)
     assert early >= 0.9 * total, f"in {early} of {total} steps the first push began before backward ended"
-    assert full_duplex >= 0.5 * total, f"in {full_duplex} of {total} steps values came before all were pushed"
+    least = 0.0 if transport == "shm" else 0.5  # drafts are for shards on other hosts
+    assert full_duplex >= least * total, f"in {full_duplex} of {total} steps values came before the last push"
     assert len(named(spans(traces, "ps-0"), "apply")) == versions
 
     merged = tmp_path / "trace.json"

@@ -13,6 +13,7 @@ from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_equal_up_to_round_off, mse, replay
+from tests.integration.transports import BY_NAME
 
 LIMIT = 0.8
 
@@ -29,7 +30,7 @@ class Clipped(torch.optim.SGD):
 norms: list[float] = []
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", BY_NAME)
 def test_it_is_the_norm_of_the_gradient_of_the_whole_batch(tmp_path: Path, transport: str) -> None:
     data, models = Numbers(240), {}
 

@@ -21,6 +21,7 @@ from tests.integration.trained import (
     failing,
     sgd,
 )
+from tests.integration.transports import BY_NAME
 from tests.polling import eventually
 
 Stopping = Callable[[Session, Callable[[], None] | None], None]
@@ -228,7 +229,7 @@ def test_a_data_loader_with_processes(tmp_path: Path) -> None:
     assert_each_record_once(commits, records=120, epochs=2)
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", BY_NAME)
 def test_a_script_that_raises_in_the_middle_of_a_step(tmp_path: Path, transport: str) -> None:
     data = Numbers(120)
     raised = threading.Event()

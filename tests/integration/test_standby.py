@@ -77,7 +77,8 @@ def lose(job: Job, shard: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shards", "lost", "transport"), [(1, 0, "inproc"), (2, 0, "grpc"), (2, 1, "inproc")]
+    ("shards", "lost", "transport"),
+    [(1, 0, "inproc"), (2, 1, "inproc"), (2, 0, "grpc"), (2, 0, "tcp"), (2, 0, "shm")],
 )
 def test_no_round_is_lost(tmp_path: Path, shards: int, lost: int, transport: str) -> None:
     def disturb(job: Job) -> None:

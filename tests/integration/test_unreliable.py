@@ -22,6 +22,7 @@ from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.integration.trained import Models, sgd
+from tests.integration.transports import BY_NAME
 
 Fate: TypeAlias = Literal["lost", "answer lost", "late", "twice", "again later"]
 FATES: tuple[Fate, ...] = get_args(Fate)
@@ -84,7 +85,7 @@ class Unreliable(Connection):
         self._inner.close()
 
 
-@pytest.mark.parametrize("transport", ["inproc", "grpc"])
+@pytest.mark.parametrize("transport", BY_NAME)
 @pytest.mark.parametrize(
     ("shards", "bucket_bytes", "probability"), [(1, 1024, 0.1), (2, 1024, 0.1), (1, 1 << 20, 0.3)]
 )

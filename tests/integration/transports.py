@@ -104,6 +104,14 @@ TRANSPORTS: list[Callable[[], Transport]] = [
     TcpOverTls,
 ]
 
+BY_NAME: dict[str, Callable[[], Transport]] = {
+    "inproc": InprocTransport,
+    "grpc": GrpcTransport,
+    "tcp": TcpTransport,
+    "shm": LocalTransport,
+}
+"""What a whole job's correctness is tested over; see `running_job`."""
+
 
 def read(incoming: Incoming) -> bytes:
     """The whole body."""
