@@ -38,7 +38,7 @@ def assign(engine: Engine, flat: Flat) -> None:
             base = min(base, exchange.version)
     if exchange.version != base + 1:
         engine.take_settings()
-    if engine.computing and not takes_part:
+    if engine.records.computing and not takes_part:
         engine.drop_step()
 
 

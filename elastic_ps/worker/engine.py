@@ -1,16 +1,15 @@
-"""The worker's way through the job: records, steps, versions, and joining again when it must.
+"""The worker's way through the job: batches, steps, versions, and joining again when it must.
 
-Everything that a script does comes here as one of a few events: it asks for records, a step's first gradient
-is there, a bucket is complete, the step ends. What is told of it to the parameter server is `Exchange`'s and
-`Client`'s; who the worker is, `Member`'s; how its model comes into the job, `Entrance`'s; which settings it
-has, `Schedule`'s.
+Everything that a script does comes here as one of a few events: a batch is handed to it, a step's first
+gradient is there, a bucket is complete, the step ends. Which records the worker is given is `Records`' to
+ask; what is told of steps to the parameter server is `Exchange`'s and `Client`'s; who the worker is,
+`Member`'s; how its model comes into the job, `Entrance`'s; which settings it has, `Schedule`'s.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +25,7 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.batches import Batches
 from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, expelled
-from elastic_ps.worker.dialogue import Ending, Granted, Step
+from elastic_ps.worker.dialogue import Ending, Step
 from elastic_ps.worker.entrance import Entrance
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.flight import Flight
@@ -34,6 +33,7 @@ from elastic_ps.worker.local_world import Drained, LocalWorld
 from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.phases import Phases
+from elastic_ps.worker.records import Records
 from elastic_ps.worker.reporting import checked
 from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.slices import Slices
@@ -94,17 +94,15 @@ class Engine:
     Attributes:
         slices: this process's of the batches.
         batches: what the script has in hand for the next step.
+        records: asks for those of the batches to come.
         generation: changes when this worker had to join again, so that all records in hand were dropped.
-        over: all records are in the model, or the training was stopped.
         iterating: a script is in a loop over a loader.
-        chief: whether this worker is the one to evaluate and save, once all records are in the model.
         gradients: the model's, from `session.optimizer` on.
         local: in mode `local`, from there on.
         make_step: has the script's own optimizer make a step on this worker; from there on.
         in_batch: the script computes on a batch, as far as is known.
         at_close: called when this worker leaves.
         flight: in mode `local`, the exchange that goes on while the script makes its next steps.
-        computing: this worker takes part in rounds, as far as is known.
         abandoned: a step that had begun was skipped, and the parameter server does not know.
     """
 
@@ -125,8 +123,6 @@ class Engine:
         self.member = member
         self.batches = Batches()
         self.generation = 0
-        self.over = False
-        self.chief = False
         self.gradients: LocalGradients
         self.local: LocalTraining | None = None
         self.make_step: Callable[[], object]
@@ -135,6 +131,7 @@ class Engine:
         self.at_close: list[Callable[[], object]] = []
         self._trace, self._history = trace, history
         self._stopped = Stopping(client, self.world)
+        self.records = Records(self, client, self.world, self.batches, self._stopped)
         self._entrance = Entrance(
             spec,
             client,
@@ -148,11 +145,8 @@ class Engine:
         )
         self._phases = Phases(trace)
         self._steps = 0
-        self.computing = False
-        self._stopping = False
         self.abandoned = False
         self._warned = False
-        self._chief_of: dict[int, bool] = {}
         self.iterating = False
         self._closed = False
 
@@ -379,8 +373,8 @@ class Engine:
         step, ending, settings = self._ended()
         if self._await(lambda: exchange.finish(ending), settings, step.number):
             self.batches.step_made()
-        if self._stopping:
-            self.stop_computing()
+        if self.records.stopping:
+            self.records.stop_computing()
 
     def _ended(self) -> tuple[Step, Ending, Settings]:
         """The step that has begun, and what it ends with. Raises UsageError."""
@@ -431,11 +425,6 @@ class Engine:
         return False
 
     # --- steps that this worker makes by itself, in mode `local`
-
-    @property
-    def stopping(self) -> bool:
-        """Whether the script has left the loop over the loader, and makes a last step with what it has."""
-        return self._stopping
 
     def keep_step(self) -> None:
         """The script's own optimizer has made a step. Raises UsageError if it belongs to no batch."""
@@ -611,71 +600,6 @@ class Engine:
 
     # --- records
 
-    def take(self, *, records: int, epochs: int, batch: int, wait: bool, early: bool) -> tuple[Range, ...]:
-        """Get records; with `wait`, () means that all of them are in the model.
-
-        Args:
-            early: see `Client.take`.
-        """
-        if not self.entered:
-            raise UsageError("call session.optimizer(...) before iterating over session.loader(...)")
-        while True:
-            self.leave_if_asked()
-            try:
-                if wait and self.computing and not self.in_step:
-                    self._exchange().hand_over()
-                granted = self.world.decide(
-                    "the loader, where it gets records",
-                    lambda: self.client.take(
-                        records=records,
-                        epochs=epochs,
-                        batch=batch,
-                        wait=wait,
-                        abandoned=self.in_step,
-                        skipped=self.batches.skipped if wait else (),
-                        early=early,
-                    ),
-                )
-                self._stopped.heed()
-                self._stopped.learn(granted.stopped)
-                if granted.pending:
-                    continue
-                if wait:
-                    self.abandoned = False
-                    self.batches.told()
-                    self._accept(granted)
-                return granted.ranges
-            except Refused as refusal:
-                if not expelled(refusal):
-                    raise
-                self.come_back(refusal)
-                if not wait:
-                    return ()
-
-    def _accept(self, granted: Granted) -> None:
-        """Get the version to compute on, or the last one."""
-        exchange = self._exchange()
-        behind = granted.version != exchange.version
-        if granted.ranges:
-            self.computing, self._stopping = True, False
-            if behind:
-                exchange.fetch(granted.version, contributor=True)
-                self.take_settings()
-            else:
-                exchange.computes_on(granted.version)
-        elif granted.finished:
-            if not granted.version and not self.stopped:
-                raise UsageError(
-                    "no step was made: no backward() ran for any batch of this job, so all records were "
-                    "skipped. Check that the loss depends on the parameters of the model that was passed to "
-                    "session.optimizer(...)"
-                )
-            self.computing = False
-            self.over = True
-            self.chief = granted.chief
-            if behind:
-                exchange.fetch(granted.version, contributor=False)
-
     def stop(self, reason: str) -> None:
         """End the training on all workers; records that no step is made with are not trained.
 
@@ -690,23 +614,6 @@ class Engine:
                 raise
             self.come_back(refusal)
 
-    def is_chief_of(self, epoch: int) -> bool:
-        """Whether this worker is the one to evaluate and save in an epoch before the last one. Blocks."""
-        while epoch not in self._chief_of:
-            try:
-                self._chief_of[epoch] = self.world.decide(
-                    "session.is_chief", partial(self.client.is_chief, epoch)
-                )
-            except Refused as refusal:
-                if not expelled(refusal):
-                    raise
-                self.come_back(refusal)
-        return self._chief_of[epoch]
-
-    def leave_out(self, ranges: Sequence[Range]) -> None:
-        """Records that the loader does not hand to the script: nobody is to train them."""
-        self.batches.leave_out(ranges)
-
     def begin_batch(self, ranges: Sequence[Range]) -> None:
         """A batch of these records is handed to the script."""
         self._settle_by_hand()
@@ -718,44 +625,6 @@ class Engine:
         self.in_batch = True
         self.batches.add(ranges)
         self._phases.forward()
-
-    def pause(self) -> None:
-        """Give back what this worker holds until it asks for the next batch, so that nobody waits for it.
-
-        Raises:
-            UsageError: in the middle of a step, or before the backward() of a batch.
-        """
-        if not self.entered:
-            raise UsageError("call session.optimizer(...) before session.pause()")
-        if self.in_step or self.batches.computed or self.batches.undecided:
-            raise UsageError(
-                "session.pause() was called in the middle of a step. Call it after optimizer.step(), before "
-                "the next batch is loaded"
-            )
-        if self.computing:
-            self.generation += 1  # what was fetched ahead goes to others, too
-            self.stop_computing()
-
-    def stop_computing(self) -> None:
-        """Give back what was not computed on, after the step of what was; no round waits for this worker."""
-        self.in_batch = False
-        self._stopping = bool(self.batches.computed)
-        if self.computing and not self._closed and not self._stopping:
-            self.exchange_steps()
-            self.computing = False
-            try:
-                abandoned = self.in_step
-                if not abandoned:
-                    self._exchange().hand_over()
-                self.world.decide(
-                    "the end of its loop over the loader", lambda: self.client.release(abandoned=abandoned)
-                )
-                self._stopped.heed()
-                self.abandoned = False
-                self.forget()
-            except Refused as refusal:
-                if not expelled(refusal):
-                    raise
 
     def take_settings(self) -> None:
         """Take the settings over that are in force."""

@@ -184,7 +184,7 @@ class ElasticLoader:
             UsageError: training is over, and an earlier loop has trained all epochs.
         """
         supply = self._supply
-        if self._engine.over:
+        if self._engine.records.over:
             raise UsageError(_OVER)
         supply.only = NO_EPOCH
         try:
@@ -208,7 +208,7 @@ class ElasticLoader:
             UsageError: training is over, this epoch's loop has ended, or another loop is running.
         """
         supply, engine = self._supply, self._engine
-        if engine.over:
+        if engine.records.over:
             raise UsageError(_OVER)
         if supply.only is not None and supply.only == self._ended:
             raise UsageError(_EPOCH_OVER.format(epoch=supply.only))
@@ -286,8 +286,8 @@ class ElasticLoader:
         if epoch is None or engine.stopped or engine.closed:
             return None
         if epoch < self._epochs - 1:
-            return engine.is_chief_of(epoch)
-        if engine.over:
+            return engine.records.is_chief_of(epoch)
+        if engine.records.over:
             return None
         if self._ended != epoch or engine.batches.computed or self._supply.await_some():
             return False  # there are records to train, in another round of the same epoch
@@ -300,7 +300,7 @@ class ElasticLoader:
         """
         engine, between = self._engine, self._supply.only is not None
         due = engine.stopped or (self._ended_early and not (between or engine.batches.computed))
-        if not due or engine.over or engine.closed:
+        if not due or engine.records.over or engine.closed:
             return
         self._ended_early = False
         if self._supply.await_some():

@@ -98,7 +98,7 @@ class LocalSteps:
         engine.keep_step()
         self.made += 1
         self._trained = [records + engine.batches.last_kept for records in self._trained]
-        if engine.stopping:
+        if engine.records.stopping:
             self.exchange()
             return
         if self.made >= (self._consistency.overlap or 0) and not self._land():

@@ -149,7 +149,7 @@ class Session:
             if (chief := loader.is_chief()) is not None:
                 return chief and self._world.leads
             loader.await_end()
-        return self._engine.chief and self._world.leads
+        return self._engine.records.chief and self._world.leads
 
     def optimizer(
         self,
@@ -304,7 +304,7 @@ class Session:
         Raises:
             UsageError: in the middle of a step.
         """
-        self._engine.pause()
+        self._engine.records.pause()
 
     @property
     def server(self) -> Tensors:

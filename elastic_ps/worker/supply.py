@@ -105,7 +105,7 @@ class Supply:
             if not self._kept[0].records:
                 self._kept.pop(0)
         if batch and not self.outdated and self._drop_last and self._is_rest(batch, missing):
-            self._engine.leave_out(batch)
+            self._engine.batches.leave_out(batch)
             return self.next_batch()
         return [] if self.outdated else batch
 
@@ -131,13 +131,13 @@ class Supply:
     def leave_epoch(self) -> None:
         """The script is done with the epoch: what is left of it goes to others, or to this worker's next."""
         self._kept.clear()
-        self._engine.stop_computing()
+        self._engine.records.stop_computing()
 
     def give_up(self) -> None:
         """Nobody iterates any more: what is in hand goes to others."""
         if not self.over:
             self._kept.clear()
-            self._engine.stop_computing()
+            self._engine.records.stop_computing()
 
     def _take(self, *, wait: bool) -> bool:
         """Get more records; without `wait` only if there are any at the moment.
@@ -145,7 +145,7 @@ class Supply:
         Without `wait`, what is in hand stays outdated if this worker had to join again meanwhile: a batch
         that was begun and those that were fetched ahead are still to be dropped.
         """
-        ranges = self._engine.take(
+        ranges = self._engine.records.take(
             records=self._records,
             epochs=self._epochs,
             batch=self._batch_size,

@@ -1,0 +1,211 @@
+"""The records that a worker is given: it asks for them, gives back what it does not train, learns of the end.
+
+A worker takes part in rounds from the moment it is given records until it asks for more and there are none,
+or gives back those that it has.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+from elastic_ps.core.ledger import Range
+from elastic_ps.errors import Refused, UsageError
+from elastic_ps.worker.batches import Batches
+from elastic_ps.worker.client import Client, expelled
+from elastic_ps.worker.dialogue import Granted
+from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.local_world import LocalWorld
+from elastic_ps.worker.stopping import Stopping
+
+
+class Driven(Protocol):
+    """What else a worker does, as far as its records depend on it: the engine.
+
+    Attributes:
+        in_batch, abandoned, generation: see `Engine`.
+    """
+
+    in_batch: bool
+    abandoned: bool
+    generation: int
+
+    @property
+    def entered(self) -> bool:
+        """Whether the model has been given to the job, or has got the job's values."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether this worker has left for good."""
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Of the model, from the time that it has `entered`."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun that has not ended, as far as the parameter server knows."""
+
+    def leave_if_asked(self) -> None:
+        """Between two batches: where a worker that was asked to leave does so. Raises Drained."""
+
+    def come_back(self, refusal: Refused) -> None:
+        """Join again between two steps. Blocks."""
+
+    def exchange_steps(self) -> None:
+        """Exchange the steps that this worker has made by itself. Blocks."""
+
+    def forget(self) -> None:
+        """What the script has in hand goes to others."""
+
+    def take_settings(self) -> None:
+        """Take the settings over that are in force."""
+
+
+class Records:
+    """Asks for records, and gives back those that are not trained. Belongs to the training thread.
+
+    Args:
+        worker: whose records they are.
+        batches: what the script has in hand for the next step.
+
+    Attributes:
+        over: all records are in the model, or the training was stopped.
+        chief: whether this worker is the one to evaluate and save, once all records are in the model.
+        computing: this worker takes part in rounds, as far as is known.
+        stopping: the script has left the loop over the loader, and makes a last step with what it has.
+    """
+
+    def __init__(
+        self, worker: Driven, client: Client, world: LocalWorld, batches: Batches, stopped: Stopping
+    ) -> None:
+        self.over = False
+        self.chief = False
+        self.computing = False
+        self.stopping = False
+        self._worker, self._client, self._world = worker, client, world
+        self._batches, self._stopped = batches, stopped
+        self._chief_of: dict[int, bool] = {}
+
+    def take(self, *, records: int, epochs: int, batch: int, wait: bool, early: bool) -> tuple[Range, ...]:
+        """Get records; with `wait`, () means that all of them are in the model.
+
+        Args:
+            early: see `Client.take`.
+        """
+        worker = self._worker
+        if not worker.entered:
+            raise UsageError("call session.optimizer(...) before iterating over session.loader(...)")
+        while True:
+            worker.leave_if_asked()
+            try:
+                if wait and self.computing and not worker.in_step:
+                    self._exchange().hand_over()
+                granted = self._world.decide(
+                    "the loader, where it gets records",
+                    lambda: self._client.take(
+                        records=records,
+                        epochs=epochs,
+                        batch=batch,
+                        wait=wait,
+                        abandoned=worker.in_step,
+                        skipped=self._batches.skipped if wait else (),
+                        early=early,
+                    ),
+                )
+                self._stopped.heed()
+                self._stopped.learn(granted.stopped)
+                if granted.pending:
+                    continue
+                if wait:
+                    worker.abandoned = False
+                    self._batches.told()
+                    self._accept(granted)
+                return granted.ranges
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                worker.come_back(refusal)
+                if not wait:
+                    return ()
+
+    def _accept(self, granted: Granted) -> None:
+        """Get the version to compute on, or the last one."""
+        exchange = self._exchange()
+        behind = granted.version != exchange.version
+        if granted.ranges:
+            self.computing, self.stopping = True, False
+            if behind:
+                exchange.fetch(granted.version, contributor=True)
+                self._worker.take_settings()
+            else:
+                exchange.computes_on(granted.version)
+        elif granted.finished:
+            if not granted.version and not self._stopped.reason:
+                raise UsageError(
+                    "no step was made: no backward() ran for any batch of this job, so all records were "
+                    "skipped. Check that the loss depends on the parameters of the model that was passed to "
+                    "session.optimizer(...)"
+                )
+            self.computing = False
+            self.over = True
+            self.chief = granted.chief
+            if behind:
+                exchange.fetch(granted.version, contributor=False)
+
+    def is_chief_of(self, epoch: int) -> bool:
+        """Whether this worker is the one to evaluate and save in an epoch before the last one. Blocks."""
+        while epoch not in self._chief_of:
+            try:
+                self._chief_of[epoch] = self._world.decide(
+                    "session.is_chief", partial(self._client.is_chief, epoch)
+                )
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                self._worker.come_back(refusal)
+        return self._chief_of[epoch]
+
+    def pause(self) -> None:
+        """Give back what this worker holds until it asks for the next batch, so that nobody waits for it.
+
+        Raises:
+            UsageError: in the middle of a step, or before the backward() of a batch.
+        """
+        if not self._worker.entered:
+            raise UsageError("call session.optimizer(...) before session.pause()")
+        if self._worker.in_step or self._batches.computed or self._batches.undecided:
+            raise UsageError(
+                "session.pause() was called in the middle of a step. Call it after optimizer.step(), before "
+                "the next batch is loaded"
+            )
+        if self.computing:
+            self._worker.generation += 1  # what was fetched ahead goes to others, too
+            self.stop_computing()
+
+    def stop_computing(self) -> None:
+        """Give back what was not computed on, after the step of what was; no round waits for this worker."""
+        worker = self._worker
+        worker.in_batch = False
+        self.stopping = bool(self._batches.computed)
+        if self.computing and not worker.closed and not self.stopping:
+            worker.exchange_steps()
+            self.computing = False
+            try:
+                abandoned = worker.in_step
+                if not abandoned:
+                    self._exchange().hand_over()
+                self._world.decide(
+                    "the end of its loop over the loader", lambda: self._client.release(abandoned=abandoned)
+                )
+                self._stopped.heed()
+                worker.abandoned = False
+                worker.forget()
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+
+    def _exchange(self) -> Exchange:
+        exchange = self._worker.exchange
+        assert exchange is not None, "the model has been given to session.optimizer"
+        return exchange
