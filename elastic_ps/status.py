@@ -150,6 +150,9 @@ LEFT_EARLY = (
 HUNG_GRACE = timedelta(seconds=15)
 """How long a worker that was declared hung has time to end by itself."""
 
+FINISHED_GRACE = timedelta(minutes=1)
+"""How long a worker that does not answer may keep a job open whose training is done."""
+
 
 class Traffic(CamelModel):
     """Bodies of gradients and values that workers have sent and received, and what their codecs cost them."""
@@ -259,17 +262,20 @@ class Member(CamelModel):
         """Whether this stay lasts."""
         return self.state in ("joining", "idle", "training")
 
-    def to_be_killed(self, progress_timeout: timedelta) -> str:
+    def to_be_killed(self, progress_timeout: timedelta, *, finished: bool) -> str:
         """Why its process, should it be alive, has to be ended from outside; "" if it has not.
 
         One that was declared hung is told to end by its next heartbeat, which fails if all of it is frozen.
-        One that is lost may come back, for as long as a step may take.
+        One that is lost may come back, for as long as a step may take. When the training is `finished`, it
+        has no step to make, and the job waits for it alone.
         """
         gone = self.gone_seconds or 0.0
         if self.state == "hung" and gone > HUNG_GRACE.total_seconds():
             return f"it was declared hung ({self.reason}) and has not ended by itself for {gone:.0f} s"
         if self.state == "lost" and progress_timeout and gone > progress_timeout.total_seconds():
             return f"it was declared lost ({self.reason}) and has not come back for {gone:.0f} s"
+        if self.state == "lost" and finished and gone > FINISHED_GRACE.total_seconds():
+            return f"the training is done, and it has not answered for {gone:.0f} s ({self.reason})"
         return ""
 
 

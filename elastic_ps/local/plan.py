@@ -39,6 +39,7 @@ class Process:
         output: the last lines it wrote, of a process that failed.
         useful: whether it has done anything for the job: a step that is in the model, or an answer.
         stuck: why it has to be killed, of a worker that the parameter server has given up and that lives on.
+        stopped: since when a signal (SIGSTOP) has kept it from running, of a job whose training is done.
     """
 
     role: Role
@@ -53,6 +54,7 @@ class Process:
     output: str = ""
     useful: bool = False
     stuck: str = ""
+    stopped: float | None = None
 
     @property
     def alive(self) -> bool:

@@ -10,7 +10,7 @@ from typing import get_args
 from elastic_ps.env import Role
 from elastic_ps.local.plan import Observed, Process
 from elastic_ps.local.state import ProcessStatus
-from elastic_ps.status import Member, Phase, ServerStatus
+from elastic_ps.status import FINISHED_GRACE, Member, Phase, ServerStatus
 
 
 def process_statuses(
@@ -56,12 +56,19 @@ def member_of(worker: int, pid: int, server: ServerStatus | None) -> Member | No
     return next((m for m in reversed(members) if m.worker == worker and m.pid == pid), None)
 
 
-def stuck(process: Process, server: ServerStatus | None, progress_timeout: timedelta) -> str:
-    """Why a worker that the parameter server has given up has to be killed; "" if it has not."""
+def stuck(process: Process, server: ServerStatus | None, progress_timeout: timedelta, *, now: float) -> str:
+    """Why a worker has to be killed that the parameter server has given up; "" if it has not.
+
+    Or one that never joined, or has left, if it is stopped when the training is done.
+    """
     if process.role != "worker" or not process.alive or process.asked is not None:
         return ""
+    finished = server is not None and server.progress.finished
+    stopped = 0.0 if process.stopped is None else now - process.stopped
+    if finished and stopped > FINISHED_GRACE.total_seconds():
+        return f"the training is done, and it has been stopped by a signal (SIGSTOP) for {stopped:.0f} s"
     member = member_of(process.index, process.pid, server)
-    return "" if member is None else member.to_be_killed(progress_timeout)
+    return "" if member is None else member.to_be_killed(progress_timeout, finished=finished)
 
 
 def useful(process: Process, server: ServerStatus | None, ready: Container[int]) -> bool:

@@ -271,6 +271,14 @@ def start_time(pid: int) -> int | None:
     return None if state in ("Z", "X") else int(fields[18])
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal (SIGSTOP) keeps a process of this host from running."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file in one step, so that a reader sees the old or the new content, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

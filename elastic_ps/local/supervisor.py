@@ -42,7 +42,7 @@ from elastic_ps.local.processes import (
 )
 from elastic_ps.local.record import Record
 from elastic_ps.local.snapshot import phase_of, process_statuses, stuck, useful
-from elastic_ps.local.state import JobDirectory, LocalStatus, generation_of, start_time
+from elastic_ps.local.state import JobDirectory, LocalStatus, generation_of, is_stopped, start_time
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.status import ServerStatus
 from elastic_ps.tuning import Tuning
@@ -311,18 +311,27 @@ class Launcher:
             self._observed = replace(
                 self._observed, progress=polled.status.progress, asked_at=polled.asked_at
             )
+        limit = self.job.spec.worker.progress_timeout
         processes = tuple(
             replace(
                 process,
                 ready=process.role == "ps" and process.index in polled.ready,
                 useful=process.useful or useful(process, polled.status, polled.ready),
-                stuck=process.stuck or stuck(process, polled.status, self.job.spec.worker.progress_timeout),
+                stopped=self._stopped(process, now),
+                stuck=process.stuck or stuck(process, polled.status, limit, now=now),
             )
             for process in self._observed.processes
         )
         changed = processes != tuple(self._observed.processes)
         self._observed = replace(self._observed, processes=processes)
         return changed
+
+    def _stopped(self, process: Process, now: float) -> float | None:
+        """Since when a process does not run that keeps open a job whose training is done, if it does not."""
+        here = self.options.slots is None  # else its pid is one of another host
+        if here and process.alive and self._observed.progress.finished and is_stopped(process.pid):
+            return now if process.stopped is None else process.stopped
+        return None
 
     def _note_whether_finished_before(self, status: ServerStatus) -> None:
         """A job that continues from a checkpoint may have nothing left to do."""

@@ -331,7 +331,7 @@ def _workers(
             restart = restart_in(pod, status, desired, now, options)
             if pod.uid in old.worker.counted_pods and restart == ZERO:
                 yield DeletePod.of(pod, "it has ended and is replaced")
-        elif pod.active and (why := _given_up(pod, desired, observed, now)):
+        elif pod.active and (why := _given_up(pod, desired, status, observed, now)):
             yield DeletePod.of(pod, why)
         elif index >= desired.replicas:
             yield DeletePod.of(pod, f"scaled down to {desired.replicas} workers")
@@ -341,10 +341,14 @@ def _workers(
     yield from _lingering(observed, now, options)
 
 
-def _given_up(pod: Pod, desired: Desired, observed: Observed, now: datetime) -> str:
+def _given_up(
+    pod: Pod, desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime
+) -> str:
     """Why the process in a pod has to end, since the PS has given it up and it lives on; "" if it has not."""
     latest = max(stays(pod, observed, now), key=lambda member: member.incarnation, default=None)
-    return "" if latest is None else latest.to_be_killed(desired.spec.worker.progress_timeout)
+    if latest is None:
+        return ""
+    return latest.to_be_killed(desired.spec.worker.progress_timeout, finished=status.progress.finished)
 
 
 def _create(

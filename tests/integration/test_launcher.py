@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ import pytest
 
 from elastic_ps.errors import CannotListen, UserError
 from elastic_ps.job import TrainingJob
-from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes
+from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes, snapshot
 from elastic_ps.local.plan import cores_of
 from elastic_ps.local.report import build_report
 from elastic_ps.status import Member
@@ -202,6 +203,18 @@ def test_a_worker_that_ignores_the_request_and_all_it_started_are_killed(tmp_pat
         outcome = end_of(launcher)
         assert gone(child.pid)
     assert any("killing worker 0" in event.text for event in outcome.record.events)
+
+
+def test_a_worker_that_stays_stopped_keeps_a_finished_job_open_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "FINISHED_GRACE", timedelta(seconds=0.5))
+    with launched(make_job(records=2000, workers=2), tmp_path) as launcher:
+        os.kill(training(launcher, 2)[1], signal.SIGSTOP)
+        outcome = end_of(launcher)
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    [told] = [event.text for event in outcome.record.events if "killing" in event.text]
+    assert "killing worker 1: the training is done, and it has been stopped" in told
 
 
 def test_what_a_killed_worker_started_ends_with_it(tmp_path: Path) -> None:

@@ -146,12 +146,40 @@ def test_who_has_been_given_up_and_lives_on_is_stuck(
     )
     status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=[member])
     limit = timedelta(seconds=timeout)
-    assert bool(stuck(process, status, limit)) == kill
+    assert bool(stuck(process, status, limit, now=NOW)) == kill
     again = member.model_copy(update={"incarnation": 4, "state": "training", "gone_seconds": None})
     joined_again = status.model_copy(update={"members": [member, again]})
-    assert not stuck(process, joined_again, limit)
-    assert not stuck(replace(process, pid=102), status, limit)
-    assert not stuck(replace(process, asked=NOW), status, limit), "it is leaving anyway"
+    assert not stuck(process, joined_again, limit, now=NOW)
+    assert not stuck(replace(process, pid=102), status, limit, now=NOW)
+    assert not stuck(replace(process, asked=NOW), status, limit, now=NOW), "it is leaving anyway"
+
+
+@pytest.mark.parametrize(("finished", "gone", "kill"), [(False, 999, ""), (True, 59, ""), (True, 61, "61 s")])
+@pytest.mark.parametrize("timeout", [0, 1800])
+def test_a_worker_that_does_not_answer_keeps_a_finished_job_open_for_a_minute(
+    finished: bool, gone: float, kill: str, timeout: int
+) -> None:
+    lost = Member(worker=1, incarnation=3, pid=101, host="h", state="lost", joined_version=0)
+    members = [lost.model_copy(update={"gone_seconds": gone})]
+    progress = FINISHED if finished else HALF
+    status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=members, progress=progress)
+    why = stuck(worker(1), status, timedelta(seconds=timeout), now=NOW)
+    assert ("the training is done" in why and kill in why) if kill else why == ""
+
+
+@pytest.mark.parametrize("state", [None, "left"])
+@pytest.mark.parametrize(("stopped", "kill"), [(None, False), (NOW - 59, False), (NOW - 61, True)])
+def test_a_worker_that_is_stopped_keeps_a_finished_job_open_for_a_minute(
+    state: Any, stopped: float | None, kill: bool
+) -> None:
+    """The parameter server knows nothing of one that has not joined, or has left."""
+    member = Member(worker=1, incarnation=3, pid=101, host="h", state=state or "left", joined_version=0)
+    members = [] if state is None else [member]
+    status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=members, progress=FINISHED)
+    process = worker(1, stopped=stopped)
+    assert ("SIGSTOP" in stuck(process, status, timedelta(0), now=NOW)) == kill
+    goes_on = status.model_copy(update={"progress": HALF})
+    assert stuck(process, goes_on, timedelta(0), now=NOW) == ""
 
 
 def test_a_worker_that_someone_else_asked_to_leave_is_not_done_and_is_replaced() -> None:

@@ -87,6 +87,26 @@ def test_a_worker_that_is_hung_and_does_not_end_is_deleted_and_its_successor_is_
     assert simulation.pods[name]["metadata"]["uid"] != old
 
 
+def test_a_worker_that_does_not_answer_is_deleted_soon_when_the_training_is_done() -> None:
+    simulation = running(worker={"replicas": 2, "progressTimeout": "0s"})
+    name = "digits-worker-1"
+    simulation.now += timedelta(minutes=5)
+    for finished, seconds, deleted in ((False, 999, []), (True, 59, []), (True, 61, [name])):
+        lost = Member(worker=1, incarnation=3, pid=7, host=name, state="lost", joined_version=0)
+        progress = Progress(finished=finished, records_expected=10, records_applied=10 if finished else 5)
+        simulation.server = ServerStatus(
+            job="digits",
+            shard=0,
+            shards=1,
+            term=1,
+            ready=True,
+            members=[lost.model_copy(update={"gone_seconds": seconds})],
+            progress=progress,
+        )
+        actions = simulation.step().actions
+        assert [action.name for action in actions if isinstance(action, DeletePod)] == deleted
+
+
 def test_too_many_failures_end_the_job_with_the_last_words() -> None:
     simulation = running(runPolicy={"backoffLimit": 1})
     simulation.end("digits-worker-0", 1)
