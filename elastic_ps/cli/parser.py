@@ -155,7 +155,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     run.add_argument(
         "--processes",
-        type=_number_of("workers"),
+        type=_number_of("processes"),
         metavar="N",
         help="give each worker N processes, which share its batches and push one sum",
     )

@@ -314,6 +314,7 @@ BAD_INPUT = {
     "scale twice": (["run", "job.yaml", "--scale", "5:1", "--scale", "5:2"], {}, "version 5 twice"),
     "scale syntax": (["run", "job.yaml", "--scale", "5"], {}, "VERSION:N"),
     "workers syntax": (["run", "job.yaml", "--workers", "0"], {}, "not a number of workers"),
+    "processes syntax": (["run", "job.yaml", "--processes", "0"], {}, "not a number of processes"),
     "no module": (["run", "job.yaml"], {"entrypoint": "nowhere:main"}, "No module named 'nowhere'"),
     "broken script": (["run", "job.yaml"], {"entrypoint": "broken:main"}, "division by zero"),
     "report": (["run", "job.yaml", "--report", "script.py/out"], {}, "--report: cannot write"),
