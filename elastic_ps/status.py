@@ -332,6 +332,12 @@ class ServerStatus(CamelModel):
     )
 
     @property
+    def only_tensors(self) -> bool:
+        """Whether scripts use `session.server`, and no model so far: there is no progress to tell."""
+        nothing = self.progress.records_expected is None and not self.progress.version
+        return self.ready and not self.members and nothing
+
+    @property
     def traffic(self) -> Traffic:
         """What all workers have sent and received, as far as this parameter server knows."""
         return sum((member.traffic for member in self.members), Traffic())

@@ -161,7 +161,7 @@ def _list(states: list[LocalStatus]) -> None:
     for column in ("job", "phase", "workers", "version", "progress", "loss", "time"):
         table.add_column(column)
     for state in states:
-        progress = state.server.progress if state.server else None
+        progress = state.server.progress if state.server and not state.server.only_tensors else None
         loss = "" if progress is None or progress.loss is None else f"{progress.loss:.4f}"
         percent, version = (f"{progress.percent} %", str(progress.version)) if progress else ("", "")
         live = sum(process.role == "worker" and process.exit is None for process in state.processes)

@@ -96,7 +96,9 @@ def event_line(event: Event) -> Text:
 def frame(status: LocalStatus, record: Record | None = None, *, height: int = 100) -> RenderableType:
     """A job's state, at most `height` lines high and good to read from 60 columns on."""
     parts: list[RenderableType] = [_headline(status), _table(status, rows=max(3, height - 8))]
-    if status.server is not None and status.server.ready:
+    if status.server is not None and status.server.only_tensors:
+        parts.append(Text(words.ONLY_TENSORS))
+    elif status.server is not None and status.server.ready:
         parts += [_bar(status), _numbers(status, record)]
         if record is None and (network := words.traffic(status.server.traffic)):
             parts.append(Text(network, style="dim"))
@@ -113,7 +115,7 @@ def frame(status: LocalStatus, record: Record | None = None, *, height: int = 10
 def _headline(status: LocalStatus) -> Text:
     line = Text(status.job, style="bold")
     line.append(f"  {status.phase}", style=PHASE_STYLES.get(status.phase, "bold yellow"))
-    if status.server is not None and status.server.ready:
+    if status.server is not None and status.server.ready and not status.server.only_tensors:
         progress = status.server.progress
         line.append(f"  {words.epoch(progress)}  version {progress.version:,}", style="not bold")
     if status.reason:

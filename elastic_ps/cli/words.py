@@ -65,6 +65,10 @@ def workers(count: int) -> str:
     return "1 worker" if count == 1 else f"{count} workers"
 
 
+ONLY_TENSORS = "the scripts use session.server only, so how far they are is not known"
+"""Of a job without versions and records."""
+
+
 def progress_line(status: LocalStatus) -> str:
     """One line about a running job."""
     server = status.server
@@ -72,6 +76,9 @@ def progress_line(status: LocalStatus) -> str:
         return "starting: " + ", ".join(
             f"{process.role} {process.index} {process.state}" for process in status.processes
         )
+    if server.only_tensors:
+        running = sum(process.role == "worker" and process.exit is None for process in status.processes)
+        return f"{ONLY_TENSORS}  {workers(running)}"
     progress = server.progress
     parts = [f"version {progress.version}", epoch(progress), f"{progress.percent} %"]
     if progress.samples_per_second is not None:
@@ -93,6 +100,9 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "stopped early", progress.stopped
     for name, value in sorted(progress.metrics.items()):
         yield name.replace("_", " "), metric(name, value)
+    if server.only_tensors:
+        yield "note", "the scripts have used session.server only, so there are neither versions nor records"
+        return
     if (evaluation := progress.evaluation) is not None:
         yield from _evaluated(evaluation)
     curve = outcome.record.loss_curve()

@@ -47,7 +47,9 @@ def state_of(process: Process, server: ServerStatus | None) -> str:
     if process.role == "evaluator":
         return "running"
     member = member_of(process.index, process.pid, server)
-    return "starting" if member is None else member.state
+    if member is None:
+        return "running" if server is not None and server.only_tensors else "starting"
+    return member.state
 
 
 def member_of(worker: int, pid: int, server: ServerStatus | None) -> Member | None:

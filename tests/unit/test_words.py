@@ -8,6 +8,9 @@ import pytest
 
 from elastic_ps.cli import words
 from elastic_ps.local import LocalStatus
+from elastic_ps.local.plan import Process
+from elastic_ps.local.snapshot import state_of
+from elastic_ps.local.state import ProcessStatus
 from elastic_ps.status import Member, Phase, Progress, ServerStatus, Traffic
 
 
@@ -66,3 +69,18 @@ def test_the_codecs_that_workers_have_chosen_are_said_once() -> None:
     ]
     together = sum(chosen, Traffic())
     assert words.traffic(together) == "4 B of gradients (50.0% of plain), sent as int8, topk"
+
+
+def test_a_job_that_only_uses_tensors_has_no_progress_to_tell() -> None:
+    worker = {"role": "worker", "index": 0, "pid": 7, "state": "running", "exit": None, "restarts": 0}
+    processes = [ProcessStatus(**worker), ProcessStatus(**{**worker, "index": 1, "exit": 0})]
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True)
+    status = LocalStatus.model_construct(phase="Running", server=server, processes=processes)
+    assert words.progress_line(status) == f"{words.ONLY_TENSORS}  1 worker"
+    assert state_of(Process(role="worker", index=0, pid=7, started=0.0), server) == "running"
+    member = Member(worker=0, incarnation=1, pid=7, host="h", joined_version=0, state="joining")
+    assert server.only_tensors
+    assert not server.model_copy(update={"members": [member]}).only_tensors
+    assert not server.model_copy(update={"progress": Progress(version=3)}).only_tensors, "of a checkpoint"
+    assert not server.model_copy(update={"progress": Progress(records_expected=9)}).only_tensors
+    assert not server.model_copy(update={"ready": False}).only_tensors
