@@ -72,7 +72,14 @@ def test_the_codecs_that_workers_have_chosen_are_said_once() -> None:
 
 
 def test_a_job_that_only_uses_tensors_has_no_progress_to_tell() -> None:
-    worker = {"role": "worker", "index": 0, "pid": 7, "state": "running", "exit": None, "restarts": 0}
+    worker: dict[str, Any] = {
+        "role": "worker",
+        "index": 0,
+        "pid": 7,
+        "state": "running",
+        "exit": None,
+        "restarts": 0,
+    }
     processes = [ProcessStatus(**worker), ProcessStatus(**{**worker, "index": 1, "exit": 0})]
     server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True)
     status = LocalStatus.model_construct(phase="Running", server=server, processes=processes)
