@@ -147,11 +147,11 @@ class Gradients:
             self._taken[index] = gradient, gradient._version
         # Within backward, gradients have no history, unless the script asks for it (`create_graph`).
         plain = gradient.detach() if torch.is_grad_enabled() else gradient
-        self._flat.contribution(index).copy_(plain)
+        self._flat.put(index, plain)
         self._fill(index)
 
     def _fill(self, index: int) -> None:
-        """A tensor's contribution is where it is sent from."""
+        """A tensor's contribution is where it is sent from, or on the way there."""
         with self._lock:
             for number in self._flat.buckets_of[index]:
                 self._waiting[number] -= 1
@@ -198,5 +198,5 @@ class Gradients:
                     self._flat.clear_contribution(index)
                     self._fill(index)
             for index in self._buffers:
-                self._flat.contribution(index).copy_(self._flat.tensors[index])
+                self._flat.put(index, self._flat.tensors[index])
                 self._fill(index)

@@ -27,6 +27,7 @@ from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.transport.memory import Allocate, shared_if_possible
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.seal import Seal
+from elastic_ps.worker.staging import Staging
 
 
 class Described:
@@ -300,6 +301,10 @@ class Flat:
         for bucket in layout.buckets:
             for piece in bucket.pieces:
                 self.buckets_of[piece.tensor].append(bucket.index)
+        # The processes of a worker tell each other when a contribution is there, not when it will be.
+        devices = {tensor.device for tensor in tensors} if world.alone else set()
+        self._staging = Staging(devices, [*self._values.values(), *self._contributions.values()])
+        self._tensors_of = [[piece.tensor for piece in bucket.pieces] for bucket in layout.buckets]
         self._addresses: list[int] = []
         self._apart: list[int] = []  # tensors with memory of their own
         with torch.no_grad():
@@ -322,7 +327,8 @@ class Flat:
         if self._own_values:
             view.copy_(tensor)
         changes = self.layout.tensors[index].rule in self._changing
-        if changes or tensor.device.type != "cpu" or not _one_after_the_other(tensor):
+        device = tensor.device.type != "cpu" or self._staging.handles(tensor)
+        if changes or device or not _one_after_the_other(tensor):
             self._apart.append(index)
         elif tensor.numel():
             # The same memory, as a storage of its own: what saves a tensor saves all of its storage.
@@ -342,9 +348,18 @@ class Flat:
         return memory[key][start : start + elements].view(self.layout.tensors[index].shape)
 
     def contribution(self, index: int) -> torch.Tensor:
-        """Where a tensor's gradient (or buffer) is put to be pushed, in its shape."""
+        """Where a tensor's gradient (or buffer) is put to be pushed, in its shape.
+
+        Blocks until what was `put` there has arrived.
+        """
+        self._staging.arrived((index,))
         self._written.add(index)
         return self._contribution[index]
+
+    def put(self, index: int, gradient: torch.Tensor) -> None:
+        """Copy a gradient to where it is pushed from; from a device that makes copies by itself, begin to."""
+        self._written.add(index)
+        self._staging.down(index, self._contribution[index], gradient)
 
     def clear_contribution(self, index: int) -> None:
         """Make a tensor's contribution zero, if anything was put there since it was."""
@@ -365,11 +380,13 @@ class Flat:
         return self._value_bytes[bucket.index]
 
     def contribution_bytes(self, bucket: Bucket) -> memoryview:
-        """A bucket's contribution, to send."""
+        """A bucket's contribution, to send. Blocks until what was put there has arrived."""
+        self._staging.arrived(self._tensors_of[bucket.index])
         return self._contribution_bytes[bucket.index]
 
     def contribution_of(self, bucket: Bucket) -> torch.Tensor:
-        """A bucket's contribution, flat, of its dtype."""
+        """A bucket's contribution, flat, of its dtype. Blocks until what was put there has arrived."""
+        self._staging.arrived(self._tensors_of[bucket.index])
         return self._contribution_of[bucket.index]
 
     def contributions_of(self, bucket: Bucket) -> list[torch.Tensor]:
@@ -436,7 +453,8 @@ class Flat:
         self._seal.open()
 
     def expect(self) -> None:
-        """Values are about to be pulled."""
+        """Values are about to be pulled. Blocks until the device has those of the last pull."""
+        self._staging.settle()
         self._seal.open()
 
     def _check_memory(self) -> None:
@@ -457,15 +475,18 @@ class Flat:
                 self.value(index).copy_(self.tensors[index])
 
     def publish(self, *, besides: Set[int] = frozenset()) -> None:
-        """The values are there: copy them to tensors that have memory of their own. Blocks for the copies.
+        """The values are there: copy them to tensors that have memory of their own.
+
+        What is computed next is computed on them. Blocks for the copies within this host's memory.
 
         Args:
             besides: buckets that were not pulled.
         """
+        pulled = [index for index in self._apart if besides.isdisjoint(self.buckets_of[index])]
         with torch.no_grad():
-            for index in self._apart:
-                if besides.isdisjoint(self.buckets_of[index]):
-                    self.tensors[index].copy_(self.value(index))
+            self._staging.up((self.tensors[index], self.value(index)) for index in pulled)
+        if Rule.GRADIENT in self._changing:
+            self._staging.settle()  # the script's own steps may write to the values, too
         self._seal.close()
 
 

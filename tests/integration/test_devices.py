@@ -1,0 +1,126 @@
+"""Gradients come from a device, and values go to it, beside what it computes."""
+
+from __future__ import annotations
+
+import gc
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.worker import staging
+from elastic_ps.worker.session import Session
+from tests.integration.devices import LateStreams, Said
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.integration.trained import Models, sgd
+from tests.integration.transports import BY_NAME
+from tests.polling import eventually
+
+BUCKETS = {"bucketBytes": 1024}
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
+    """The CPU is a device whose copies are late."""
+    streams = LateStreams()
+    monkeypatch.setattr(staging, "streams_of", lambda device: streams)
+    return streams
+
+
+def train(tmp_path: Path, *, workers: int, device: str = "cpu", **fields: Any) -> None:
+    """A job's script on a device; what comes of it is what one process gets."""
+    data, models = Numbers(160), Models()
+
+    def script(session: Session) -> None:
+        model = make_mlp().to(device)
+        optimizer = session.optimizer(sgd(model), model)
+        models[session.worker] = model
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x.to(device), y.to(device)).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, **fields) as job:
+        job.run(script, workers=workers)
+        commits, spec = job.commits(), job.spec
+    assert_each_record_once(commits, records=len(data), epochs=1)
+    for model in models.values():
+        assert_equal_up_to_round_off(
+            model.cpu(), make_mlp(), lambda other: replay(commits, data, other, sgd, spec)
+        )
+
+
+@pytest.mark.parametrize("transport", BY_NAME)
+@pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20], ids=["buckets", "one call a step"])
+def test_nothing_is_sent_or_computed_on_before_it_is_there(
+    tmp_path: Path, late: LateStreams, transport: str, bucket_bytes: int
+) -> None:
+    """What is there too early is NaN, which the parameter server refuses."""
+    server = {"bucketBytes": bucket_bytes, "replicas": 2 if bucket_bytes == 1024 else 1}
+    train(tmp_path, workers=2, transport=transport, parameterServer=server)
+    assert {"copy", "wait", "compute after"} == {said.what for said in late.said}
+
+
+def test_backward_waits_for_no_copy_and_values_are_there_before_the_next_are_pulled(
+    tmp_path: Path, late: LateStreams
+) -> None:
+    train(tmp_path, workers=1, parameterServer=BUCKETS)
+    down = [said for said in late.said if said.down]
+    assert {said.thread for said in down if said.what == "copy"} == {"worker-0"}
+    waiting = {said.thread for said in down if said.what == "wait"}
+    assert waiting, "gradients are waited for"
+    assert all(thread.startswith("send-") for thread in waiting), "where they are sent"
+    steps = [list(said) for _, said in groupby(_up(late.said), key=lambda said: said.what)]
+    assert [said[0].what for said in steps] == ["copy", "compute after", "wait"] * (len(steps) // 3) + [
+        "copy",
+        "compute after",
+    ] * (len(steps) % 3 > 0)
+    assert len(steps) > 100, "some steps"
+
+
+def _up(said: list[Said]) -> list[Said]:
+    return [each for each in said if not each.down]
+
+
+def test_page_locked_memory_is_given_back(tmp_path: Path, late: LateStreams) -> None:
+    pinned = []
+    pin = late.pin
+
+    def noting(memory: torch.Tensor) -> Any:
+        pinned.append(memory.nbytes)
+        return pin(memory)
+
+    late.pin = noting  # type: ignore[method-assign]
+    train(tmp_path, workers=1)
+    weights = sum(p.nbytes for p in make_mlp().parameters())
+    assert sum(pinned) == 2 * weights, "of values and of contributions"
+    eventually(lambda: gc.collect() >= 0 and late.pinned == 0, "none is left")
+
+
+def test_a_codec_waits_for_the_gradients_that_it_encodes(tmp_path: Path, late: LateStreams) -> None:
+    """An encoder that looked too early would send NaN as it is, and be refused."""
+    data = Numbers(80)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+    with running_job(tmp_path, compression={"codec": "int8"}, parameterServer=BUCKETS) as job:
+        job.run(script, workers=2)
+        assert_each_record_once(job.commits(), records=len(data), epochs=1)
+        assert job.status().traffic.pushed_bytes < job.status().traffic.pushed_plain_bytes / 2
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no CUDA device here: the stand-in alone tests the order of copies"
+)
+def test_a_job_on_cuda_trains_what_one_process_trains(tmp_path: Path) -> None:
+    train(tmp_path, workers=2, device="cuda", parameterServer=BUCKETS)
