@@ -52,6 +52,18 @@ def install(packages: Sequence[str], *, log: Path) -> None:
             run(["systemctl", "disable", "--now", name])
 
 
+def fetch_binaries(packages: Sequence[str], destination: Path) -> list[Path]:
+    """Download the files of packages into `destination`, a directory, and install nothing."""
+    # As root, apt hands downloads to the user _apt, who may not enter a directory of ours.
+    command = ["apt-get", "-o", "APT::Sandbox::User=root", "download", *packages]
+    try:
+        run(command, cwd=destination, timeout=APT_TIMEOUT, env=_ENVIRONMENT)
+    except CommandError:
+        run(["apt-get", "update"], timeout=APT_TIMEOUT, env=_ENVIRONMENT, check=False)
+        run(command, cwd=destination, timeout=APT_TIMEOUT, env=_ENVIRONMENT)
+    return sorted(destination.glob("*.deb"))
+
+
 def _service_active(name: str) -> bool:
     if shutil.which("systemctl") is None or not Path("/run/systemd/system").is_dir():
         return False
