@@ -51,7 +51,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._local = LocalSteps(flat, engine) if engine.spec.consistency.mode == "local" else None
         self._stepping = False
         self._steps_here = self._local is not None or engine.spec.all_reduce
-        self._gradients = Gradients(flat, engine, overlap=overlap and not self._steps_here, check=check)
+        self._gradients = Gradients(flat, engine, overlap=overlap and self._local is None, check=check)
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups = wrapped.param_groups
         self._own = {id(tensor) for tensor in own}

@@ -4,6 +4,9 @@ The records, and who makes a version, are the parameter server's to say (`core.r
 way to make versions. A worker keeps its gradients until the version is made. So if the group loses a member,
 the others make the round again, as another group, without computing anything again. Nobody makes the step
 before shard 0 has said that the round is made, so all make it or none does.
+
+If the same workers make the next version, which the answer to the end of the last step says, they begin to
+add up while backward goes on. Nothing of that is binding: if the round is made again, it is done again.
 """
 
 from __future__ import annotations
@@ -36,6 +39,12 @@ logger = logging.getLogger(__name__)
 
 RECOVERY = 1.0
 """Seconds that a worker gives the parameter server to notice which member of its group is gone."""
+
+AHEAD = 5.0
+"""A worker begins to add up during backward if all had computed so many seconds after its last one had begun.
+
+An operation of the group fails after some more seconds without the others.
+"""
 
 
 class _Group(NamedTuple):
@@ -93,6 +102,13 @@ class Reduced:
         self._settled: tuple[int, int] | None = None  # the attempt in which all of the group got the version
         self._group: _Group | None = None
         self._left: list[Group] = []  # groups in which an operation is still under way
+        self._open: pb.MeetReply | None = None  # the open round, as it was when this worker had its version
+        self._ahead: Group | None = None  # what adds up the step under way while backward goes on
+        self._adding = False  # the group has begun to add up in its round
+        self._broken: Broken | None = None  # why it cannot come to a sum
+        self._problem: Refused | None = None  # why the step under way cannot be part of one
+        self._began = 0.0
+        self._lasted = math.inf  # from the first gradient of the last step until all had computed theirs
 
     # --- what `Engine` asks of an `Exchange`
 
@@ -102,12 +118,36 @@ class Reduced:
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
         """The first gradient of a step is there."""
-        self.under_way = step
+        self.under_way, self._problem, self._ahead = step, None, None
         self._present.clear()
+        self._began = time.monotonic()
+        assert not self._adding, "a step that is not made is forgotten with its group"
+        if self._lasted < AHEAD:
+            self._ahead = self._group_ahead(step)
+        if self._ahead is not None:
+            self._adding = True
+            self._sums.begin(step.samples)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete."""
+        step = self.under_way
+        assert step is not None, "begin was called"
         self._present[bucket.index] = present
+        try:
+            if bucket.rule is Rule.GRADIENT:
+                who = f"worker {step.stay.worker}, step {step.number}, bucket {bucket.index}"
+                require_finite(self._flat.contribution_of(bucket), who)
+            if self._ahead is not None:
+                self._sums.add(self._present, self._ahead)
+        except Refused as problem:
+            self._problem, self._ahead = problem, None
+        except Broken as problem:
+            self._broken, self._ahead = problem, None
+
+    def _group_ahead(self, step: Step) -> Group | None:
+        """The group of the version that this worker has, if it makes the next one as well."""
+        met, self._open = self._open, None
+        return self._same_group(met) if met is not None and met.version == step.version else None
 
     def reset(self) -> None:
         """Forget the step under way, and the group."""
@@ -144,12 +184,14 @@ class Reduced:
         """
         step = self.under_way
         assert step is not None, "begin was called"
-        self._require_finite(step)
+        if self._problem is not None:
+            raise self._problem
         while True:
             met = self._client.meet(step.stay, step.version, self._attempt, place=Place.GRADIENTS, holds=True)
             if met.version != step.version:
                 raise Refused(RefusalCode.LATE, f"version {met.version} is made without this worker's step")
             if met.together:
+                self._lasted = time.monotonic() - self._began
                 try:
                     self._reduce(step, met)
                 except Broken as problem:
@@ -195,6 +237,7 @@ class Reduced:
             self._learn(met)
             if met.send and self._holds(version):
                 self._replica.send(version)
+            self._open = None if met.lacking else met
             if not met.lacking or self._settled == (version, met.attempt):
                 return
             stay, holds = self._client.stay, self._holds(version)
@@ -238,13 +281,9 @@ class Reduced:
 
     def _group_for(self, met: pb.MeetReply) -> Group:
         """The process group of those that make the round, which may be the last one's. Raises Broken."""
-        members = [(peer.worker, peer.incarnation) for peer in met.group]
-        if (last := self._group) is not None and list(last.members) == members:
-            # If it has made the version, all of them know that; else some may be of a newer group.
-            next_round = met.attempt == 0 and last.made == met.version
-            if next_round or (last.version, last.attempt) == (met.version, met.attempt):
-                self._group = last._replace(version=met.version, attempt=met.attempt)
-                return last.group
+        if (same := self._same_group(met)) is not None:
+            return same
+        members = _members(met)
         self._drop_group()
         started = time.monotonic_ns()
         name = f"{self._client.term}/{met.version}/{met.attempt}"
@@ -255,7 +294,21 @@ class Reduced:
         self._group = _Group(met.version, met.attempt, members, made)
         return made
 
+    def _same_group(self, met: pb.MeetReply) -> Group | None:
+        """The last round's process group, if it makes this one, and all of it know that."""
+        last = self._group
+        if last is None or list(last.members) != _members(met):
+            return None
+        # If it has made the version, all of them know that; else some may be of a newer group.
+        next_round = met.attempt == 0 and last.made == met.version
+        if not next_round and (last.version, last.attempt) != (met.version, met.attempt):
+            return None
+        self._group = last._replace(version=met.version, attempt=met.attempt)
+        return last.group
+
     def _drop_group(self) -> None:
+        self._ahead = self._broken = None
+        self._adding = False
         if self._group is not None:
             if not self._group.group.at_rest:
                 self._left.append(self._group.group)
@@ -287,20 +340,18 @@ class Reduced:
 
     # --- the step
 
-    def _require_finite(self, step: Step) -> None:
-        """Raise Refused (NOT_FINITE) if this worker's gradients would spoil those of all."""
-        for bucket in self._flat.layout.pushed:
-            if bucket.rule is not Rule.GRADIENT:
-                continue
-            who = f"worker {step.stay.worker}, step {step.number}, bucket {bucket.index}"
-            require_finite(self._flat.contribution_of(bucket), who)
-
     def _reduce(self, step: Step, met: pb.MeetReply) -> None:
-        """Make the sums. Raises Broken."""
+        """Make the sums, or what is left to do of them. Raises Broken."""
         for bucket in self._flat.layout.pushed:
             self._history.record("push", **step.pushed(bucket.index, met.attempt))
         group, started = self._group_for(met), time.monotonic_ns()
-        self._sums.begin(step.samples, self._present, group)
+        if self._broken is not None:
+            raise self._broken
+        if not self._adding:
+            self._adding = True
+            self._sums.begin(step.samples)
+        self._sums.add(self._present, group)
+        self._sums.end(group)
         group.wait(lambda: self._look(met))
         self._trace.complete("reduce", started, time.monotonic_ns(), step=step.number, attempt=met.attempt)
 
@@ -310,7 +361,8 @@ class Reduced:
         settings = Settings.from_json(met.settings)
         for group, values in zip(self._optimizer.param_groups, settings.groups, strict=True):
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
-        self._held = None
+        self._held = self._ahead = None
+        self._adding = False
         self._sums.publish(settings.max_grad_norm)
         self._make_step()
         self.under_way, self.version = None, step.version + 1
@@ -339,14 +391,28 @@ class _Sums:
         self._place = {tensor: 1 + place for place, tensor in enumerate(self._gradients)}
         self._counts = torch.zeros(1 + len(self._gradients), dtype=torch.int64)  # samples; who has a gradient
         self._totals: dict[int, torch.Tensor] = {}
+        self._samples = self._next = 0
 
-    def begin(self, samples: int, present: dict[int, Sequence[bool]], group: Group) -> None:
-        """Begin to add up. `present`: for each bucket of gradients, which of its pieces have one."""
-        flat = self._flat
+    def begin(self, samples: int) -> None:
+        """A step of so many samples begins. All of a group begin with the same bucket."""
         self._counts.zero_()
         self._counts[0] = samples
-        for bucket in flat.layout.pushed:
-            own = flat.contribution_of(bucket)
+        self._samples, self._next = samples, 0
+
+    @torch.no_grad()
+    def add(self, present: dict[int, Sequence[bool]], group: Group) -> None:
+        """Begin to add up the buckets that are complete, in the layout's order, up to one that is not.
+
+        Args:
+            present: for each bucket that is complete, which of its pieces have a gradient.
+
+        Raises:
+            Broken: an operation cannot begin.
+        """
+        pushed, samples = self._flat.layout.pushed, self._samples
+        while self._next < len(pushed) and (bucket := pushed[self._next]).index in present:
+            self._next += 1
+            own = self._flat.contribution_of(bucket)
             total = self._totals.get(bucket.index)
             if total is None:
                 total = self._totals[bucket.index] = torch.empty(own.numel(), dtype=_dtype(bucket, own))
@@ -361,6 +427,10 @@ class _Sums:
                 group.maximum(total)
             else:
                 group.broadcast(total, 0)
+
+    def end(self, group: Group) -> None:
+        """All buckets are under way. Raises Broken."""
+        assert self._next == len(self._flat.layout.pushed), "all buckets are complete"
         group.sum(self._counts)
 
     @torch.no_grad()
@@ -398,6 +468,11 @@ class _Sums:
         gradients = [b.index for b in self._flat.layout.pushed if b.rule is Rule.GRADIENT]
         norms = [float(torch.linalg.vector_norm(self._totals[i], dtype=torch.float64)) for i in gradients]
         return clip_divisor(math.hypot(*norms) / samples, norm)
+
+
+def _members(met: pb.MeetReply) -> list[tuple[int, int]]:
+    """Who makes a round, by rank, as (worker, incarnation)."""
+    return [(peer.worker, peer.incarnation) for peer in met.group]
 
 
 def _dtype(bucket: Bucket, own: torch.Tensor) -> torch.dtype:

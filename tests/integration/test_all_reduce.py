@@ -29,7 +29,13 @@ from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, make_spec, running_job
 from tests.integration.histories import check_histories
 from tests.integration.launching import make_job, version_of, wait_for_end, wait_for_workers
-from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.integration.oracle import (
+    assert_each_record_once,
+    assert_equal_up_to_round_off,
+    mse,
+    ranges_of,
+    replay,
+)
 from tests.polling import eventually
 
 STEADY = "tests.integration.scripts.steady:main"
@@ -158,6 +164,76 @@ def test_a_worker_that_vanishes_in_a_step_costs_no_record(tmp_path: Path) -> Non
     with running(tmp_path) as job:
         job.run(script, workers=2)
         assert_right(job, models, data, adam)
+
+
+def test_gradients_are_added_up_while_backward_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a group has made a version. Worker 1 is gone in the middle of a backward, with a part sent."""
+    data, models = Numbers(200), Models()
+    computing, begun = threading.local(), set[int]()
+    add_up = Group.sum
+
+    def note(self: Group, tensor: torch.Tensor) -> None:
+        if getattr(computing, "version", None) is not None:
+            begun.add(computing.version)
+        add_up(self, tensor)
+        if computing.vanishes:
+            job.coordinator.gone(1, job.sessions[-1]._engine.client.instance)
+            raise SystemExit
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = make_mlp((6, 300, 300, 1))
+        optimizer = session.optimizer(adam(model), model)
+        computing.version, computing.vanishes = None, False
+        for step, (x, y) in enumerate(session.loader(data, 5)):
+            if session.worker == 1 or step < 8:
+                both_are_there(job)
+            optimizer.zero_grad()
+            loss = mse(model, x, y)
+            computing.version, computing.vanishes = session.version, session.worker == 1 and step == 8
+            loss.backward()
+            computing.version, computing.vanishes = None, False
+            optimizer.step()
+
+    monkeypatch.setattr(Group, "sum", note)
+    with running(tmp_path) as job:
+        job.start(0, script)
+        job.until(lambda: bool(job.status().members), "the first one joins")
+        job.start(1, script)
+        job.join()
+        assert len(begun) > 5
+        commits = check_histories(job.history, records=200, epochs=1)
+        assert not check(read(job.history), Data(200, 1))
+    assert_equal_up_to_round_off(
+        models[0], make_mlp((6, 300, 300, 1)), lambda model: replay(commits, data, model, adam, job.spec)
+    )
+
+
+def test_a_step_that_is_skipped_is_in_no_sum(tmp_path: Path) -> None:
+    """A part of it may have been added up already."""
+    data, models = Numbers(120), Models()
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for step, (x, y) in enumerate(session.loader(data, 5)):
+            both_are_there(job)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if session.worker == 1 and step == 4:
+                optimizer.skip()
+                continue
+            optimizer.step()
+
+    with running(tmp_path) as job:
+        job.run(script, workers=2)
+        commits = job.commits()
+        trained = [i for commit in commits for r in ranges_of(commit) for i in range(r.start, r.stop)]
+        assert len(trained) == len(set(trained)) == 115
+    assert_equal_up_to_round_off(
+        models[0], make_mlp(), lambda model: replay(commits, data, model, sgd, job.spec)
+    )
 
 
 def test_who_is_gone_between_the_sum_and_the_commit_takes_its_step_with_it(
@@ -376,18 +452,14 @@ def test_a_script_may_pause_evaluate_and_stop(tmp_path: Path, caplog: pytest.Log
         assert torch.equal(ours, theirs)
 
 
-def test_a_gradient_that_is_not_finite_is_refused_where_it_is_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_gradient_that_is_not_finite_is_refused_where_it_is_made(tmp_path: Path, overlap: bool) -> None:
     def script(session: Session) -> None:
-        def poison(session: Session, step: int) -> None:
-            if step == 2:
-                next(model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
-
         model = make_mlp()
-        optimizer = session.optimizer(sgd(model), model)
+        optimizer = session.optimizer(sgd(model), model, overlap=overlap)
         for step, (x, y) in enumerate(session.loader(Numbers(50), 5)):
             optimizer.zero_grad()
-            mse(model, x, y).backward()
-            poison(session, step)
+            (mse(model, x, y) * (float("nan") if step == 2 else 1.0)).backward()
             optimizer.step()
 
     with running(tmp_path) as job:
