@@ -7,9 +7,10 @@ frozen, or computes more slowly for a while. Of elastic-ps the parameter server 
 have none. A sample counts if what it has changed is in the model at the end: what is trained again, because
 the model went back to a checkpoint, counts once.
 
-Each rate is shown beside the same system's without faults, and beside torchrun's. Of elastic-ps the recorded
-histories are checked afterwards: no record may be lost, or be in the model twice. Of torchrun's it is shown
-how many samples were computed again.
+Each rate is shown beside the same system's without faults, and beside torchrun's, with what a fault of each
+kind has cost. Of elastic-ps the recorded histories are checked afterwards: no record may be lost, or be in
+the model twice. Of torchrun's it is shown how many samples were computed again. Ctrl-C ends the measurement,
+and what was found until then is printed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, get_args
+from threading import Event
+from typing import NamedTuple, TypeAlias, get_args
 
 from benchmarks.figures import Figure, write
 from benchmarks.goodput_systems import (
@@ -47,6 +51,10 @@ LASTING = (1.0, 8.0)
 """Seconds that a worker is frozen or slow."""
 LIMIT = 120.0
 """Seconds within which training must have begun, or go on."""
+TORCHRUN = "torchrun DDP"
+
+Open: TypeAlias = Callable[[Path], AbstractContextManager[System]]
+"""Starts a system in a directory, and ends it."""
 
 
 class Fault(NamedTuple):
@@ -71,75 +79,137 @@ def schedule(seed: int, seconds: float, workers: int, every: float) -> list[Faul
 
 
 class Measured(NamedTuple):
-    """Samples that count per second, how many faults struck, and what is to be said of the records."""
+    """What became of one system.
+
+    Attributes:
+        rate: samples that count per second.
+        seconds: for how long it was measured; fewer than asked for if that was interrupted.
+        struck: how many faults found somebody to strike.
+        between: for each fault that struck, its kind, the seconds until the next one, and the samples that
+            came to count in these.
+        audit: what is to be said of the records.
+    """
 
     rate: float
+    seconds: float
     struck: int
+    between: Sequence[tuple[Kind, float, int]]
     audit: str
 
 
-def measure(
-    open_: Callable[[Path], AbstractContextManager[System]], seconds: float, faults: Sequence[Fault]
-) -> Measured:
-    """Train for some seconds, from when the first samples count."""
+def measure(open_: Open, seconds: float, faults: Sequence[Fault], interrupted: Event) -> Measured:
+    """Train for some seconds, from when the first samples count; or until that is `interrupted`."""
     directory = Path(tempfile.mkdtemp(prefix="elastic-ps-goodput-"))
     try:
         with open_(directory) as system:
-            first = _await(system)
+            first = _await(system, interrupted)
             began = time.monotonic()
-            struck = _strike(directory, system, faults, began, began + seconds)
-            last = _await(system)
-            rate = (last - first) / (time.monotonic() - began)
-            return Measured(rate, struck, system.finish())
+            marks = _strike(directory, system, faults, began + seconds, interrupted)
+            last = _await(system, interrupted)
+            took = time.monotonic() - began
+            marks.append(Mark(None, began + took, last))
+            between = [
+                (mark.kind, after.at - mark.at, after.samples - mark.samples)
+                for mark, after in pairwise(marks)
+                if mark.kind is not None
+            ]
+            return Measured((last - first) / took, took, len(marks) - 1, between, system.finish())
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _await(system: System) -> int:
-    """How many samples count, when there are some."""
+def _await(system: System, interrupted: Event) -> int:
+    """How many samples count, when there are some; 0 if it is `interrupted` before."""
     deadline = time.monotonic() + LIMIT
     while not (samples := system.samples()):
+        if interrupted.is_set():
+            return 0
         if time.monotonic() > deadline:
             raise TimeoutError(f"nobody says how many samples count, for {LIMIT:.0f} s")
         time.sleep(0.05)
     return samples
 
 
-def _strike(directory: Path, system: System, faults: Sequence[Fault], began: float, end: float) -> int:
-    """Bring the faults about; returns how many found somebody to strike. Blocks until `end`."""
-    struck, frozen = 0, dict[int, float]()
-    due = list(faults)
-    while (now := time.monotonic()) < end:
+class Mark(NamedTuple):
+    """How many samples counted at some moment, when a fault struck."""
+
+    kind: Kind | None
+    at: float
+    samples: int
+
+
+def _strike(
+    directory: Path, system: System, faults: Sequence[Fault], end: float, interrupted: Event
+) -> list[Mark]:
+    """Bring the faults about; returns those that found somebody to strike. Blocks until `end`."""
+    marks, frozen, samples = list[Mark](), dict[int, float](), 0
+    began, due = time.monotonic(), list(faults)
+    while (now := time.monotonic()) < end and not interrupted.is_set():
         for thawed in [pid for pid, until in frozen.items() if now >= until]:
             del frozen[thawed]
             signal_to(thawed, signal.SIGCONT)
         if due and now - began >= due[0].at:
             fault = due.pop(0)
+            samples = system.samples() or samples
             pid = system.pid(fault.kind, fault.worker)
+            struck = fault.kind == "slow"
             if fault.kind == "slow":
                 put(slow_file(directory, fault.worker), str(now + fault.lasting))
-                struck += 1
             elif pid is not None and fault.kind == "freeze":
                 frozen[pid] = now + fault.lasting
-                struck += signal_to(pid, signal.SIGSTOP)
+                struck = signal_to(pid, signal.SIGSTOP)
             elif pid is not None:
-                struck += signal_to(pid, signal.SIGKILL)
+                struck = signal_to(pid, signal.SIGKILL)
+            if struck:
+                marks.append(Mark(fault.kind, now, samples))
         time.sleep(0.02)
     for thawed in frozen:
         signal_to(thawed, signal.SIGCONT)
-    return struck
+    return marks
 
 
-def systems(workers: int) -> Mapping[str, Callable[[Path], AbstractContextManager[System]]]:
-    """What is measured, torchrun first."""
-    found: dict[str, Callable[[Path], AbstractContextManager[System]]] = {
-        "torchrun DDP (gloo)": lambda directory: torchrun(directory, workers)
-    }
+def costs(quiet: Measured, disturbed: Measured) -> dict[Kind, float]:
+    """How many seconds of undisturbed training a fault of each kind has cost, on average.
+
+    What one fault costs after the next one has struck is put down to that one.
+    """
+    lost: dict[Kind, list[float]] = defaultdict(list)
+    for kind, seconds, samples in disturbed.between:
+        lost[kind].append(seconds - samples / quiet.rate)
+    return {kind: sum(lost[kind]) / len(lost[kind]) for kind in get_args(Kind) if kind in lost}
+
+
+def systems(workers: int) -> Mapping[str, Open]:
+    """What can be measured, torchrun first."""
+    found: dict[str, Open] = {TORCHRUN: lambda directory: torchrun(directory, workers)}
     if importlib.util.find_spec("torchft"):
-        found["torchft DDP (gloo)"] = lambda directory: torchft(directory, workers)
+        found["torchft DDP"] = lambda directory: torchft(directory, workers)
     for name, consistency in modes(workers).items():
         found[name] = lambda directory, c=consistency: parameter_server(directory, workers, c)  # type: ignore[misc]
     return found
+
+
+def chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Those of the known names that begin as a wanted one does, in their order; all if nothing is wanted.
+
+    Raises:
+        ValueError: none begins so.
+    """
+    for each in wanted:
+        if not any(name.startswith(each) for name in known):
+            raise ValueError(f"there is no system that begins with {each!r}; there are {'; '.join(known)}")
+    return [name for name in known if not wanted or name.startswith(tuple(wanted))]
+
+
+def row(name: str, quiet: Measured, disturbed: Measured, torchrun: float | None) -> str:
+    """What was measured of a system, in a line; and what its faults have cost, in another one."""
+    ratio = "" if torchrun is None else f"{disturbed.rate / max(torchrun, 1e-9):.2f}"
+    line = (
+        f"{name:20} {quiet.rate:11.0f} {disturbed.rate:12.0f} {disturbed.rate / max(quiet.rate, 1e-9):6.2f} "
+        f"{ratio:>12} {disturbed.struck:7}  {disturbed.audit}"
+    )
+    each = ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in costs(quiet, disturbed).items())
+    return f"{line}\n{'':20} a fault has cost: {each}" if each else line
 
 
 def main() -> int:
@@ -151,10 +221,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument(
-        "--modes", nargs="*", default=[""], help="those that begin so, beside torchrun; all by default"
+        "--systems", default="", help="those that begin so, as in local,bounded,torchrun; all by default"
     )
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
     parsed = parser.parse_args()
+    known = systems(parsed.workers)
+    try:
+        names = chosen([each.strip() for each in parsed.systems.split(",") if each.strip()], list(known))
+    except ValueError as error:
+        parser.error(f"--systems: {error}")
     os.chdir(ROOT)
     faults = schedule(parsed.seed, 60 * parsed.minutes, parsed.workers, parsed.every)
     kinds = ", ".join(f"{sum(f.kind == kind for f in faults)} {kind}" for kind in get_args(Kind))
@@ -164,28 +239,46 @@ def main() -> int:
     )
     if not importlib.util.find_spec("torchft"):
         print("torchft is not installed, so it is left out; pip install torchft")
-    print(f"{'':28} undisturbed  with faults  share  to torchrun  struck")
+    print(f"{'samples that count':20} undisturbed  with faults  share  to torchrun  struck", flush=True)
     found: dict[str, tuple[Measured, Measured]] = {}
-    for name, open_ in systems(parsed.workers).items():
-        if not (name.startswith("torchrun") or any(name.startswith(wanted) for wanted in parsed.modes)):
-            continue
-        quiet = measure(open_, 60 * parsed.quiet, [])
-        disturbed = measure(open_, 60 * parsed.minutes, faults)
-        found[name] = quiet, disturbed
-        theirs = found["torchrun DDP (gloo)"][1].rate
-        print(
-            f"{name:28} {quiet.rate:11.0f} {disturbed.rate:12.0f} {disturbed.rate / quiet.rate:6.2f} "
-            f"{disturbed.rate / max(theirs, 1e-9):12.2f} {disturbed.struck:7}  {disturbed.audit}",
-            flush=True,
-        )
-    theirs = found["torchrun DDP (gloo)"][1].rate
+    with _interruptible() as interrupted:
+        for name in names:
+            quiet = measure(known[name], 60 * parsed.quiet, [], interrupted)
+            if interrupted.is_set():
+                break
+            disturbed = measure(known[name], 60 * parsed.minutes, faults, interrupted)
+            found[name] = quiet, disturbed
+            theirs = found[TORCHRUN][1].rate if TORCHRUN in found else None
+            print(row(name, quiet, disturbed, theirs), flush=True)
+            if interrupted.is_set():
+                print(f"interrupted: {name} had {disturbed.seconds:.0f} s of faults")
+                break
     ours = {name: each for name, each in found.items() if name in modes(parsed.workers)}
-    figures = [
-        Figure(name, disturbed.rate, theirs, "samples/s", "torchrun", more=True)
-        for name, (_, disturbed) in ours.items()
-    ]
-    write(parsed.json, figures)
+    if TORCHRUN in found:
+        theirs = found[TORCHRUN][1].rate
+        figures = [
+            Figure(name, disturbed.rate, theirs, "samples/s", "torchrun", more=True)
+            for name, (_, disturbed) in ours.items()
+        ]
+        write(parsed.json, figures)
     return 0 if all(each.audit.endswith(CLEAN) for pair in ours.values() for each in pair) else 1
+
+
+@contextmanager
+def _interruptible() -> Iterator[Event]:
+    """Set by the first Ctrl-C or SIGTERM, so that what was measured is told; the next one ends it at once."""
+    interrupted = Event()
+
+    def interrupt(number: int, _frame: object) -> None:
+        interrupted.set()
+        signal.signal(number, before[signal.Signals(number)])
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,25 @@ CLEAN = "0 of them twice; 0 other violations"
 """How the audit of a job ends that has lost nothing."""
 
 
+def kill_all_of(directory: Path) -> None:
+    """SIGKILL to each process whose command names the directory, until there is none. Blocks for up to 10 s.
+
+    A process may be started by one that is being killed.
+    """
+    deadline = time.monotonic() + 10.0
+    while (found := list(_commands_with(str(directory)))) and time.monotonic() < deadline:
+        for pid in found:
+            signal_to(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+def _commands_with(text: str) -> Iterator[int]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if text in path.read_text(errors="replace"):
+                yield int(path.parent.name)
+
+
 def signal_to(pid: int, number: signal.Signals) -> bool:
     """Returns whether there is such a process."""
     with contextlib.suppress(ProcessLookupError):
@@ -140,9 +159,9 @@ def modes(workers: int) -> Mapping[str, Mapping[str, Any]]:
         "backupWorkers": {"backupWorkers": 1},
         "bounded": {"mode": "bounded", "maxStaleness": 64},
         "async": {"mode": "async"},
-        "local, diloco": local,
-        "local, diloco with a quorum": {**local, "quorum": max(1, workers - 1)},
-        "local, downpour": {**local, "outer": "downpour", "outerLearningRate": 1 / workers},
+        "local diloco": local,
+        "local quorum": {**local, "quorum": max(1, workers - 1)},
+        "local downpour": {**local, "outer": "downpour", "outerLearningRate": 1 / workers},
     }
 
 
@@ -292,16 +311,18 @@ def torchrun(directory: Path, workers: int) -> Iterator[System]:
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
     with (directory / "log").open("wb") as log:
         agent = subprocess.Popen(
-            [*command, "--ddp", str(directory)], stdout=log, stderr=log, env={**os.environ, **variables}
+            [*command, "--ddp", str(directory)],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **variables},
+            start_new_session=True,  # a Ctrl-C is for the benchmark
         )
     try:
         yield UnderTorchrun(directory, workers)
     finally:
         signal_to(agent.pid, signal.SIGKILL)  # first, so that it starts no ranks again
         agent.wait()
-        for path in directory.glob("rank-*.pid"):
-            for pid in numbers_in(path):
-                signal_to(pid, signal.SIGKILL)
+        kill_all_of(directory)
 
 
 def main() -> None:

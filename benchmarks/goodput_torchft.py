@@ -99,7 +99,7 @@ class UnderTorchft:
         command = [program, "--bind", f"127.0.0.1:{self._port}", "--min_replicas", "1"]
         command += ["--join_timeout_ms", "1000", "--quorum_tick_ms", "50", "--heartbeat_timeout_ms", "3000"]
         with (self._directory / "lighthouse.log").open("wb") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log)
+            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def _supervise(self) -> None:
         while not self._over.wait(0.1):
@@ -122,7 +122,9 @@ class UnderTorchft:
             str(replica),
         ]
         with (self._directory / f"log-{replica}").open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **variables})
+            return subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **variables}, start_new_session=True
+            )
 
     def samples(self) -> int | None:
         found = [n for path in self._directory.glob("samples-?") for n in numbers_in(path)]

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import get_args
 
 import pytest
 
-from benchmarks.goodput import LASTING, schedule
-from benchmarks.goodput_systems import Kind, make_job, modes
+from benchmarks import goodput
+from benchmarks.goodput import (
+    LASTING,
+    TORCHRUN,
+    Fault,
+    Measured,
+    chosen,
+    costs,
+    measure,
+    row,
+    schedule,
+    systems,
+)
+from benchmarks.goodput_systems import CLEAN, Kind, System, kill_all_of, make_job, modes
+from tests.polling import eventually
 
 
 def test_the_faults_follow_from_the_seed() -> None:
@@ -26,3 +46,119 @@ def test_the_faults_follow_from_the_seed() -> None:
 def test_each_mode_is_one_that_a_job_can_have(tmp_path: Path, workers: int) -> None:
     for consistency in modes(workers).values():
         assert make_job(tmp_path, workers, consistency).spec.worker.replicas == workers
+
+
+def test_systems_are_chosen_by_how_their_names_begin() -> None:
+    known = list(systems(3))
+    assert chosen([], known) == known
+    assert known[0] == TORCHRUN
+    assert chosen(["local", "torchrun"], known) == [
+        TORCHRUN,
+        "local diloco",
+        "local quorum",
+        "local downpour",
+    ]
+    with pytest.raises(ValueError, match="no system that begins with 'ddp'; there are torchrun DDP; "):
+        chosen(["sync", "ddp"], known)
+
+
+class Counting:
+    """A system of which a sample counts each time that somebody asks; it is interrupted at one of them."""
+
+    def __init__(self, interrupt_at: int) -> None:
+        self.asked, self.interrupt_at, self.over = 0, interrupt_at, False
+
+    def samples(self) -> int | None:
+        self.asked += 1
+        if self.asked == self.interrupt_at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.asked
+
+    def pid(self, kind: Kind, worker: int) -> int | None:
+        return None
+
+    def finish(self) -> str:
+        return f"5 records in the model, {CLEAN}"
+
+    @contextmanager
+    def open(self, _directory: Path) -> Iterator[System]:
+        try:
+            yield self
+        finally:
+            self.over = True
+
+
+def test_what_was_found_until_an_interruption_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    first, second = Counting(interrupt_at=0), Counting(interrupt_at=5)
+    monkeypatch.setattr(goodput, "systems", lambda _workers: {"sync": first.open, "async": second.open})
+    words = [
+        "goodput",
+        "--minutes",
+        "0.02",
+        "--quiet",
+        "0.001",
+        "--every",
+        "0.1",
+        "--json",
+        str(tmp_path / "j"),
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(
+        goodput, "schedule", lambda *_: [Fault(0.0, "slow", 0, 1.0), Fault(0.1, "slow", 1, 1.0)]
+    )
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.chdir(tmp_path)
+    assert goodput.main() == 0
+    said = capsys.readouterr().out
+    assert "\nsync " in said
+    assert "\nasync " in said
+    assert "interrupted: async had " in said
+    assert (first.over, second.over) == (True, True)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_measurement_that_is_interrupted_before_anything_counts_ends() -> None:
+    interrupted = Event()
+    interrupted.set()
+    system = Counting(interrupt_at=0)
+    system.samples = lambda: None  # type: ignore[method-assign]
+    assert measure(system.open, 600.0, [], interrupted).struck == 0
+    assert system.over
+
+
+def test_what_a_fault_costs_is_the_training_that_is_missing_until_the_next_one() -> None:
+    quiet = Measured(100.0, 60.0, 0, [], CLEAN)
+    between: list[tuple[Kind, float, int]] = [("kill", 10.0, 900), ("freeze", 5.0, 500), ("kill", 10.0, 700)]
+    disturbed = Measured(80.0, 30.0, 3, between, CLEAN)
+    assert costs(quiet, disturbed) == {"kill": pytest.approx(2.0), "freeze": pytest.approx(0.0)}
+    assert "kill 2.0 s, freeze 0.0 s" in row("sync", quiet, disturbed, 20.0)
+    assert " 0.80         4.00 " in row("sync", quiet, disturbed, 20.0)
+
+
+def test_every_process_of_a_directory_is_killed(tmp_path: Path) -> None:
+    child = (
+        "import subprocess, sys, time\n"
+        "if len(sys.argv) == 5: subprocess.Popen([*sys.argv[1:], 'the child of the child'])\n"
+        "time.sleep(600)"
+    )
+    command = [sys.executable, "-c", child, sys.executable, "-c", child, str(tmp_path)]
+    ours = subprocess.Popen(command)
+    try:
+        eventually(lambda: len(list(_naming(tmp_path))) == 2, "there is a child of the child")
+        kill_all_of(tmp_path)
+        assert ours.wait() == -signal.SIGKILL
+        assert list(_naming(tmp_path)) == []
+    finally:
+        ours.kill()
+        ours.wait()
+
+
+def _naming(path: Path) -> Iterator[int]:
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(path) in each.read_text(errors="replace"):
+                yield int(each.parent.name)
+        except OSError:
+            pass
