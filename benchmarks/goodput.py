@@ -114,8 +114,19 @@ def measure(open_: Open, seconds: float, faults: Sequence[Fault], interrupted: E
                 if mark.kind is not None
             ]
             return Measured((last - first) / took, took, len(marks) - 1, between, system.finish())
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}; {_last_words(directory)}") from error
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _last_words(directory: Path) -> str:
+    """The last line of the log that was written to last."""
+    logs = [path for path in directory.rglob("*log*") if path.is_file() and path.stat().st_size]
+    if not logs:
+        return "there is no log"
+    newest = max(logs, key=lambda path: path.stat().st_mtime)
+    return f"{newest.name} ends with: {newest.read_text(errors='replace').splitlines()[-1]}"
 
 
 def _await(system: System, interrupted: Event) -> int:
@@ -213,7 +224,7 @@ def row(name: str, quiet: Measured, disturbed: Measured, torchrun: float | None)
 
 
 def main() -> int:
-    """The command; returns its exit status: 1 if records were lost, or came twice."""
+    """The command; returns its exit status: 1 if records were lost, came twice, or a system did not train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="of faults, for each system")
     parser.add_argument("--quiet", type=float, default=1.0, help="minutes without faults, for each system")
@@ -241,12 +252,18 @@ def main() -> int:
         print("torchft is not installed, so it is left out; pip install torchft")
     print(f"{'samples that count':20} undisturbed  with faults  share  to torchrun  struck", flush=True)
     found: dict[str, tuple[Measured, Measured]] = {}
+    failed: list[str] = []
     with _interruptible() as interrupted:
         for name in names:
-            quiet = measure(known[name], 60 * parsed.quiet, [], interrupted)
-            if interrupted.is_set():
-                break
-            disturbed = measure(known[name], 60 * parsed.minutes, faults, interrupted)
+            try:
+                quiet = measure(known[name], 60 * parsed.quiet, [], interrupted)
+                if interrupted.is_set():
+                    break
+                disturbed = measure(known[name], 60 * parsed.minutes, faults, interrupted)
+            except TimeoutError as error:
+                print(f"{name:20} was not measured: {error}", flush=True)
+                failed.append(name)
+                continue
             found[name] = quiet, disturbed
             theirs = found[TORCHRUN][1].rate if TORCHRUN in found else None
             print(row(name, quiet, disturbed, theirs), flush=True)
@@ -261,7 +278,8 @@ def main() -> int:
             for name, (_, disturbed) in ours.items()
         ]
         write(parsed.json, figures)
-    return 0 if all(each.audit.endswith(CLEAN) for pair in ours.values() for each in pair) else 1
+    clean = all(each.audit.endswith(CLEAN) for pair in ours.values() for each in pair)
+    return 0 if clean and not failed else 1
 
 
 @contextmanager

@@ -37,6 +37,12 @@ CLEAN = "0 of them twice; 0 other violations"
 """How the audit of a job ends that has lost nothing."""
 
 
+def variables(**more: str) -> dict[str, str]:
+    """The environment of a process that imports this module, and packages from where this one does."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **more}
+
+
 def kill_all_of(directory: Path) -> None:
     """SIGKILL to each process whose command names the directory, until there is none. Blocks for up to 10 s.
 
@@ -308,13 +314,13 @@ def torchrun(directory: Path, workers: int) -> Iterator[System]:
         "benchmarks.goodput_systems",
     ]
     # With the agent's store shared, the ranks of torch 2.13 hang in init_process_group after a restart.
-    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT)}
+    environment = variables(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     with (directory / "log").open("wb") as log:
         agent = subprocess.Popen(
             [*command, "--ddp", str(directory)],
             stdout=log,
             stderr=log,
-            env={**os.environ, **variables},
+            env=environment,
             start_new_session=True,  # a Ctrl-C is for the benchmark
         )
     try:

@@ -20,7 +20,6 @@ import torch
 from benchmarks.goodput_systems import (
     BATCH,
     LEASE,
-    ROOT,
     Kind,
     Numbers,
     System,
@@ -30,6 +29,7 @@ from benchmarks.goodput_systems import (
     numbers_in,
     put,
     signal_to,
+    variables,
 )
 
 
@@ -109,11 +109,7 @@ class UnderTorchft:
                     self._processes[replica] = self._start(replica)
 
     def _start(self, replica: int) -> subprocess.Popen[bytes]:
-        variables = {
-            "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}",
-            "PYTHONPATH": str(ROOT),
-            "RUST_LOG": "warn",
-        }
+        environment = variables(TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{self._port}", RUST_LOG="warn")
         command = [
             sys.executable,
             "-m",
@@ -122,9 +118,7 @@ class UnderTorchft:
             str(replica),
         ]
         with (self._directory / f"log-{replica}").open("ab") as log:
-            return subprocess.Popen(
-                command, stdout=log, stderr=log, env={**os.environ, **variables}, start_new_session=True
-            )
+            return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def samples(self) -> int | None:
         found = [n for path in self._directory.glob("samples-?") for n in numbers_in(path)]

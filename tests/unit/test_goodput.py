@@ -27,7 +27,16 @@ from benchmarks.goodput import (
     schedule,
     systems,
 )
-from benchmarks.goodput_systems import CLEAN, Kind, System, kill_all_of, make_job, modes
+from benchmarks.goodput_systems import (
+    CLEAN,
+    ROOT,
+    Kind,
+    System,
+    kill_all_of,
+    make_job,
+    modes,
+    variables,
+)
 from tests.polling import eventually
 
 
@@ -162,3 +171,37 @@ def _naming(path: Path) -> Iterator[int]:
                 yield int(each.parent.name)
         except OSError:
             pass
+
+
+def test_a_process_that_is_started_finds_packages_where_this_one_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/opt/mine")
+    found = variables(RUST_LOG="warn")
+    assert found["PYTHONPATH"] == f"{ROOT}{os.pathsep}/opt/mine"
+    assert (found["RUST_LOG"], found["PATH"]) == ("warn", os.environ["PATH"])
+    monkeypatch.delenv("PYTHONPATH")
+    assert variables()["PYTHONPATH"] == str(ROOT)
+
+
+def test_a_system_that_does_not_train_is_said_and_the_others_are_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    good, bad = Counting(interrupt_at=0), Counting(interrupt_at=0)
+    bad.samples = lambda: None  # type: ignore[method-assign]
+
+    @contextmanager
+    def failing(directory: Path) -> Iterator[System]:
+        (directory / "log-0").write_text("Traceback:\nModuleNotFoundError: No module named 'torchft'\n")
+        with bad.open(directory) as system:
+            yield system
+
+    monkeypatch.setattr(goodput, "LIMIT", 0.1)
+    monkeypatch.setattr(goodput, "systems", lambda _workers: {"torchft": failing, "sync": good.open})
+    monkeypatch.setattr(sys, "argv", ["goodput", "--minutes", "0.001", "--quiet", "0.001"])
+    monkeypatch.chdir(tmp_path)
+    assert goodput.main() == 1
+    said = capsys.readouterr().out
+    assert "log-0 ends with: ModuleNotFoundError: No module named 'torchft'" in said
+    assert "\nsync " in said
+    assert bad.over
