@@ -58,6 +58,7 @@ def main() -> int:
     try:
         environment = env.read()
         process.begin(environment)
+        process.keep_freed_memory()
         compiler.defer()
         signal.signal(signal.SIGTERM, lambda *_: current.drain())
         entrypoint.load(environment.spec.entrypoint, environment.spec.arguments)()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +63,35 @@ def test_a_module_that_ends_the_process_when_it_is_imported_is_named(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(InvalidJob, match=f"^the codec {name}:Codec cannot be imported: SystemExit: "):
         import_own(f"{name}:Codec", what="the codec", whose="the workers")
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
+@pytest.mark.parametrize(("variables", "gives_back"), [({}, False), ({"MALLOC_ARENA_MAX": "4"}, True)])
+def test_the_memory_of_freed_gradients_is_there_for_the_next_step(
+    variables: dict[str, str], gives_back: bool
+) -> None:
+    """Else the system fills it with zeros, page by page, in each step again."""
+    program = """
+import resource
+import torch
+from elastic_ps import process
+
+def step():
+    gradients = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(40)]
+
+process.keep_freed_memory()
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    environment.pop("GLIBC_TUNABLES", None)
+    faults = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, timeout=LIMIT, check=True, env={**environment, **variables},
+    )  # fmt: skip
+    pages = 10 * (40 << 20) // resource.getpagesize()
+    assert (int(faults.stdout) > pages / 50) == gives_back
