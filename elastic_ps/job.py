@@ -475,7 +475,8 @@ def parse_job(document: object, *, source: str) -> TrainingJob:
         InvalidJob: a field is wrong. The message has a line for each: where, what was given and expected.
     """
     if not isinstance(document, Mapping):
-        raise InvalidJob(f"{source}: expected a TrainingJob (a mapping), got {type(document).__name__}")
+        got = "nothing: it is empty" if document is None else type(document).__name__
+        raise InvalidJob(f"{source}: expected a TrainingJob (a mapping), got {got}")
     return _validate(TrainingJob, document, source)
 
 

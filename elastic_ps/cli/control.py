@@ -135,8 +135,9 @@ def directory_of(job: str) -> JobDirectory:
 def status_of(directory: JobDirectory) -> LocalStatus:
     found = directory.read_status()
     if found is None:
-        names = ", ".join(known.job for known in known_jobs()) or "none has run yet"
-        raise UserError(f"there is no job {directory.job!r} on this machine; there are: {names}")
+        names = ", ".join(known.job for known in known_jobs())
+        there = f"there are: {names}" if names else "none has run yet"
+        raise UserError(f"there is no job {directory.job!r} on this machine; {there}")
     return found
 
 

@@ -22,7 +22,7 @@ from elastic_ps.drill.report import build_report
 from elastic_ps.drill.runner import Drill, Injection, run
 from elastic_ps.errors import UserError
 from elastic_ps.job import TrainingJob, load_job
-from elastic_ps.local import JobDirectory, Options, Programs, preflight
+from elastic_ps.local import JobDirectory, Options, Programs, preflight, script
 from elastic_ps.local.state import write_atomically
 
 DEFAULT: tuple[Kind, ...] = ("kill-worker", "kill-ps", "freeze-worker", "stop-worker", "corrupt-checkpoint")
@@ -32,6 +32,10 @@ STATE_STYLES = {"recovered": "green", "unavailable": "yellow"}
 
 def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
     """Run the drill; returns the exit code."""
+    if script.is_script(parsed.job):
+        raise UserError(
+            f"a drill takes a job's YAML file, and {parsed.job} is a script: name it in entrypoint"
+        )
     job = load_job(parsed.job)
     if parsed.workers is not None:
         job.spec.worker.replicas = parsed.workers

@@ -6,9 +6,13 @@ import argparse
 import subprocess
 import sys
 
+from elastic_ps.errors import UserError
+
 
 def export(parsed: argparse.Namespace) -> int:
     """Write a checkpoint's model into a file; returns the exit code."""
+    if not parsed.directory.is_dir():
+        raise UserError(f"{parsed.directory}: there is no such directory")
     version = [] if parsed.version is None else ["--version", parsed.version]
     program = [sys.executable, "-m", "elastic_ps.checkpoint"]
     return subprocess.call([*program, str(parsed.directory), str(parsed.out), *version])

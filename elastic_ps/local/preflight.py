@@ -96,7 +96,8 @@ def prepare_directory(path: Path, *, option: str) -> None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise UserError(f"{option}: cannot write into {path}: {error.strerror}") from error
+        reason = "it is not a directory" if isinstance(error, FileExistsError) else error.strerror
+        raise UserError(f"{option}: cannot write into {path}: {reason}") from error
 
 
 def prepare_file(path: Path, *, option: str) -> None:

@@ -322,7 +322,12 @@ BAD_INPUT = {
     "trace directory": (["run", "job.yaml", "--trace", "."], {}, "is a directory"),
     "resume": (["run", "job.yaml", "--resume", "."], {}, "no whole checkpoint"),
     "resume nowhere": (["run", "job.yaml", "--resume", "nowhere"], {}, "no such directory"),
-    "unknown job": (["status", "nobody"], {}, "no job 'nobody'"),
+    "unknown job": (["status", "nobody"], {}, "no job 'nobody' on this machine; none has run yet"),
+    "empty file": (["run", os.devnull], {}, "got nothing: it is empty"),
+    "a file for a directory": (["drill", "job.yaml", "--report", "script.py"], {}, "it is not a directory"),
+    "nothing to export": (["export", "nowhere", "out.pt"], {}, "nowhere: there is no such directory"),
+    "a file to export": (["export", "job.yaml", "out.pt"], {}, "job.yaml: there is no such directory"),
+    "a script to drill": (["drill", "script.py"], {}, "script.py is a script"),
     "unknown job to stop": (["stop", "nobody"], {}, "no job 'nobody'"),
 }
 
