@@ -4,6 +4,7 @@
 lie in memory: as a job of elastic-ps with one parameter server, and with DistributedDataParallel under
 `torchrun`. Both compute with one thread in each process. It prints the median step of the slowest worker
 and the processor time of a step, all processes together, and the ratio of the two. They take turns.
+With `--strategy all-reduce` the workers of the job add up gradients among themselves, as DDP's processes do.
 """
 
 from __future__ import annotations
@@ -249,7 +250,11 @@ def server_cpu(pid: int) -> float:
 
 
 def measure_parameter_server(
-    case: str, transport: Scheme | None = None, *, workers: int | None = None
+    case: str,
+    transport: Scheme | None = None,
+    *,
+    workers: int | None = None,
+    strategy: str = "parameter-server",
 ) -> Measured:
     """`workers`: as many as the case says, if it is not given."""
     from elastic_ps.job import parse_job
@@ -261,6 +266,7 @@ def measure_parameter_server(
         spec = {
             "entrypoint": "benchmarks.datapath:train_with_parameter_server",
             "arguments": {"case": case, "directory": name},
+            "strategy": strategy,
             "worker": {"replicas": count},
             "parameterServer": {"checkpoint": {"interval": "3600s"}},
             "data": {"shuffle": False},
@@ -309,6 +315,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--ours", action="store_true", help="measure elastic-ps alone")
     parser.add_argument("--transport", choices=get_args(Scheme), help="default: the fastest, within the host")
+    parser.add_argument("--strategy", choices=("parameter-server", "all-reduce"), default="parameter-server")
     parser.add_argument("--ddp", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--hook", default="", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -324,7 +331,7 @@ def main() -> None:
     for name in parsed.cases or CASES:
         ours, theirs = [], []
         for _ in range(parsed.rounds):
-            ours.append(measure_parameter_server(name, parsed.transport))
+            ours.append(measure_parameter_server(name, parsed.transport, strategy=parsed.strategy))
             theirs.append(Measured(float("nan"), float("nan")) if parsed.ours else measure_ddp(name))
         a, b = median(ours), median(theirs)
         figures.append(Figure(CASES[name].name, a.step * 1e3, b.step * 1e3, "ms", "DDP"))
