@@ -80,9 +80,10 @@ class Codec(abc.ABC):
 
         Args:
             tensor: flat, float32, on the CPU, finite. Not to be changed.
-            state: empty at first; the codec may put in here what it needs for the same part of the model in
-                the next step. It is kept when this step is in the model, and is as before if it never is; so
-                what is in it must be replaced, not changed in place. It is lost with the worker.
+            state: `version` is the version that the step is computed on, or that a change of the values leads
+                to. The codec may put in here what it needs for the same part of the model in the next step.
+                It is kept when this step is in the model, and is as before if it never is; so what is in it
+                must be replaced, not changed in place. It is lost with the worker.
             random: for all random numbers, so that the same step gives the same bytes.
         """
 

@@ -48,7 +48,7 @@ def make_delta(
         random = torch.Generator()
         digest = hashlib.blake2b(f"{bucket}/{version}".encode(), digest_size=8).digest()
         random.manual_seed(int.from_bytes(digest, "little"))
-        encoded = codec.encode(difference, {}, random)
+        encoded = codec.encode(difference, {"version": version}, random)
         packed = pack(encoded)
         if packed.nbytes < exact.nbytes:
             body = memoryview(b"".join(packed.body))

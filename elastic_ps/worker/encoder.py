@@ -186,7 +186,7 @@ class Encoder:
             try:
                 with torch.no_grad():
                     # A step that is never in the model changes no state: the codec gets a copy.
-                    state = states[place] = dict(self._states.get(place, {}))
+                    state = states[place] = {**self._states.get(place, {}), "version": version}
                     absent = _absent(bucket, run, present)
                     made, rest = self._encode_run(place, run, own, absent, state, random)
             except Exception as error:

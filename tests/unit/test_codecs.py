@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ps.codec.base import Codec, Encoded, Part, pack, unpack
+from elastic_ps.codec.builtin import TopK
 from elastic_ps.codec.lossless import LOSSLESS, Compressed, Plain, Zstd
 from elastic_ps.codec.plan import BUILT_IN, Plan, make
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
@@ -126,13 +128,63 @@ def test_what_is_left_over_comes_in_the_end() -> None:
         assert float(rest.norm() / total.norm()) < 0.4
 
 
+@given(
+    elements=st.sampled_from([1, 999, 100_000]),
+    ratio=st.floats(0.001, 0.2),
+    warmup=st.integers(1, 50),
+    seed=st.integers(0, 1 << 30),
+)
+@settings(max_examples=25)
+def test_topk_sends_less_with_each_version_of_the_warmup(
+    elements: int, ratio: float, warmup: int, seed: int
+) -> None:
+    """From a quarter to `ratio`, by the same factor each time; all of it can be decoded."""
+    codec, plain = make("topk", {"ratio": ratio, "warmup": warmup}), make("topk", {"ratio": ratio})
+    assert isinstance(codec, TopK)
+    assert isinstance(plain, TopK)
+    shares = [codec.share(version) for version in range(warmup + 2)]
+    assert shares[0] == 0.25
+    assert shares[-2:] == [ratio, ratio]
+    for before, share in pairwise(shares[:-1]):
+        assert share == pytest.approx(before * (ratio / 0.25) ** (1 / warmup))
+    tensor, out = gradient(elements, seed), torch.empty(elements)
+    for version in (0, warmup // 2, warmup - 1, warmup, warmup + 9):
+        random = torch.Generator().manual_seed(seed)
+        encoded = codec.encode(tensor, {"version": version}, random)
+        sent = encoded.tensors["values"].numel()
+        most = math.ceil(codec.share(version) * elements)
+        assert most / 2 <= sent <= most
+        codec.decode(encoded, out)
+        assert int(out.count_nonzero()) == sent
+        assert torch.equal(out[out != 0], tensor[out != 0])
+    alike = plain.encode(tensor, {"version": 0}, torch.Generator().manual_seed(seed))
+    assert torch.equal(alike.tensors["places"], encoded.tensors["places"]), (
+        "when it is over, it is as without"
+    )
+
+
+def test_more_than_the_warmup_sends_is_not_decoded() -> None:
+    codec, quarter = make("topk", {"warmup": 5}), make("topk", {"ratio": 0.25})
+    most = make("topk", {"ratio": 0.26})
+    assert codec is not None
+    assert quarter is not None
+    assert most is not None
+    tensor, out = gradient(1000, 0), torch.empty(1000)
+    codec.decode(quarter.encode(tensor, {}, torch.Generator()), out)
+    with pytest.raises(ValueError, match="260 values"):
+        codec.decode(most.encode(tensor, {}, torch.Generator()), out)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
         ("int9", {}, ["int9", "none, bf16", "module:Class"]),
         ("none", {"ratio": 1}, ["no options", "ratio"]),
         ("topk", {"ratio": 0}, ["ratio is 0", "above 0"]),
-        ("topk", {"share": 0.1}, ["takes: ratio", "share"]),
+        ("topk", {"share": 0.1}, ["takes: ratio, warmup", "share"]),
+        ("topk", {"warmup": -1}, ["warmup is -1", "0 or more"]),
+        ("topk", {"warmup": 0.5}, ["warmup is 0.5"]),
+        ("topk", {"ratio": 0.3, "warmup": 9}, ["warmup is 9", "ratio is 0.3", "0.25"]),
         ("int8", {"block": 3}, ["block is 3"]),
         ("int8", {"block": "a"}, ["block"]),
         ("signsgd", {"block": 12}, ["multiple of 8"]),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ps.checkpoint.tensors import PULLED, VALUE
-from elastic_ps.codec.plan import DELTAS, Plan
+from elastic_ps.codec.plan import DELTAS, Plan, make
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.errors import InvalidJob, Malformed
 from elastic_ps.server.deltas import make_delta
@@ -226,6 +226,17 @@ def test_values_that_no_delta_can_reach_are_sent_as_they_are(value: float) -> No
     held, exact = ones(600, -3e38), ones(600, value)
     assert make_delta(used, held, exact, bucket=0, since=0, version=1) is None
     assert torch.equal(held.view(torch.int32), exact.view(torch.int32))
+
+
+def test_what_a_version_changes_warms_up_by_its_number() -> None:
+    codec = make("topk", {"ratio": 0.01, "warmup": 100})
+    assert codec is not None
+    changed = []
+    for version in (1, 50, 100):
+        held = torch.zeros(1000)
+        make_delta(codec, held, torch.arange(1.0, 1001), bucket=0, since=version - 1, version=version)
+        changed.append(int(held.count_nonzero()))
+    assert changed == [243, 50, 10]
 
 
 def test_where_a_codec_saves_nothing_the_values_are_sent() -> None:

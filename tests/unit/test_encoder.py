@@ -168,6 +168,17 @@ def test_a_step_that_is_not_made_changes_no_state() -> None:
     assert calls == [1, 1, 1, 2, 3]
 
 
+def test_topk_warms_up_by_the_jobs_version() -> None:
+    """Also in a worker that comes later, whose first step this is, and after `lossless`."""
+    options = {"ratio": 1 / 64, "warmup": 4}
+    for more in ({}, {"lossless": "zstd"}):
+        worker, sent = Worker(plan(codec="topk", options=options, **more)), []
+        for step, version in enumerate((0, 2, 4, 1000, 0)):
+            worker.encoder.begin(step)
+            sent.append(8 - worker.push([1.0, 2, 3, 4, 5, 6, 7, 8], step, version=version)[0].count(0))
+        assert sent == [2, 1, 1, 1, 2]
+
+
 def test_a_step_that_is_not_made_leaves_nothing_over() -> None:
     """Its records go to others; what was left over before stays."""
     worker = Worker()
