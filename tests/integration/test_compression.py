@@ -21,9 +21,9 @@ from elastic_ps.server.deltas import make_delta
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
-from tests.integration.trained import Models, alone, sgd
+from tests.integration.trained import Models, alone, sgd, training
 from tests.integration.transports import BY_NAME
-from tests.polling import LIMIT
+from tests.polling import LIMIT, eventually
 from tests.unit.test_codecs import Negative
 
 NEGATIVE = "tests.unit.test_codecs:Negative"
@@ -106,6 +106,66 @@ def test_the_digits_are_learned(tmp_path: Path, compression: dict[str, Any]) -> 
     assert counts.pushed_bytes < counts.pushed_plain_bytes / 3
     assert 0 < counts.pulled_bytes <= counts.pulled_plain_bytes
     assert counts.encode_seconds > 0
+    assert reached[0] == reached[1]
+    assert reached[0] > 0.92
+
+
+@pytest.mark.parametrize(
+    ("compression", "steps", "share"),
+    [
+        ({"codec": "int4"}, 10, 0.15 / 10),
+        ({"codec": "topk", "options": {"ratio": 0.05, "warmup": 40}}, 1, 0.2),
+    ],
+    ids=["int4", "topk"],
+)
+def test_exchanges_of_local_steps_are_encoded(
+    tmp_path: Path, compression: dict[str, Any], steps: int, share: float
+) -> None:
+    """The digits are learned from them. Each record counts once, though a worker dies with steps of its own.
+
+    `share`: of the bytes that gradients would have taken, at most.
+    """
+    training_set, test = digits()
+    reached: dict[int, float] = {}
+    dead = threading.Event()
+
+    def script(session: Session) -> None:
+        torch.manual_seed(1)
+        linear = torch.nn.Linear
+        model = torch.nn.Sequential(torch.nn.Flatten(), linear(64, 64), torch.nn.ReLU(), linear(64, 10))
+        dies = session.worker == 1 and not dead.is_set()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model)
+        for number, (images, labels) in enumerate(session.loader(training_set, 32, epochs=12)):
+            if session.worker == 0 and number == 0:
+                eventually(lambda: training(job, 1) or dead.is_set(), "worker 1 has records")
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            if dies and number == 34:
+                session._engine.client.close()  # without a goodbye
+                session.close()
+                dead.set()
+                return
+        reached[session.worker] = accuracy(model, *test.tensors)
+
+    rule = {"outer": "diloco", "outerMomentum": 0.6} if steps > 1 else {"outer": "average"}
+    with running_job(
+        tmp_path,
+        compression=compression,
+        consistency={"mode": "local", "steps": steps, **rule},
+        worker={"leaseDuration": "1s"},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.until(dead.is_set, "worker 1 dies")
+        job.start(1, script)
+        job.join()
+        counts = job.status().traffic
+        assert check(read(job.history), Data(len(training_set), 12), max_staleness=0) == []
+        assert_each_record_once(job.commits(), records=len(training_set), epochs=12)
+        records = sum(c["samples"] for commit in job.commits() for c in commit["contributions"])
+    plain = 4 * sum(p.numel() for p in make_mlp((64, 64, 10)).parameters()) * records / 32
+    assert 0 < counts.pushed_bytes < share * plain
     assert reached[0] == reached[1]
     assert reached[0] > 0.92
 
