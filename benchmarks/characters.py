@@ -1,30 +1,29 @@
-"""A language model of characters in every mode of `consistency`: how far from `sync` each ends.
+"""A language model of characters in every mode of `consistency`, and with codecs: how far from `sync`.
 
 `python -m benchmarks.characters` trains a GPT of a million parameters on English text, a byte at a time: the
 reference of Python's language and library that `help()` shows, so nothing is downloaded. The script,
-optimizer and number of epochs are the same in every mode. It prints the loss on held-out text in bits per
-byte, and by how much it is above that of `sync`. Its exit status is 1 if that is more than `--margin` in any
-mode.
+optimizer and number of records are the same in every row. It prints the loss on held-out text in bits per
+byte, by how much it is above that of the row that it is compared with, which is `sync` for most, and the
+share of that row's bytes. Its exit status is 1 if a loss is more than `--margin` percent above.
 
-`--compression '{"codec": "int8"}'` trains with a codec.
+`--rows codec` trains with codecs instead of in all modes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.convergence import ROOT, Run, make_job, measure
 
-BATCH, CONTEXT = 16, 64
+CONTEXT = 64
 TESTED = 128
 """Pieces of held-out text."""
 
@@ -37,7 +36,7 @@ def english() -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def train(epochs: int, lr: float, share: float) -> None:
+def train(epochs: int, lr: float, share: float, batch: int) -> None:
     """What a worker runs, on this share of the text."""
     import elastic_ps
     from elastic_ps.datasets.text import Text
@@ -52,14 +51,16 @@ def train(epochs: int, lr: float, share: float) -> None:
     model = GPT(context=CONTEXT, width=144)
     session = elastic_ps.connect()
     optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=lr), model)
-    for x, y in session.loader(training, batch_size=BATCH, epochs=epochs):
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(training) * epochs)
+    session.scheduler(cosine, interval="sample")
+    for x, y in session.loader(training, batch_size=batch, epochs=epochs):
         optimizer.zero_grad()
         loss = loss_of(model, x, y)
         loss.backward()
         session.report(loss=loss)
         optimizer.step()
     if session.is_chief:
-        pieces = torch.utils.data.DataLoader(test, batch_size=BATCH)
+        pieces = torch.utils.data.DataLoader(test, batch_size=16)
         with torch.no_grad():
             losses = [loss_of(model, x, y).item() for x, y in pieces]
         session.report(test_loss=sum(losses) / len(losses))
@@ -69,67 +70,99 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
     return torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
-def modes(workers: int, steps: int) -> Mapping[str, Mapping[str, Any]]:
-    """The modes as they are to be set for this model."""
+class Row(NamedTuple):
+    """A training. `against` is the row that it is compared with."""
+
+    consistency: Mapping[str, Any] = {}
+    compression: Mapping[str, Any] = {}
+    against: str = "sync"
+
+
+def rows(workers: int, steps: int, batch: int) -> Mapping[str, Row]:
+    """The modes as they are to be set for this model, and those with codecs, whose names begin so.
+
+    A row comes after the one that it is compared with.
+    """
     local = {"mode": "local", "steps": steps}
+    each = {"mode": "local", "steps": 1, "outer": "average"}
+    diloco = {**local, "outer": "diloco", "outerMomentum": 0.9 if steps >= 100 else 0.6}
+    warm = {"codec": "topk", "options": {"warmup": 100}}
     return {
-        "sync": {},
-        "backupWorkers": {"backupWorkers": 1},
-        "globalBatchSize": {"globalBatchSize": workers * BATCH, "balance": "speed"},
-        "accumulate": {"mode": "accumulate", "gradients": workers},
-        "bounded": {"mode": "bounded", "maxStaleness": 4},
-        "async": {"mode": "async", "stalenessScale": "inverse"},
-        "local, diloco": {**local, "outer": "diloco", "outerMomentum": 0.9 if steps >= 100 else 0.6},
-        "local, average": {**local, "outer": "average"},
-        "local, easgd": {**local, "outer": "easgd"},
-        "local, downpour": {**local, "outer": "downpour", "outerLearningRate": 1 / workers},
+        "sync": Row(),
+        "backupWorkers": Row({"backupWorkers": 1}),
+        "globalBatchSize": Row({"globalBatchSize": workers * batch, "balance": "speed"}),
+        "accumulate": Row({"mode": "accumulate", "gradients": workers}),
+        "bounded": Row({"mode": "bounded", "maxStaleness": 4}),
+        "async": Row({"mode": "async", "stalenessScale": "inverse"}),
+        "async, inconsistent": Row({"mode": "async", "stalenessScale": "inverse", "reads": "inconsistent"}),
+        "local, diloco": Row(diloco),
+        "local, average": Row({**local, "outer": "average"}),
+        "local, easgd": Row({**local, "outer": "easgd"}),
+        "local, downpour": Row({**local, "outer": "downpour", "outerLearningRate": 1 / workers}),
+        "codec int8": Row({}, {"codec": "int8"}),
+        "codec topk": Row({}, {"codec": "topk"}),
+        "codec topk, steps: 1": Row(each, {"codec": "topk"}),
+        "codec topk 5 %, steps: 1": Row(each, {"codec": "topk", "options": {"ratio": 0.05}}),
+        "codec topk, steps: 1, warmup": Row(each, warm),
+        "codec int4, diloco": Row(diloco, {"codec": "int4"}, against="local, diloco"),
     }
+
+
+def chosen(all_rows: Mapping[str, Row], wanted: Sequence[str]) -> list[str]:
+    """The names that begin with a wanted one, and those that they are compared with; modes by default."""
+    named = [
+        name
+        for name in all_rows
+        if (any(map(name.startswith, wanted)) if wanted else not name.startswith("codec"))
+    ]
+    needed = {"sync", *named, *(all_rows[name].against for name in named)}
+    return [name for name in all_rows if name in needed]
 
 
 def main() -> int:
     """The command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--share", type=float, default=0.3, help="of the text")
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--share", type=float, default=1.0, help="of the text")
+    parser.add_argument("--batch", type=int, default=4, help="pieces of 64 bytes for each step of a worker")
     parser.add_argument("--lr", type=float, default=3e-4, help="1e-3 is too much for stale steps")
     parser.add_argument("--steps", type=int, default=20, help="of mode local")
-    parser.add_argument(
-        "--modes", nargs="*", default=[""], help="those that begin so, beside sync; all by default"
-    )
-    parser.add_argument("--margin", type=float, default=0.3, help="bits per byte above sync")
-    parser.add_argument("--compression", type=json.loads, default={}, help="as in a job, as JSON")
+    parser.add_argument("--rows", nargs="*", default=[], help="those that begin so; all modes by default")
+    parser.add_argument("--margin", type=float, default=5.0, help="percent")
+    parser.add_argument("--seed", type=int, default=0, help="of the records' order")
     parsed = parser.parse_args()
     os.chdir(ROOT)
-    arguments = {name: getattr(parsed, name) for name in ("epochs", "lr", "share")}
+    arguments = {name: getattr(parsed, name) for name in ("epochs", "lr", "share", "batch")}
+    all_rows = rows(parsed.workers, parsed.steps, parsed.batch)
     runs: dict[str, Run] = {}
-    print(f"{'mode':20} seconds  samples/s  bits per byte  above sync  most stale  bytes pushed per sample")
-    for name, consistency in modes(parsed.workers, parsed.steps).items():
-        if name != "sync" and not any(name.startswith(wanted) for wanted in parsed.modes):
-            continue
+    print(f"{'':30} seconds  versions  bits per byte  compared with   above  most stale  bytes pushed")
+    for name in chosen(all_rows, parsed.rows):
+        row = all_rows[name]
         job = make_job(
             parsed.workers,
-            consistency,
+            row.consistency,
             arguments,
             entrypoint="benchmarks.characters:train",
-            compression=parsed.compression,
+            compression=dict(row.compression),
+            data={"seed": parsed.seed},
         )
         run = runs[name] = measure(job, score="test_loss", limit=timedelta(hours=1))
+        other = runs[row.against]
         print(
-            f"{name:20} {run.seconds:7.1f} {run.samples / max(run.seconds, 1e-9):10.0f} "
-            f"{run.score / math.log(2):14.3f} {above(run, runs['sync']):11.3f} {run.stale:11} "
-            f"{run.pushed / run.samples:24.1f}",
+            f"{name:30} {run.seconds:7.0f} {run.versions:9} {run.score / math.log(2):14.3f} "
+            f"{row.against:>14} {above(run, other):+6.1f} % {run.stale:11} {run.pushed / other.pushed:13.2%}",
             flush=True,
         )
-    too_far = [name for name, run in runs.items() if above(run, runs["sync"]) > parsed.margin]
+    too_far = [name for name, run in runs.items() if above(run, runs[all_rows[name].against]) > parsed.margin]
     for name in too_far:
-        print(f"{name} is more than {parsed.margin:g} bits per byte above sync")
+        print(f"{name} is more than {parsed.margin:g} % above {all_rows[name].against}")
     return 1 if too_far else 0
 
 
-def above(run: Run, sync: Run) -> float:
-    """In bits per byte."""
-    return (run.score - sync.score) / math.log(2)
+def above(run: Run, other: Run) -> float:
+    """By how many percent its loss is above the other one's."""
+    return 100 * (run.score / other.score - 1)
 
 
 if __name__ == "__main__":
