@@ -115,9 +115,13 @@ class Plan:
         return self.transport != "shm"
 
     @property
-    def name(self) -> str:
+    def servers(self) -> str:
         durability = "standby" if self.standbys else "checkpoint"
-        return f"{self.mode}, {self.shards} shard{'s' * (self.shards > 1)}, {durability}"
+        return f"{self.shards} shard{'s' * (self.shards > 1)}, {durability}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.mode}, {self.servers}"
 
 
 def plans(seed: int, modes: Sequence[str] = tuple(MODES)) -> Iterator[Plan]:
@@ -357,16 +361,16 @@ def account(verdict: Verdict, saved: Sequence[Path]) -> None:
 
 
 def table(verdicts: Sequence[Verdict], records: int) -> str:
-    """The result as Markdown."""
+    """The result as Markdown: by mode, by what the parameter servers are, and by transport."""
     kinds = get_args(Kind)
     lines = [
         f"| job | jobs | {' | '.join(kinds)} | versions | terms | records | missing | twice | failed |",
         "|" + " --- |" * (len(kinds) + 8),
     ]
-    modes = {v.plan.name: list(MODES).index(v.plan.mode) for v in verdicts}
-    names = sorted(modes, key=lambda name: (modes[name], name))
-    for name in [*names, *TRANSPORTS, "all"]:
-        rows = [v for v in verdicts if name in ("all", v.plan.transport, v.plan.name)]
+    modes = [mode for mode in MODES if any(v.plan.mode == mode for v in verdicts)]
+    servers = sorted({v.plan.servers for v in verdicts})
+    for name in [*modes, *servers, *TRANSPORTS, "all"]:
+        rows = [v for v in verdicts if name in ("all", v.plan.transport, v.plan.servers, v.plan.mode)]
         faults: collections.Counter[Kind] = sum((v.faults for v in rows), collections.Counter())
         numbers = [
             len(rows),

@@ -21,7 +21,7 @@ from benchmarks.soak import (
     table,
 )
 from benchmarks.soak_modes import MODES, STEPS, half
-from elastic_ps.training import OUTER_RULES, Consistency
+from elastic_ps.training import OPTIONS, OUTER_RULES, Consistency
 from elastic_ps.tuning import Tuning
 
 RECORDS = 6
@@ -58,7 +58,9 @@ def test_a_right_job_adds_up(tmp_path: Path) -> None:
     accounts, _ = trained()
     verdict = judged(tmp_path, accounts)
     assert verdict.problems == []
-    assert table([verdict, verdict], RECORDS).splitlines()[-1].split(" | ")[:4] == ["| all", "2", "0", "4"]
+    lines = [line.split(" | ") for line in table([verdict, verdict], RECORDS).splitlines()]
+    assert lines[-1][:4] == ["| all", "2", "0", "4"]
+    assert [line[0] for line in lines[2:4]] == ["| sync", "| 1 shard, checkpoint"]
 
 
 def test_a_missing_record_is_found(tmp_path: Path) -> None:
@@ -139,11 +141,11 @@ def test_every_combination_comes_before_one_comes_again() -> None:
     assert first == list(itertools.islice(plans(7), len(first)))
 
 
-def test_the_modes_are_all_that_a_job_can_say(tmp_path: Path) -> None:
+def test_its_modes_are_said_with_everything_that_they_can_have(tmp_path: Path) -> None:
     jobs = [Consistency.model_validate(mode.consistency) for mode in MODES.values()]
-    said = {name for each in jobs for name in each.model_fields_set}
+    modes, said = ({each.mode for each in jobs}, {name for each in jobs for name in each.model_fields_set})
     numbers = {"outer_learning_rate", "outer_momentum"}
-    assert said == Consistency.model_fields.keys() - numbers
+    assert {option.field for option in OPTIONS if modes & set(option.modes)} - said == numbers
     assert {each.outer for each in jobs} >= OUTER_RULES.keys() - {"diloco"}
     assert all(steps == STEPS for each in jobs if (steps := each.steps))
     assert [half(0), half(2)] == [1.0, 0.25]
