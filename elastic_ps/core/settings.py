@@ -166,12 +166,18 @@ class Settings:
                     f"param_groups[{index}] has got {MAX_NORM} after session.optimizer(...), when the model "
                     "had been divided among the parameter servers; give it to the group before"
                 )
+            if ours.get(MAX_GRAD_NORM) is None and theirs.get(MAX_GRAD_NORM) is not None:
+                raise InvalidModel(
+                    f"param_groups[{index}] has got {MAX_GRAD_NORM} after session.optimizer(...), which "
+                    "checks whether this job can clip; give it to session.optimizer, and change it later"
+                )
             for key, value in ours.items():
                 if key in theirs and _kind(value) != _kind(theirs[key]):
                     raise InvalidModel(
                         f"param_groups[{index}]: {key} is {theirs[key]!r}, which is not of the same kind as "
                         f"{value!r}"
                     )
+        check_one_limit(later.groups)
 
 
 def clip_divisor(norm: float, limit: float) -> float:
@@ -186,6 +192,16 @@ def clip_divisor(norm: float, limit: float) -> float:
 def read_settings(text: str) -> Settings:
     """`Settings.from_json`, remembered: workers send the same text for long. Nobody may change the result."""
     return Settings.from_json(text)
+
+
+def check_one_limit(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidModel if parameter groups limit the norm of the gradient, which is one, differently."""
+    limits = [group.get(MAX_GRAD_NORM) for group in groups]
+    if any(limit != limits[0] for limit in limits):
+        raise InvalidModel(
+            f"{MAX_GRAD_NORM} limits the norm of the whole gradient, so all parameter groups have the same; "
+            f"got {', '.join(str(limit) for limit in limits)}"
+        )
 
 
 def check_constraints(group: Mapping[str, Any], index: int) -> None:

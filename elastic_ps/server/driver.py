@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,7 @@ class Driver:
         self._history = history
         self._driving = False
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
+        self._norm = 0.0  # of its mean gradient, if that is to be clipped
         self._over = False  # the shards are told nothing any more
         self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
 
@@ -162,6 +164,7 @@ class Driver:
         """Lay the first worker's model out over the shards. Raises Refused (INVALID), TransportError."""
         job = self._job
         model: Model | None = None
+        self._ordered = 0  # versions are counted anew
         try:
             layout = self._partition(tensors, settings)
             for shard in self._shards:
@@ -238,7 +241,7 @@ class Driver:
                     job.state.rounds.committing, job.stale = False, True
             return False
         try:
-            self._prepare(advance)
+            advance = self._prepare(advance)
             if contributions and len(self._shards) > 1:
                 self._ordered = advance.version
             self.tell_all(advance)
@@ -369,8 +372,8 @@ class Driver:
             all_reduce=job.spec.all_reduce,
         )
         clip = state.settings.max_grad_norm
-        if clip is not None and (len(self._shards) > 1 or self._standbys):  # none has the whole gradient
-            logger.warning("max_grad_norm %g counts no more: it needs one parameter server, no standby", clip)
+        if clip is not None and self._standbys:  # they may step without the others, who have the norm
+            logger.warning("max_grad_norm %g counts no more: it needs a job without standbys", clip)
             state.settings = state.settings.unclipped()
         said = tuning.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self._history.record(
@@ -386,20 +389,30 @@ class Driver:
             job.changed.notify_all()
         logger.info("term %d continues from version %d", term, found.version)
 
-    def _prepare(self, advance: Advance) -> None:
+    def _prepare(self, advance: Advance) -> Advance:
         """Let all shards vote on a round before any applies it. With standbys, all standbys receive it first.
 
-        A shard that is alone votes when it applies.
+        A shard that is alone votes when it applies. Returns the order to apply it. Where the gradient is to
+        be clipped, that has the norm over all shards; a shard that has made the version has no sums any more,
+        so an order that is repeated has the norm of the first time.
         """
         if advance.apply is None:
-            return
+            return advance
         if len(self._shards) > 1:
-            self.tell_all(replace(advance, prepare=True, checkpoint=0))
+            reports = self.tell_all(replace(advance, prepare=True, checkpoint=0))
+            if advance.apply.clips is not None:
+                if self._ordered != advance.version:
+                    self._norm = math.hypot(*(report.norm for report in reports))
+                advance = replace(advance, apply=replace(advance.apply, norm=self._norm))
         if self._standbys:
             self._prepared = advance
+        return advance
 
-    def tell_all(self, advance: Advance) -> None:
-        """Send an order to all shards. This process's shard is last, because that answers workers' pulls."""
+    def tell_all(self, advance: Advance) -> list[Report]:
+        """Send an order to all shards, and return their answers.
+
+        This process's shard is last, because that answers workers' pulls.
+        """
         reports: list[Report] = []
         if len(self._shards) > 1:
             to_others = replace(advance, state="")
@@ -411,6 +424,7 @@ class Driver:
                 self.standings[shard] = report.standby
             if self._keeper is not None:
                 self._keeper.part(shard, report.written)
+        return reports
 
     @contextmanager
     def turn(self) -> Iterator[Advance]:

@@ -182,7 +182,8 @@ class Node:
             if self._follower is not None:
                 self._follower.stage(shard, advance)
         if advance.prepare:
-            return self._report()
+            clipped = to_apply is not None and to_apply.clips is not None
+            return replace(self._report(), norm=shard.norm() if clipped else 0.0)
         shard.advance(advance.version, advance.attempt, advance.expected, advance.apply)
         if to_apply is not None and not to_apply.elsewhere:
             self._record_values(shard)

@@ -26,6 +26,7 @@ class Application:
 
     `assigns`: the sums are the version's values, and the optimizer makes no step.
     `elsewhere`: the workers make the step themselves, and the shard, which is alone, only counts it.
+    `norm`: of the mean gradient on all shards, where it is to be clipped; None if this shard has all of it.
     """
 
     attempt: int
@@ -34,6 +35,12 @@ class Application:
     settings: Settings
     assigns: bool = False
     elsewhere: bool = False
+    norm: float | None = None
+
+    @property
+    def clips(self) -> float | None:
+        """What the norm of the gradient is limited to, if it is."""
+        return None if self.assigns else self.settings.max_grad_norm
 
 
 @dataclass(frozen=True)
@@ -111,10 +118,14 @@ class Written:
 
 @dataclass(frozen=True)
 class Report:
-    """What a shard answers to an order: its part of the last checkpoint, once written, and its standby."""
+    """What a shard answers to an order: its part of the last checkpoint, once written, and its standby.
+
+    `norm`: of its part of the mean gradient, if the order was to prepare a version that is to be clipped.
+    """
 
     written: Written | None = None
     standby: Standing = Standing.NONE
+    norm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -218,6 +229,7 @@ def advance_to_message(job: str, advance: Advance, order: OrderId | None = None)
                 samples=apply.samples,
                 settings=apply.settings.to_json(),
                 assigns=apply.assigns,
+                norm=apply.norm,
             )
         )
     if advance.next is not None:
@@ -235,6 +247,7 @@ def advance_from_message(message: pb.AdvanceRequest) -> Advance:
             samples=message.apply.samples,
             settings=settings_from_message(message.apply.settings),
             assigns=message.apply.assigns,
+            norm=message.apply.norm if message.apply.HasField("norm") else None,
         )
     return Advance(
         version=message.version,
@@ -252,7 +265,7 @@ def advance_from_message(message: pb.AdvanceRequest) -> Advance:
 
 
 def report_to_message(report: Report) -> pb.AdvanceReply:
-    message = pb.AdvanceReply(standby=int(report.standby))
+    message = pb.AdvanceReply(standby=int(report.standby), norm=report.norm)
     if (part := report.written) is not None:
         message.written.CopyFrom(
             pb.Written(
@@ -275,7 +288,8 @@ def report_from_message(message: pb.AdvanceReply) -> Report:
         standing = Standing(message.standby)
     except ValueError as error:
         raise Malformed(str(error)) from error
-    return Report(_written(message.written) if message.HasField("written") else None, standing)
+    written = _written(message.written) if message.HasField("written") else None
+    return Report(written, standing, message.norm)
 
 
 def _written(part: pb.Written) -> Written:

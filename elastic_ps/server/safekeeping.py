@@ -37,7 +37,7 @@ class Orders(Protocol):
     def turn(self) -> AbstractContextManager[Advance]:
         """Be the only thread that gives orders. Yields the order that describes the current state."""
 
-    def tell_all(self, advance: Advance) -> None:
+    def tell_all(self, advance: Advance) -> object:
         """Send an order to all shards. Raises Refused, TransportError."""
 
 

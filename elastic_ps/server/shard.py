@@ -521,8 +521,8 @@ class Shard:
         stepped = self._to_step
         contributors = frozenset(apply.contributors)
         basis = Basis(version, apply.attempt, contributors, apply.samples, tuple(apply.settings.groups))
-        clip = None if apply.assigns else apply.settings.max_grad_norm
-        divisor = 1.0 if clip is None else self._clipped(clip)
+        clip, norm = apply.clips, apply.norm
+        divisor = 1.0 if clip is None else clip_divisor(self.norm() if norm is None else norm, clip)
         for bucket in stepped:
             with self._changed:
                 values = self._buckets[bucket.index]
@@ -539,10 +539,9 @@ class Shard:
         self._torn = False
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
 
-    def _clipped(self, norm: float) -> float:
-        """What the mean gradient is divided by, so that it has this norm at most."""
-        norms = [self._buckets[bucket.index].norm() for bucket in self._to_step]
-        return clip_divisor(math.hypot(*norms), norm)
+    def norm(self) -> float:
+        """The 2-norm of this shard's part of the mean gradient of the open round, whose sums are complete."""
+        return math.hypot(*(self._buckets[bucket.index].norm() for bucket in self._to_step))
 
     @property
     def _to_step(self) -> list[Bucket]:

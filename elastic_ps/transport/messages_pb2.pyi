@@ -713,18 +713,20 @@ class Participant(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Apply(_message.Message):
-    __slots__ = ("attempt", "contributors", "samples", "settings", "assigns")
+    __slots__ = ("attempt", "contributors", "samples", "settings", "assigns", "norm")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     ASSIGNS_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
     samples: int
     settings: str
     assigns: bool
-    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., samples: _Optional[int] = ..., settings: _Optional[str] = ..., assigns: bool = ...) -> None: ...
+    norm: float
+    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., samples: _Optional[int] = ..., settings: _Optional[str] = ..., assigns: bool = ..., norm: _Optional[float] = ...) -> None: ...
 
 class Contributor(_message.Message):
     __slots__ = ("worker", "incarnation", "step")
@@ -737,12 +739,14 @@ class Contributor(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class AdvanceReply(_message.Message):
-    __slots__ = ("written", "standby")
+    __slots__ = ("written", "standby", "norm")
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
     written: Written
     standby: int
-    def __init__(self, written: _Optional[_Union[Written, _Mapping]] = ..., standby: _Optional[int] = ...) -> None: ...
+    norm: float
+    def __init__(self, written: _Optional[_Union[Written, _Mapping]] = ..., standby: _Optional[int] = ..., norm: _Optional[float] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("version", "term", "number", "file", "sha256", "size", "error", "pause_us")

@@ -21,6 +21,7 @@ from elastic_ps.core.settings import (
     MAX_NORM,
     Settings,
     check_constraints,
+    check_one_limit,
     plain_group,
 )
 from elastic_ps.errors import InvalidModel, UsageError
@@ -214,6 +215,7 @@ def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
                     f"{type(optimizer).__name__} takes it only from its constructor, which got "
                     f"{optimizer.defaults[key]}; pass it to the constructor"
                 )
+    check_one_limit(optimizer.param_groups)
 
 
 def _check_embeddings(model: torch.nn.Module, names: Collection[str]) -> None:

@@ -194,7 +194,7 @@ class Session:
                 also have the options "max_norm" and "keep_zeros"; see docs/scripts.md.
             max_grad_norm: the parameter server scales the gradient of each version, which is the mean over
                 all records, down to this 2-norm, as `clip_grad_norm_` would with one process. Gradients may
-                be sent while backward runs. It needs a single parameter server without a standby.
+                be sent while backward runs. It needs parameter servers without standbys.
             state: what `state_dict()` of such an optimizer has given, to begin with its state and its
                 hyperparameters, as for fine-tuning. The limits above stay. Of a worker that joins later it is
                 ignored, like its model's values. The state moves to the parameter server: `optimizer` has
@@ -257,18 +257,17 @@ class Session:
         return self._optimizer
 
     def _require_whole_gradient(self) -> None:
-        """Raise UsageError where no process has the whole gradient that is to be clipped."""
-        server = self.spec.parameter_server
+        """Raise UsageError where the gradient that is to be clipped is not known as a whole."""
         if self.spec.consistency.mode == "local":
             raise UsageError(
                 "max_grad_norm is for gradients that are sent, but in mode local the worker makes its steps: "
                 "call torch.nn.utils.clip_grad_norm_ before optimizer.step()"
             )
-        if server.replicas > 1 or server.durability == "standby":
+        if self.spec.parameter_server.durability == "standby":
             raise UsageError(
-                "max_grad_norm needs the whole gradient in one place: set parameterServer.replicas: 1 and "
-                "durability: checkpoint. Or clip each worker's own gradient, with session.optimizer(..., "
-                "overlap=False) and torch.nn.utils.clip_grad_norm_"
+                "max_grad_norm needs the norm over all parameter servers, and a standby steps without it. "
+                "Set parameterServer.durability: checkpoint. Or clip each worker's own gradient, with "
+                "session.optimizer(..., overlap=False) and torch.nn.utils.clip_grad_norm_"
             )
 
     def assign(self, model: torch.nn.Module) -> None:

@@ -30,8 +30,13 @@ class Clipped(torch.optim.SGD):
 norms: list[float] = []
 
 
-@pytest.mark.parametrize("transport", BY_NAME)
-def test_it_is_the_norm_of_the_gradient_of_the_whole_batch(tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "servers"), [*((each, 1) for each in BY_NAME), ("inproc", 3), ("grpc", 2)]
+)
+def test_it_is_the_norm_of_the_gradient_of_the_whole_batch(
+    tmp_path: Path, transport: str, servers: int
+) -> None:
+    """Also when each parameter server has only a part of the gradient."""
     data, models = Numbers(240), {}
 
     def script(session: Session) -> None:
@@ -44,7 +49,8 @@ def test_it_is_the_norm_of_the_gradient_of_the_whole_batch(tmp_path: Path, trans
             mse(model, x, y).backward()
             optimizer.step()
 
-    with running_job(tmp_path, transport=transport, parameterServer={"bucketBytes": 1024}) as job:
+    place = {"bucketBytes": 1024, "replicas": servers}
+    with running_job(tmp_path, transport=transport, parameterServer=place) as job:
         job.run(script, workers=2)
         norms.clear()
         assert_equal_up_to_round_off(
@@ -77,11 +83,11 @@ def test_a_norm_that_is_too_large_for_any_number_makes_no_step_as_in_torch(tmp_p
         assert torch.equal(ours, before)
 
 
-@pytest.mark.parametrize("server", [{"replicas": 2}, {"durability": "standby"}])
-def test_a_job_that_goes_on_where_nobody_has_the_whole_gradient_clips_no_more(
-    tmp_path: Path, server: dict[str, Any]
+@pytest.mark.parametrize(("server", "limit"), [({"replicas": 2}, LIMIT), ({"durability": "standby"}, None)])
+def test_a_job_that_goes_on_clips_as_before_but_not_with_a_standby(
+    tmp_path: Path, server: dict[str, Any], limit: float | None
 ) -> None:
-    """The script has to leave it out, and each parameter server would clip its own part."""
+    """With a standby the script has to leave the limit out."""
     limits = []
 
     def script(epochs: int, **given: Any) -> Callable[[Session], None]:
@@ -104,7 +110,7 @@ def test_a_job_that_goes_on_where_nobody_has_the_whole_gradient_clips_no_more(
         ) as job:
             job.start(0, script(epochs, **given))
             job.join()
-    assert limits == [LIMIT, LIMIT, None]
+    assert limits == [LIMIT, LIMIT, limit]
 
 
 def refused(job: Job, **given: Any) -> None:
@@ -118,8 +124,8 @@ def refused(job: Job, **given: Any) -> None:
 
 def test_what_cannot_be_clipped_is_refused(tmp_path: Path) -> None:
     with (
-        running_job(tmp_path / "0", parameterServer={"replicas": 2}) as job,
-        pytest.raises(UsageError, match=r"set parameterServer\.replicas: 1"),
+        running_job(tmp_path / "0", parameterServer={"durability": "standby"}) as job,
+        pytest.raises(UsageError, match=r"Set parameterServer\.durability: checkpoint"),
     ):
         refused(job, max_grad_norm=1.0)
     with (
@@ -131,7 +137,7 @@ def test_what_cannot_be_clipped_is_refused(tmp_path: Path) -> None:
     saved["param_groups"][0]["max_grad_norm"] = 1.0  # as of a job that has clipped
     with (
         running_job(tmp_path / "2", parameterServer={"durability": "standby"}) as job,
-        pytest.raises(UsageError, match=r"set parameterServer\.replicas: 1"),
+        pytest.raises(UsageError, match=r"Set parameterServer\.durability: checkpoint"),
     ):
         refused(job, state=saved)
     for wrong in (0.0, -1.0, float("nan"), "1"):

@@ -55,7 +55,13 @@ def running(shards: Sequence[Notes], **fields: Any) -> Iterator[Coordinator]:
 
 
 def join(
-    coordinator: Coordinator, worker: int, *, again: bool = False, instance: str = "", call: int = 0
+    coordinator: Coordinator,
+    worker: int,
+    *,
+    again: bool = False,
+    instance: str = "",
+    call: int = 0,
+    settings: Settings = SETTINGS,
 ) -> Joined | None:
     return coordinator.join(
         worker,
@@ -63,16 +69,23 @@ def join(
         host="here",
         tensors=TENSORS,
         optimizer="SGD",
-        settings=SETTINGS,
+        settings=settings,
         again=again,
         instance=instance,
         call=call,
     )
 
 
-def start(coordinator: Coordinator, worker: int = 0, *, instance: str = "", call: int = 0) -> Stay:
+def start(
+    coordinator: Coordinator,
+    worker: int = 0,
+    *,
+    instance: str = "",
+    call: int = 0,
+    settings: Settings = SETTINGS,
+) -> Stay:
     """A worker joins, and brings the model if there is none."""
-    joined = join(coordinator, worker, instance=instance, call=call)
+    joined = join(coordinator, worker, instance=instance, call=call, settings=settings)
     assert joined is not None
     if joined.initialise:
         coordinator.initialised(worker, joined.stay.incarnation)
@@ -85,14 +98,16 @@ def take(coordinator: Coordinator, stay: Stay, *, call: int, wait: bool = True, 
     )
 
 
-def finish(coordinator: Coordinator, stay: Stay, taken: Taken, *, step: int = 0) -> bool:
+def finish(
+    coordinator: Coordinator, stay: Stay, taken: Taken, *, step: int = 0, settings: Settings = SETTINGS
+) -> bool:
     contribution = Contribution(
         worker=stay.worker,
         incarnation=stay.incarnation,
         step=step,
         samples=10,
         records=tuple(taken.ranges),
-        settings=SETTINGS.to_json(),
+        settings=settings.to_json(),
     )
     attempt = coordinator.job.state.rounds.attempt
     return coordinator.finish(contribution, version=taken.version, attempt=attempt)

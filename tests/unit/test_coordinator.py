@@ -18,7 +18,7 @@ from elastic_ps.server import guarded
 from elastic_ps.server import lead as lead_module
 from elastic_ps.server.coordinator import Begun, Coordinator, Joined
 from elastic_ps.server.driver import Driver
-from elastic_ps.server.orders import Advance
+from elastic_ps.server.orders import Advance, Report
 from elastic_ps.server.state import Taken
 from tests.polling import eventually
 from tests.unit.coordinator_rig import Notes, finish, join, running, start, take
@@ -129,6 +129,34 @@ def test_a_round_that_all_can_apply_is_applied_whatever_becomes_of_the_answers()
         assert shards[1].applied == [1, 1, 1]
         assert shards[0].applied == [1]
         assert {order.attempt for order in shards[1].orders} == {0}
+
+
+def test_the_norm_that_is_clipped_is_over_all_shards_also_when_one_has_made_the_version() -> None:
+    """A shard that has made it has no sums any more, so its second answer tells nothing."""
+
+    class Measuring(Notes):
+        def __init__(self, norm: float) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def advance(self, advance: Advance) -> Report:
+            return replace(super().advance(advance), norm=0.0 if self.applied else self.norm)
+
+    settings = Settings(({"lr": 0.1, "max_grad_norm": 1.0},))
+    shards = [Measuring(3.0), Measuring(4.0)]
+    with running(shards) as coordinator:
+        stay = start(coordinator, settings=settings)
+        taken = take(coordinator, stay, call=1)
+
+        def lose(advance: Advance) -> None:
+            if advance.apply is not None and not advance.prepare and len(shards[1].applied) < 3:
+                raise ConnectionLost("reset before the answer")
+
+        shards[1].refuse = lose
+        finish(coordinator, stay, taken, settings=settings)
+        eventually(lambda: coordinator.job.state.version == 1, "the round is committed")
+    applied = [order.apply for shard in shards for order in shard.orders if not order.prepare]
+    assert [apply.norm for apply in applied if apply is not None] == [5.0] * 4
 
 
 @pytest.mark.parametrize("code", [RefusalCode.INVALID, RefusalCode.NOT_READY])

@@ -119,12 +119,22 @@ def test_groups_cannot_come_or_go() -> None:
         ({"clamp": "none"}, "clamp='none'; expected two numbers"),
         ({"keep_zeros": 1}, "keep_zeros=1; expected True or False"),
         ({"max_norm": 2.0}, "has got max_norm after session.optimizer"),
+        ({"max_grad_norm": 2.0}, "has got max_grad_norm after session.optimizer"),
     ],
 )
 def test_constraints_that_cannot_be_kept_cannot_come_later(group: dict[str, Any], match: str) -> None:
     with pytest.raises(InvalidModel, match=match):
         LIKE.check_follows(Settings(({**LIKE.groups[0], **group},)))
     LIKE.check_follows(Settings(({**LIKE.groups[0], "clamp": [0, 1], "keep_zeros": True},)))
+
+
+def test_the_limit_of_the_gradient_is_that_of_all_groups() -> None:
+    like = Settings(({"max_grad_norm": 1.0}, {"max_grad_norm": 1.0}))
+    like.check_follows(Settings(({"max_grad_norm": 2.0}, {"max_grad_norm": 2.0})))
+    with pytest.raises(InvalidModel, match=r"all parameter groups have the same; got 2\.0, 1\.0"):
+        like.check_follows(Settings(({"max_grad_norm": 2.0}, {"max_grad_norm": 1.0})))
+    with pytest.raises(InvalidModel, match=r"all parameter groups have the same; got 2\.0, None"):
+        like.check_follows(Settings(({"max_grad_norm": 2.0}, {})))
 
 
 @pytest.mark.parametrize(
