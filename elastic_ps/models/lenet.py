@@ -9,7 +9,10 @@ from elastic_ps.errors import InvalidModel
 
 
 class LeNet(nn.Sequential):
-    """Two convolutions with pooling, three linear layers; ReLU in place of the original's tanh.
+    """Two convolutions with pooling, three linear layers; ReLU and maxima in place of the original's.
+
+    The kernels have 5 x 5 pixels, as the paper's, and for images below 16 pixels, which are too small for
+    these, 3 x 3.
 
     Takes (batch, channels, size, size) float images and returns (batch, classes) logits.
 
@@ -27,15 +30,17 @@ class LeNet(nn.Sequential):
             raise InvalidModel(
                 f"a LeNet halves its images twice: expected a multiple of 4 pixels, got {size} x {size}"
             )
+        kernel, padding = (3, 1) if size < 16 else (5, 0)
+        inner = size // 4 if size < 16 else size // 4 - 2
         super().__init__(
-            nn.Conv2d(channels, 6, kernel_size=3, padding=1),
+            nn.Conv2d(channels, 6, kernel, padding=kernel // 2),
             nn.ReLU(),
             nn.MaxPool2d(2),
-            nn.Conv2d(6, 16, kernel_size=3, padding=1),
+            nn.Conv2d(6, 16, kernel, padding=padding),
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(16 * (size // 4) ** 2, 120),
+            nn.Linear(16 * inner**2, 120),
             nn.ReLU(),
             nn.Linear(120, 84),
             nn.ReLU(),

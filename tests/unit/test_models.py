@@ -17,6 +17,9 @@ from elastic_ps.zoo.train import build
 
 IMAGENET: dict[str, Any] = {"size": 224, "classes": 1000}
 PUBLISHED = {
+    # LeCun et al. 1998 count 60,000, without the output layer, with factors and biases of the two
+    # subsampling layers (12 and 32), and with 60 of the 96 pairs of maps in the second convolution
+    "lenet5": (LeNet, {}, 60_000 - 12 - 32 + 36 * 25 + 10 * 85),
     # torchvision's documentation of its models for ImageNet
     "resnet18": (ResNet, {"depth": 18, **IMAGENET}, 11_689_512),
     "resnet34": (ResNet, {"depth": 34, **IMAGENET}, 21_797_672),
