@@ -140,7 +140,8 @@ class ElasticLoader:
         if isinstance(source, IterableDataset) or not hasattr(source, "__len__"):
             raise InvalidModel(
                 f"{type(source).__name__} has no length and no index, so its records cannot be handed out "
-                "exactly once; use a map-style data set (with __len__ and __getitem__)"
+                "exactly once; use a map-style data set (with __len__ and __getitem__). For what can only be "
+                "read from the beginning, let each file or chunk be a record: Streams in docs/scripts.md"
             )
         if len(source) < 1:
             raise InvalidModel(f"the data set {type(source).__name__} is empty")

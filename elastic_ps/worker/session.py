@@ -206,7 +206,11 @@ class Session:
             ConnectionLost: no parameter server answers.
         """
         if self._optimizer is not None:
-            raise UsageError("session.optimizer was called twice; a job trains one model with one optimizer")
+            raise UsageError(
+                "session.optimizer was called twice; a job trains one model with one optimizer. Put "
+                "several networks, as those of a GAN, into one torch.nn.ModuleDict, and give the optimizer a "
+                "parameter group for each: Two networks in turn in docs/scripts.md"
+            )
         if check_gradients and not self._world.alone:
             raise UsageError(
                 "check_gradients compares gradients with what is sent, and with worker.processes their sum "

@@ -134,7 +134,7 @@ def test_what_cannot_be_trained(
 @pytest.mark.parametrize(
     ("source", "match"),
     [
-        (Stream(), "map-style"),
+        (Stream(), r"map-style.*Streams in docs/scripts\.md"),
         (TensorDataset(torch.zeros(0, 2)), "empty"),
         (DataLoader(Stream()), "map-style"),
     ],
@@ -152,7 +152,7 @@ def test_a_second_optimizer_is_refused(tmp_path: Path) -> None:
         session.optimizer(sgd(model), model)
         session.optimizer(sgd(model), model)
 
-    failing(tmp_path, script, UsageError, "one model with one optimizer")
+    failing(tmp_path, script, UsageError, "one model with one optimizer.*Two networks in turn in docs")
 
 
 def test_a_model_that_moved_is_refused(tmp_path: Path) -> None:
