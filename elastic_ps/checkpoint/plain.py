@@ -12,6 +12,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import MANIFEST
@@ -91,7 +92,7 @@ def export(directory: Path, out: Path, *, version: int | None = None) -> tuple[i
                 safetensors.torch.save_file(apart, temporary)
             files.flush(temporary)
             temporary.replace(out)
-        except OSError as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for all
             temporary.unlink(missing_ok=True)
             raise UserError(f"cannot write {out}: {error}") from error
         return reader.manifest.version, len(values)

@@ -189,6 +189,10 @@ def test_export_says_what_is_wrong(trained: Trained, tmp_path: Path) -> None:
     directory, out = str(trained.directory), str(tmp_path / "model.pt")
     assert "ends with .safetensors or .pt" in export(directory, str(tmp_path / "model.bin"))
     assert "no checkpoint of version 7777 (a directory" in export(directory, out, "--version", "7777")
+    for name in ("model.pt", "model.safetensors"):
+        assert f"error: cannot write {tmp_path}/absent/{name}: " in export(
+            directory, str(tmp_path / "absent" / name)
+        )
     assert list(tmp_path.iterdir()) == []
 
 
