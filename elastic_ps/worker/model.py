@@ -391,6 +391,10 @@ class Flat:
         self._staging.arrived(self._tensors_of[bucket.index])
         return self._contribution_of[bucket.index]
 
+    def is_here(self, bucket: Bucket) -> bool:
+        """Whether `contribution_of` would not block."""
+        return self._staging.are_here(self._tensors_of[bucket.index])
+
     def contributions_of(self, bucket: Bucket) -> list[torch.Tensor]:
         """As `contribution_of`, of each process of this worker, in order."""
         return [self._slice(part, bucket) for part in self._parts]

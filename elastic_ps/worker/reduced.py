@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Container, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -130,19 +130,26 @@ class Reduced:
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete."""
-        step = self.under_way
-        assert step is not None, "begin was called"
         self._present[bucket.index] = present
         try:
-            if bucket.rule is Rule.GRADIENT:
-                who = f"worker {step.stay.worker}, step {step.number}, bucket {bucket.index}"
-                require_finite(self._flat.contribution_of(bucket), who)
-            if self._ahead is not None:
-                self._sums.add(self._present, self._ahead)
+            # What a device is still copying comes with the next bucket, so that backward waits for nothing.
+            while (
+                self._ahead is not None and (due := self._sums.due(self._present)) and self._flat.is_here(due)
+            ):
+                self._require_finite(due)
+                self._sums.add(due, self._present[due.index], self._ahead)
         except Refused as problem:
             self._problem, self._ahead = problem, None
         except Broken as problem:
             self._broken, self._ahead = problem, None
+
+    def _require_finite(self, bucket: Bucket) -> None:
+        """Raise Refused (NOT_FINITE) if this worker's gradients would spoil those of all."""
+        step = self.under_way
+        assert step is not None, "begin was called"
+        if bucket.rule is Rule.GRADIENT:
+            who = f"worker {step.stay.worker}, step {step.number}, bucket {bucket.index}"
+            require_finite(self._flat.contribution_of(bucket), who)
 
     def _group_ahead(self, step: Step) -> Group | None:
         """The group of the version that this worker has, if it makes the next one as well."""
@@ -186,6 +193,8 @@ class Reduced:
         assert step is not None, "begin was called"
         if self._problem is not None:
             raise self._problem
+        for bucket in self._flat.layout.pushed[self._sums.begun if self._adding else 0 :]:
+            self._require_finite(bucket)
         while True:
             met = self._client.meet(step.stay, step.version, self._attempt, place=Place.GRADIENTS, holds=True)
             if met.version != step.version:
@@ -350,7 +359,8 @@ class Reduced:
         if not self._adding:
             self._adding = True
             self._sums.begin(step.samples)
-        self._sums.add(self._present, group)
+        while (due := self._sums.due(self._present)) is not None:
+            self._sums.add(due, self._present[due.index], group)
         self._sums.end(group)
         group.wait(lambda: self._look(met))
         self._trace.complete("reduce", started, time.monotonic_ns(), step=step.number, attempt=met.attempt)
@@ -383,7 +393,11 @@ class Reduced:
 
 
 class _Sums:
-    """The sums of a round, and what is made of them. The contributions stay as they are until `publish`."""
+    """The sums of a round, and what is made of them. The contributions stay as they are until `publish`.
+
+    Attributes:
+        begun: how many buckets are being added up.
+    """
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
@@ -391,46 +405,50 @@ class _Sums:
         self._place = {tensor: 1 + place for place, tensor in enumerate(self._gradients)}
         self._counts = torch.zeros(1 + len(self._gradients), dtype=torch.int64)  # samples; who has a gradient
         self._totals: dict[int, torch.Tensor] = {}
-        self._samples = self._next = 0
+        self._samples = self.begun = 0
 
     def begin(self, samples: int) -> None:
         """A step of so many samples begins. All of a group begin with the same bucket."""
         self._counts.zero_()
         self._counts[0] = samples
-        self._samples, self._next = samples, 0
+        self._samples, self.begun = samples, 0
+
+    def due(self, complete: Container[int]) -> Bucket | None:
+        """The bucket that comes next, in the layout's order, if it is among the complete ones."""
+        pushed = self._flat.layout.pushed
+        bucket = pushed[self.begun] if self.begun < len(pushed) else None
+        return bucket if bucket is not None and bucket.index in complete else None
 
     @torch.no_grad()
-    def add(self, present: dict[int, Sequence[bool]], group: Group) -> None:
-        """Begin to add up the buckets that are complete, in the layout's order, up to one that is not.
+    def add(self, bucket: Bucket, present: Sequence[bool], group: Group) -> None:
+        """Begin to add up the bucket that is due. Blocks until its contribution has arrived.
 
         Args:
-            present: for each bucket that is complete, which of its pieces have a gradient.
+            present: which of its pieces have a gradient.
 
         Raises:
-            Broken: an operation cannot begin.
+            Broken: the operation cannot begin.
         """
-        pushed, samples = self._flat.layout.pushed, self._samples
-        while self._next < len(pushed) and (bucket := pushed[self._next]).index in present:
-            self._next += 1
-            own = self._flat.contribution_of(bucket)
-            total = self._totals.get(bucket.index)
-            if total is None:
-                total = self._totals[bucket.index] = torch.empty(own.numel(), dtype=_dtype(bucket, own))
-            total.copy_(own)
-            if bucket.rule is Rule.GRADIENT:
-                for piece, has in zip(bucket.pieces, present[bucket.index], strict=True):
-                    self._counts[self._place[piece.tensor]] = int(has)
-            if bucket.rule in (Rule.GRADIENT, Rule.MEAN):
-                total.mul_(samples)
-                group.sum(total)
-            elif bucket.rule is Rule.MAXIMUM:
-                group.maximum(total)
-            else:
-                group.broadcast(total, 0)
+        self.begun += 1
+        own = self._flat.contribution_of(bucket)
+        total = self._totals.get(bucket.index)
+        if total is None:
+            total = self._totals[bucket.index] = torch.empty(own.numel(), dtype=_dtype(bucket, own))
+        total.copy_(own)
+        if bucket.rule is Rule.GRADIENT:
+            for piece, has in zip(bucket.pieces, present, strict=True):
+                self._counts[self._place[piece.tensor]] = int(has)
+        if bucket.rule in (Rule.GRADIENT, Rule.MEAN):
+            total.mul_(self._samples)
+            group.sum(total)
+        elif bucket.rule is Rule.MAXIMUM:
+            group.maximum(total)
+        else:
+            group.broadcast(total, 0)
 
     def end(self, group: Group) -> None:
         """All buckets are under way. Raises Broken."""
-        assert self._next == len(self._flat.layout.pushed), "all buckets are complete"
+        assert self.begun == len(self._flat.layout.pushed), "all buckets are complete"
         group.sum(self._counts)
 
     @torch.no_grad()

@@ -27,6 +27,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Block until then; other threads go on."""
 
+    def query(self) -> bool:
+        """Whether it is made by now. Does not block."""
+
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """What the device computes on the stream from now on begins after that. Does not block."""
 
@@ -130,6 +133,12 @@ class Staging:
         event = streams.copy(target, source)
         with self._lock:
             self._down[index] = event
+
+    def are_here(self, indexes: Iterable[int]) -> bool:
+        """Whether `arrived` would not block."""
+        with self._lock:
+            events = [self._down.get(index) for index in indexes] if self._down else []
+        return all(event is None or event.query() for event in events)
 
     def arrived(self, indexes: Iterable[int]) -> None:
         """Block until the last copies of these tensors to the host are made."""

@@ -30,6 +30,9 @@ class Copy:
         assert torch.equal(self._source, self._then), "what is being copied was changed"
         self._target.copy_(self._then)
 
+    def query(self) -> bool:
+        return not self._streams.is_begun(self)
+
     def synchronize(self) -> None:
         self._streams.note("wait", self.down)
         self._streams.make(self)
@@ -57,6 +60,11 @@ class LateStreams:
         """Remember what this thread asks for."""
         with self._lock:
             self.said.append(Said(what, threading.current_thread().name, down))
+
+    def is_begun(self, copy: Copy) -> bool:
+        """Whether a copy is not made yet."""
+        with self._lock:
+            return copy in self._begun
 
     def make(self, copy: Copy) -> None:
         """Make a copy, after those of its direction that began before it."""

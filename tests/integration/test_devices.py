@@ -64,6 +64,28 @@ def test_nothing_is_sent_or_computed_on_before_it_is_there(
     assert {"copy", "wait", "compute after"} == {said.what for said in late.said}
 
 
+def test_workers_that_add_up_gradients_wait_for_none_in_backward(
+    tmp_path: Path, late: LateStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient that was added up before it is there would be NaN."""
+    backward: Any = torch.Tensor.backward
+
+    def watched(self: torch.Tensor, *args: Any, **named: Any) -> None:
+        late.note("begin", True)
+        backward(self, *args, **named)
+        late.note("end", True)
+
+    monkeypatch.setattr(torch.Tensor, "backward", watched)
+    train(tmp_path, workers=2, strategy="all-reduce", checkpoints=tmp_path / "c", parameterServer=BUCKETS)
+    for worker in ("worker-0", "worker-1"):
+        within, waited = False, 0
+        for what in (said.what for said in late.said if said.thread == worker and said.down):
+            within = what == "begin" or (within and what != "end")
+            assert not (within and what == "wait")
+            waited += what == "wait"
+        assert waited
+
+
 def test_backward_waits_for_no_copy_and_values_are_there_before_the_next_are_pulled(
     tmp_path: Path, late: LateStreams
 ) -> None:
