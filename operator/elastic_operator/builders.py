@@ -92,9 +92,12 @@ def revision(spec: TrainingJobSpec) -> str:
 
 
 def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest:
-    """`spec` as a document, with the fields of `fixed` in the place of its own."""
-    merged = {**spec, **{name: fixed[name] for name in FIXED_FIELDS}}
-    for name in YOUNGER_FIELDS:
+    """`spec` as a document, with the fields of `fixed` in the place of its own.
+
+    Of a field that was not there when `fixed` was recorded, the job has the default.
+    """
+    merged = {**spec}
+    for name in (*FIXED_FIELDS, *YOUNGER_FIELDS):
         merged.pop(name, None)
         if name in fixed:
             merged[name] = fixed[name]
@@ -106,7 +109,7 @@ def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest
     server.pop("durability", None)
     asked = server.get("checkpoint") or {}
     checkpoint = {name: value for name, value in asked.items() if name not in OTHER_VOLUMES}
-    checkpoint |= fixed["parameterServer"]["checkpoint"]
+    checkpoint |= fixed["parameterServer"].get("checkpoint") or {}
     merged["parameterServer"] = {**server, **fixed["parameterServer"], "checkpoint": checkpoint}
     return merged
 

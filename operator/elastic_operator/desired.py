@@ -114,11 +114,12 @@ def revision(job: Mapping[str, Any], observed: Observed) -> str:
 
 
 def _is_revision(text: str) -> bool:
+    """Whether it names what is trained. An earlier version may have recorded fewer of its fields."""
     try:
         fixed = json.loads(text)
     except ValueError:
         return False
-    return isinstance(fixed, dict) and {*builders.FIXED_FIELDS, "parameterServer"} <= fixed.keys()
+    return isinstance(fixed, dict) and {"entrypoint", "parameterServer"} <= fixed.keys()
 
 
 def started(job: Mapping[str, Any], observed: Observed) -> bool:
@@ -184,7 +185,7 @@ def _keep_consistency(
 
     If not, it keeps the one that its parameter server was told last, or was started with.
     """
-    kept = {"entrypoint": "module:function", "consistency": fixed["consistency"]}
+    kept = {"entrypoint": "module:function", "consistency": fixed.get("consistency") or {}}
     wanted = {**kept, "consistency": document.get("consistency") or {}}
     try:
         before = Tuning.of(parse_spec(documents.known_spec(kept)[0], source="spec"))

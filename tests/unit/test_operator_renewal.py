@@ -246,6 +246,18 @@ def test_what_is_trained_is_kept_though_the_service_is_gone() -> None:
     assert json.loads(simulation.status["revision"]) == fixed
 
 
+def test_what_is_trained_is_kept_though_it_was_recorded_before_some_of_its_fields_were_there() -> None:
+    simulation = running()
+    recorded = json.loads(simulation.services["digits-servers"] or "")
+    older = {name: recorded[name] for name in ("entrypoint", "arguments", "data", "parameterServer")}
+    simulation.services["digits-servers"] = simulation.status["revision"] = json.dumps(older)
+    simulation.edit(entrypoint="other:main", compression={"codec": "bf16"})
+    simulation.settle()
+    told = simulation.condition("Degraded")["message"]
+    assert "entrypoint" in told
+    assert "cannot change while the job runs" in told
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '"text"'])
 def test_what_is_no_revision_is_none(text: str) -> None:
     simulation = running()
