@@ -12,12 +12,13 @@ started with it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,25 @@ def _programs() -> Mapping[str, Callable[[], int]]:
         "elastic_ps.server": server.main,
         "elastic_ps.worker": worker.main,
     }
+
+
+@contextlib.contextmanager
+def _ending_with(sock: socket.socket) -> Iterator[None]:
+    """This process ends at once if the other side of the socket, which sends nothing meanwhile, goes.
+
+    SIGIO does that, also in the middle of a library that takes a second to load. The signal that a parent's
+    death may send would not do: with `--detach` the parent ends, and its fork goes on.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    flags = fcntl.fcntl(sock, fcntl.F_GETFL)
+    fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sock, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([sock], [], [], 0)[0]:
+        sys.exit(0)  # it has gone before
+    try:
+        yield
+    finally:
+        fcntl.fcntl(sock, fcntl.F_SETFL, flags)
 
 
 class _Forks:
@@ -133,7 +153,8 @@ def _become(order: Mapping[str, Any]) -> None:
 def main() -> int:
     """Serve, or be the process that was forked; returns the exit status."""
     packets = Packets(socket.socket(fileno=int(sys.argv[1])))
-    programs = _programs()
+    with _ending_with(packets.sock):
+        programs = _programs()
     packets.send({"programs": list(programs)})
     order = _Forks(packets).serve()
     if order is None:

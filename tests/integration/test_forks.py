@@ -22,7 +22,7 @@ from elastic_ps.env import EXIT_INVALID
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options, Programs
 from elastic_ps.local.forks import ForkServer
-from tests.integration.launching import wait_for_workers
+from tests.integration.launching import gone, wait_for_workers
 from tests.polling import eventually
 
 
@@ -292,3 +292,27 @@ def test_nobody_waits_for_its_imports_to_end_it(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), *sys.path])
     ForkServer({**os.environ, "PYTHONPATH": path}).close()
     assert not (tmp_path / "imported").exists()
+
+
+def test_it_does_not_go_on_importing_for_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import pathlib, time\npathlib.Path(__file__).with_name('importing').touch()\ntime.sleep(1000)\n"
+    )
+    code = (
+        "import os, sys, time\nfrom elastic_ps.local.forks import ForkServer\n"
+        "path = os.pathsep.join([sys.argv[1], *sys.path])\n"
+        "forks = ForkServer({**os.environ, 'PYTHONPATH': path})\n"
+        "print(forks.pid, flush=True)\ntime.sleep(1000)\n"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        try:
+            eventually((tmp_path / "importing").exists, "it imports")
+            launcher.kill()
+            eventually(lambda: gone(pid), "it ends", within=30)
+        finally:
+            launcher.kill()
+            if psutil.pid_exists(pid):
+                os.kill(pid, signal.SIGKILL)
