@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import ssl
 import subprocess
@@ -413,6 +414,8 @@ def main() -> None:
     if not binaries or not (Path(binaries) / "kwok").is_file():
         raise SystemExit("ELASTIC_PS_KUBERNETES_BIN has to name a directory with kube-apiserver and kwok")
     if INSIDE not in os.environ:
+        if os.geteuid() or not shutil.which("ip") or not shutil.which("unshare"):
+            parser.error("needs root, and the commands ip (iproute2) and unshare (util-linux)")
         script = f'ip link set lo up && ip address add {ADDRESS} dev lo && exec "$@"'
         command = ["unshare", "--net", "sh", "-c", script, "-", sys.executable, "-m", "benchmarks.fleet"]
         os.execvpe(command[0], [*command, *sys.argv[1:]], {**os.environ, INSIDE: "1"})

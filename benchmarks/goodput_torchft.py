@@ -149,4 +149,6 @@ def torchft(directory: Path, workers: int) -> Iterator[System]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("this is a replica of `python -m benchmarks.goodput`, which starts it; see its --help")
     train_with_torchft(Path(sys.argv[1]), int(sys.argv[2]))

@@ -116,10 +116,12 @@ def _seconds(item: dict[str, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--image", default="localhost/none:1", help="never pulled: nothing is scheduled")
     given = parser.parse_args()
+    if "KUBECONFIG" not in os.environ:
+        parser.error("needs a cluster, whose kubeconfig the variable KUBECONFIG names")
     cluster = GivenCluster(Path(os.environ["KUBECONFIG"]))
     namespace = f"bench-{uuid.uuid4().hex[:8]}"
     for name in (namespace, f"{namespace}-floor"):
