@@ -91,10 +91,11 @@ class Guarded:
         with self.changed:
             return self.state.stopped
 
-    def steps(self, worker: int) -> int:
-        """See `JobState.steps`."""
+    def said_to(self, worker: int) -> tuple[str, str, int]:
+        """What is said to a worker that has pulled: `settings`, `stopped`, and `JobState.steps`."""
         with self.changed:
-            return self.state.steps(worker)
+            state = self.state
+            return state.settings.to_json(), state.stopped, state.steps(worker)
 
     @contextmanager
     def settled(self) -> Iterator[JobState]:

@@ -26,6 +26,7 @@ class Pulled:
         stands: the values are those of the draft that the caller has.
         draft: number of the draft that the bucket is; 0 for the version itself.
         delta: what the caller has to add to the values that it has, instead of `data`.
+        last: all buckets are there, whatever becomes of the caller from now on.
     """
 
     bucket: int
@@ -36,6 +37,7 @@ class Pulled:
     stands: bool = False
     draft: int = 0
     delta: Delta | None = None
+    last: bool = False
 
 
 NO_DRAFTS: Mapping[int, int] = MappingProxyType({})

@@ -269,15 +269,21 @@ class Service:
                 delta=sent.delta,
                 draft=item.draft,
                 stands=item.stands,
+                last=request.brief and item.last,
             )
-            last = item.bucket == request.buckets[-1] and not item.draft
-            yield Frame(reply.SerializeToString(), sent.body, more=last)
-        settings = self._coordinator.job.settings if self._coordinator is not None else ""
-        stopped = self._coordinator.job.stopped if self._coordinator is not None else ""
-        steps = self._coordinator.job.steps(caller.worker) if self._coordinator is not None else 0
-        yield _frame(
-            pb.PullReply(done=True, version=version, settings=settings, stopped=stopped, steps=steps)
-        )
+            if reply.last:
+                self._end_pull(reply, caller)
+            yield Frame(reply.SerializeToString(), sent.body, last=reply.last)
+            if reply.last:
+                return
+        end = pb.PullReply(done=True, version=version)
+        self._end_pull(end, caller)
+        yield _frame(end)
+
+    def _end_pull(self, reply: pb.PullReply, caller: pb.Caller) -> None:
+        """What shard 0 says of the job with the last answer to a pull."""
+        if self._coordinator is not None:
+            reply.settings, reply.stopped, reply.steps = self._coordinator.job.said_to(caller.worker)
 
     def _items(
         self, request: pb.PullRequest, caller: pb.Caller, attempt: int | None
@@ -612,7 +618,7 @@ class Service:
 
 def _frame(message: Message) -> Frame:
     """The last answer to a call."""
-    return Frame(message.SerializeToString(), more=True)
+    return Frame(message.SerializeToString(), last=True)
 
 
 def _done(*, duplicate: bool = False) -> Frame:

@@ -45,6 +45,10 @@ WAIT = timedelta(seconds=10)
 """After this time a blocked call answers that nothing has happened, and the caller asks again."""
 
 
+SMALL = 64 * 1024
+"""Bytes of a pulled bucket that are copied, if it is the last one: then nothing has to be said after it."""
+
+
 class BucketSum(NamedTuple):
     """The sum of a bucket in a round: flat, in the dtype that sums are kept in."""
 
@@ -334,7 +338,8 @@ class Shard:
             term: in which the caller joined.
             attempt: of the open round; None not to be told when that is started again.
             contributor: worker and incarnation of a caller that takes part in rounds. The values cannot
-                change before its next push, so they are not copied; unless rounds may be made without it.
+                change before its next push, so they are not copied, but for a small bucket that is the last;
+                unless rounds may be made without it.
             held: the caller has the values of this version, of this term, or newer ones: what has not changed
                 since need not be sent, and of what has, a delta may be enough.
             drafts: for buckets of which the caller has drafts, their numbers. A draft that has become the
@@ -369,9 +374,11 @@ class Shard:
                 unchanged = reached and held is not None and values.changed <= held
                 stands = reached and not unchanged and drafts.get(index, 0) == values.draft > 0
                 delta = values.delta_for(held) if reached and not (unchanged or stands) else None
+                last = index == buckets[-1]
+                copied = not stable or (last and len(values.memory) <= SMALL)
                 data = EMPTY
                 if reached and not (unchanged or stands or delta):
-                    data = values.memory if stable else as_bytes(values.values.clone())
+                    data = as_bytes(values.values.clone()) if copied else values.memory
                 reached_version, now = values.version, self._log.attempt
             if not arrived:
                 yield None
@@ -380,7 +387,14 @@ class Shard:
                 yield RestartedAs(now)
                 return
             yield Pulled(
-                index, reached_version, data, unchanged, copied=not stable, stands=stands, delta=delta
+                index,
+                reached_version,
+                data,
+                unchanged,
+                copied=copied,
+                stands=stands,
+                delta=delta,
+                last=last and (copied or not data),
             )
         if stable:
             with self._changed:

@@ -67,7 +67,7 @@ class TensorService:
         reply = pb.DeclareTensorReply(life=said.life, bring=said.bring, pending=said.pending)
         if said.birth != UNBORN:
             reply.birth.CopyFrom(pb.Birth(number=said.birth.number, origin=said.birth.origin))
-        yield Frame(reply.SerializeToString())
+        yield Frame(reply.SerializeToString(), last=True)
 
     def _put(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.PutTensorRequest, incoming.header)
@@ -79,7 +79,7 @@ class TensorService:
         if found is not None:
             with self._receive(tensor.name, found, tensor.dtype, incoming) as values:
                 self._tensors.put(who, tensor.name, birth=birth, start=start, values=values)
-        yield Frame(pb.PutTensorReply(later=found is None).SerializeToString())
+        yield Frame(pb.PutTensorReply(later=found is None).SerializeToString(), last=True)
 
     def _push(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.PushTensorRequest, incoming.header)
@@ -96,7 +96,7 @@ class TensorService:
                 new = self._tensors.push(
                     who, request.number, place, start=found.start, rule=rule, values=values
                 )
-        yield Frame(pb.Done(duplicate=not new).SerializeToString())
+        yield Frame(pb.Done(duplicate=not new).SerializeToString(), last=True)
 
     def _pull(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.PullTensorRequest, incoming.header)
@@ -104,13 +104,13 @@ class TensorService:
         place = Place(request.name, _birth(request.birth), request.life)
         for start, values in self._tensors.pull(place):
             yield Frame(pb.PullTensorReply(start=start).SerializeToString(), codec.as_bytes(values))
-        yield Frame(pb.PullTensorReply(done=True).SerializeToString())
+        yield Frame(pb.PullTensorReply(done=True).SerializeToString(), last=True)
 
     def _free(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.FreeTensorRequest, incoming.header)
         check_caller(request.caller, incoming, self._job)
         freed = self._tensors.free(request.name, birth=_birth(request.birth))
-        yield Frame(pb.Done(duplicate=not freed).SerializeToString())
+        yield Frame(pb.Done(duplicate=not freed).SerializeToString(), last=True)
 
     def _sender(self, caller: pb.Caller, instance: str, incoming: Incoming) -> Sender:
         check_caller(caller, incoming, self._job)

@@ -32,13 +32,13 @@ class Frame:
         header: at most `Limits.header_bytes` bytes.
         body: a C-contiguous view of bytes. It is read while the frame is being sent and must not change
             until the call has ended (for a server: until the next frame is asked for).
-        more: of a server's frame: another one follows, or the end of the call, for which nothing has to be
-            waited. So a transport may send them together.
+        last: of a server's frame: the handler ends after it. So a transport may say so with the frame itself,
+            and need not ask the handler for more.
     """
 
     header: bytes
     body: memoryview = EMPTY
-    more: bool = False
+    last: bool = False
 
 
 class Incoming(Protocol):

@@ -54,6 +54,8 @@ class Kind(enum.IntEnum):
     """Shared memory is handed over."""
     NEXT = 6
     """The client is done with a body in shared memory."""
+    LAST = 7
+    """An answer, and the end of the call."""
 
 
 class Head(NamedTuple):
@@ -232,9 +234,9 @@ class Line:
             raise self._lost(error) from error
         return rest
 
-    def tell(self, kind: Kind, header: bytes = b"", *, after: bytes = b"") -> None:
-        """Send a frame without method and body, after these bytes. Blocks."""
-        self.send([b"".join((after, HEAD.pack(kind, 0, 0, len(header), 0, 0, 0), header))], None)
+    def tell(self, kind: Kind, header: bytes = b"") -> None:
+        """Send a frame without method and body. Blocks."""
+        self.send([HEAD.pack(kind, 0, 0, len(header), 0, 0, 0) + header], None)
 
     def send_while_waiting(self, rest: list[bytes | memoryview], deadline: float) -> list[bytes | memoryview]:
         """Send `rest` until all of it is sent or something arrives; returns what is left of it. Blocks."""

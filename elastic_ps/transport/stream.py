@@ -20,14 +20,14 @@ from typing import Protocol
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, TransportError
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
 from elastic_ps.transport.credentials import Credentials, UntrustedError, names_of
-from elastic_ps.transport.line import SMALL, Head, Kind, Line, Received
+from elastic_ps.transport.line import Head, Kind, Line, Received
 from elastic_ps.transport.refusal import Kind as Blame
 from elastic_ps.transport.refusal import Refusal, answers
 from elastic_ps.transport.shares import Shares
 
 _LOG = logging.getLogger(__name__)
 
-PROTOCOL = b"elastic-ps/1"
+PROTOCOL = b"elastic-ps/2"
 """Its name and version."""
 
 GREETING = PROTOCOL + b"\n"
@@ -249,21 +249,19 @@ class StreamServer(Server):
             line.discard(_EVERYTHING, None)  # closed at once, a client that still sends might not see why
             return False
         with contextlib.closing(answers(handler, incoming.method, incoming, alive=line.alive)) as items:
-            held = b""  # frames that are sent with the next one
             for item in items:
                 if isinstance(item, Refusal):
-                    line.tell(Kind.REFUSAL, item.to_bytes(), after=held)
+                    line.tell(Kind.REFUSAL, item.to_bytes())
                     break
-                parts, shared = line.encode(Kind.ANSWER, item, share=not incoming.arriving)
-                if item.more and not shared and len(item.body) + len(held) <= SMALL:
-                    held += b"".join(parts)
-                    continue
-                line.send([held, *parts], None)
-                held = b""
+                kind = Kind.LAST if item.last else Kind.ANSWER
+                parts, shared = line.encode(kind, item, share=not (item.last or incoming.arriving))
+                line.send(parts, None)
+                if item.last:
+                    break
                 if shared:
                     self._require(line.head(None), Kind.NEXT)
             else:
-                line.tell(Kind.END, after=held)
+                line.tell(Kind.END)
         incoming.discard()
         with self._changed:
             self._busy.discard(line)
@@ -397,6 +395,7 @@ class _Answers(Iterator[Incoming]):
         self._give_back = give_back
         self._frame: Frame | None = frame  # its memory is taken back when nobody has it any more
         self._received: Received | None = None
+        self._over = False  # it is the last one
         self._process = os.getpid()
 
     def __next__(self) -> Incoming:
@@ -406,19 +405,22 @@ class _Answers(Iterator[Incoming]):
         try:
             if self._received is not None:
                 self._received.discard()
+                if self._over:
+                    self._end(usable=not self._rest)
+                    raise StopIteration
                 if self._received.shared:
                     line.tell(Kind.NEXT)
                 self._received = None
             self._rest = line.send_while_waiting(self._rest, self._deadline)
             head = line.head(self._deadline)
-            if head.kind not in (Kind.ANSWER, Kind.REFUSAL, Kind.END):
+            if head.kind not in (Kind.ANSWER, Kind.LAST, Kind.REFUSAL, Kind.END):
                 raise Malformed(f"a frame of kind {head.kind} as an answer")
             received = line.frame(head, self._limits, self._deadline)
         except BaseException as error:
             self._end(usable=False, lost=isinstance(error, ConnectionLost))
             raise
-        if head.kind == Kind.ANSWER:
-            self._received = received
+        if head.kind in (Kind.ANSWER, Kind.LAST):
+            self._received, self._over = received, head.kind == Kind.LAST
             return received
         refusal = Refusal.from_bytes(received.header) if head.kind == Kind.REFUSAL else None
         malformed = refusal is not None and refusal.kind is Blame.MALFORMED  # where the next frame begins?

@@ -153,6 +153,7 @@ class Wanted:
             held=self.held,
             ahead=self.ahead,
             drafts=self.drafts,
+            brief=True,
         )
 
 

@@ -163,12 +163,11 @@ class Receiving:
                     bytes=incoming.size,
                 )
                 started = now
-                continue
-            ended = True
+            ended |= reply.last or kind != "bucket"
             if kind == "attempt":
                 self.ahead.forget(pull.buckets)
                 awaited.restart(reply.attempt, pull.generation)
-            elif kind == "done":
+            elif kind == "done" or reply.last:
                 if shard == 0:
                     self.settings, self.stopped, self.steps = reply.settings, reply.stopped, reply.steps
                 complete = True

@@ -149,7 +149,7 @@ def test_a_client_talks_to_no_worker_and_to_no_other_job(tmp_path: Path) -> None
                     raw, _ = listener.accept()
                     raw.settimeout(10)
                     with contextlib.suppress(OSError), context.wrap_socket(raw, server_side=True) as sock:
-                        sock.sendall(b"elastic-ps/1 00000\n")
+                        sock.sendall(b"elastic-ps/2 00000\n")
                         got.append(sock.recv(100))
 
             thread = threading.Thread(target=serve)
@@ -269,7 +269,7 @@ def test_strangers_bytes_and_half_handshakes_leave_nothing_behind(port: Port) ->
     assert port.ask(worker) == "worker 3"
     me, generator = psutil.Process(), random.Random(1)
     hello = client_hello()
-    said = [b"", b"GET / HTTP/1.1\r\n\r\n", b"elastic-ps/1\n", generator.randbytes(500), hello, hello[:60]]
+    said = [b"", b"GET / HTTP/1.1\r\n\r\n", b"elastic-ps/2\n", generator.randbytes(500), hello, hello[:60]]
     host, number = tcp.split(port.server.address)
 
     def storm() -> None:

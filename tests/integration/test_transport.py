@@ -48,18 +48,16 @@ def test_a_call_with_headers_only(world: World) -> None:
     assert unary(world.pair(handler), "greet", b"you", timeout=LONG) == b"greet you"
 
 
-def test_an_answer_that_may_travel_with_the_next_one_has_the_body_that_it_had(world: World) -> None:
+@pytest.mark.parametrize("size", [0, 100, 3 * CHUNK])
+def test_an_answer_that_ends_the_call_arrives_as_any_other(world: World, size: int) -> None:
     def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
-        body = bytearray(b"first")
-        yield Frame(b"", memoryview(body), more=True)
-        body[:] = b"other"
-        yield Frame(b"", memoryview(body), more=True)
-        raise Refused(RefusalCode.NOT_READY, "no third one")
+        yield Frame(b"first", memoryview(b"1" * size))
+        yield Frame(b"second", memoryview(b"2" * size), last=True)
 
-    answers = world.pair(handler).call("list", Frame(b""), timeout=LONG)
-    assert [read(next(answers)) for _ in range(2)] == [b"first", b"other"]
-    with pytest.raises(Refused, match="no third one"):
-        next(answers)
+    connection = world.pair(handler)
+    for _ in range(3):
+        answers = connection.call("list", Frame(b""), timeout=LONG)
+        assert [(a.header, read(a)) for a in answers] == [(b"first", b"1" * size), (b"second", b"2" * size)]
 
 
 def test_many_answers_arrive_in_order(world: World) -> None:

@@ -180,7 +180,7 @@ def wrong(sock: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while True:
                 with sock.accept()[0] as client:
-                    client.sendall(b"elastic-ps/1 00001\n")
+                    client.sendall(b"elastic-ps/2 00001\n")
 
     threading.Thread(target=accept, daemon=True).start()
 

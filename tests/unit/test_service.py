@@ -460,6 +460,16 @@ def test_a_process_that_has_ended_is_no_member(listener: InprocServer, worker: W
         worker.ask(pb.HeartbeatRequest(caller=worker.caller()))
 
 
+def test_a_pull_may_be_answered_with_its_last_bucket(worker: Worker) -> None:
+    worker.step(0)
+    ((reply, values),) = worker.pull(1, brief=True)
+    assert reply.last
+    assert (reply.bucket, reply.version, values.tolist()) == (0, 1, [-1.0] * 4)
+    (bucket, _), (done, _) = worker.pull(1)
+    assert not bucket.last
+    assert (done.done, done.settings) == (True, reply.settings)
+
+
 def test_a_push_that_ends_a_step_may_ask_for_the_new_values_too(worker: Worker) -> None:
     taken = worker.take()
     request = pb.PushRequest(

@@ -15,6 +15,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.orders import Application
 from elastic_ps.server.pulls import Pulled, RestartedAs
+from elastic_ps.server.shard import SMALL
 from elastic_ps.server.values import BucketValues
 from elastic_ps.training import Consistency
 from tests.unit.shard_rig import LR, TERM, Body, Rig, one_bucket, ones, refusal, tensor
@@ -141,15 +142,20 @@ def test_a_pull_for_which_nothing_happens_says_so(short_wait: None) -> None:
     assert pull(Rig(one_bucket(tensor("w", 4))), 1) == [None]
 
 
-def test_a_copy_stays_as_it_was_and_a_contributor_gets_the_memory_itself() -> None:
-    rig = Rig(one_bucket(tensor("w", 4)))
+@pytest.mark.parametrize(("elements", "is_copied"), [(4, True), (SMALL // 4, True), (SMALL // 4 + 1, False)])
+def test_a_copy_stays_as_it_was_and_a_contributor_gets_the_memory_itself(
+    elements: int, is_copied: bool
+) -> None:
+    """Unless it is small: a copy needs no word after it that the contributor still takes part."""
+    rig = Rig(one_bucket(tensor("w", elements)))
     (copy,), (live,) = pull(rig, 0), pull(rig, 0, contributor=(0, 10))
-    rig.push(0, ones(4))
+    rig.push(0, ones(elements))
     rig.commit(0, samples=1)
     assert isinstance(copy, Pulled)
     assert isinstance(live, Pulled)
-    assert bytes(copy.data) == bytes(16)
-    assert bytes(live.data) == bytes(as_bytes(ones(4, -1.0)))
+    assert bytes(copy.data) == bytes(4 * elements)
+    assert bytes(live.data) == (copy.data if is_copied else bytes(as_bytes(ones(elements, -1.0))))
+    assert (copy.last, live.last) == (True, is_copied)
 
 
 def test_who_joins_later_gets_frozen_parameters_too(short_wait: None) -> None:
