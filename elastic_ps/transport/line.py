@@ -7,6 +7,7 @@ that lies in shared memory (`transport.memory`) is not sent: its head says where
 
 from __future__ import annotations
 
+import array
 import contextlib
 import enum
 import os
@@ -41,6 +42,9 @@ AHEAD = 64 * 1024
 """Bytes that are received at a time where a frame begins: small frames take one call of the system."""
 
 _SCRATCH = 256 * 1024
+
+_HANDED = socket.CMSG_SPACE(4 * struct.calcsize("i"))
+"""Room for what comes beside the bytes: four descriptors."""
 
 
 class Kind(enum.IntEnum):
@@ -282,8 +286,10 @@ class Line:
 
     def receive(self, size: int, deadline: float | None) -> bytes:
         """The next `size` bytes. Blocks. Takes memory for what has arrived, not for what was announced."""
-        if size <= len(self._ahead):
-            return bytes(self._take(size))
+        ahead = self._ahead
+        if size <= len(ahead):
+            self._ahead = ahead[size:]
+            return bytes(ahead[:size])
         pieces = []
         while size:
             piece = bytearray(min(size, _SCRATCH))
@@ -312,7 +318,7 @@ class Line:
         while True:
             if not self._ahead:
                 self._receive_ahead(deadline)
-            head = Head(*HEAD.unpack(self.receive(HEAD.size, deadline)))
+            head = Head._make(HEAD.unpack(self.receive(HEAD.size, deadline)))
             if head.kind != Kind.MEMORY:
                 return head
             if not self._handed:
@@ -343,8 +349,12 @@ class Line:
             return
 
     def _receive_handed(self) -> bytes:
-        """As `socket.recv`, with the descriptors that come along; it ends with the first of these."""
-        data, fds, flags, _ = socket.recv_fds(self._sock, AHEAD, 4)
+        """As `socket.recv`, with the descriptors that come along; it ends with the first of these.
+
+        `socket.recv_fds` would do more than twice the work.
+        """
+        data, handed, flags, _ = self._sock.recvmsg(AHEAD, _HANDED)
+        fds = _descriptors(handed) if handed else []
         self._handed += fds
         if flags & socket.MSG_CTRUNC and not fds:
             raise ConnectionLost(f"{self._what}: no descriptor is left for shared memory (see ulimit -n)")
@@ -358,7 +368,7 @@ class Line:
         Raises:
             Malformed: it is above the limits.
         """
-        name = self.receive(head.method, deadline).decode(errors="replace")
+        name = self.receive(head.method, deadline).decode(errors="replace") if head.method else ""
         limits.check(name or "answer", header=head.header, body=head.body)
         header = self.receive(head.header, deadline)
         view = None
@@ -368,6 +378,15 @@ class Line:
                 raise Malformed(f"a body in shared memory {head.memory}, which was not handed over")
             view = memory.view(head.offset, head.body)
         return Received(self, name, header, head.body, view, deadline)
+
+
+def _descriptors(handed: list[tuple[int, int, bytes]]) -> list[int]:
+    """Those that have come along; see `socket.recvmsg`."""
+    fds = array.array("i")
+    for level, kind, data in handed:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
 
 
 class Received:

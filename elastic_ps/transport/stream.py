@@ -92,7 +92,8 @@ class StreamServer(Server):
         self._stall, self._admit, self._hello = stall, admit, hello
         self._credentials = credentials
         self._handler: Handler | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._lines: dict[Line, threading.Thread] = {}
         self._busy: set[Line] = set()
         self._unknown: dict[Line, float] = {}  # since when, the longest first
@@ -236,8 +237,9 @@ class StreamServer(Server):
     def _answer_one(self, line: Line) -> bool:
         """Answer a call; returns whether there may be another one."""
         head = line.head(None)
-        with self._changed:
-            self._changed.wait_for(lambda: self._handler is not None or self._closed)
+        with self._lock:
+            if self._handler is None:
+                self._changed.wait_for(lambda: self._handler is not None or self._closed)
             if self._closed or self._handler is None:
                 return False
             handler = self._handler
@@ -263,7 +265,7 @@ class StreamServer(Server):
             else:
                 line.tell(Kind.END)
         incoming.discard()
-        with self._changed:
+        with self._lock:
             self._busy.discard(line)
             return not self._closed
 

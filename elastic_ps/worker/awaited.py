@@ -24,9 +24,10 @@ def end_of(shard: int) -> int:
 class Awaited:
     """One step, and what of a version has not arrived. Thread-safe.
 
-    Who reads several attributes, or changes one, holds `changed`.
+    Who reads several attributes, or changes one, holds `lock`.
 
     Attributes:
+        lock: that of `changed`; without that it is entered in a third of the time.
         changed: notified when nothing is missing any more, when something goes wrong, and by who sends.
         closing: set when everything is to end.
         generation: of what is under way.
@@ -40,7 +41,8 @@ class Awaited:
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.closing = threading.Event()
         self.generation = 0
         self.step: Step | None = None
@@ -58,7 +60,7 @@ class Awaited:
 
     def reset(self) -> None:
         """Forget the step under way and what went wrong."""
-        with self.changed:
+        with self.lock:
             self.generation += 1
             self.step, self.error, self.ending = None, None, None
             self.missing.clear()
@@ -66,7 +68,7 @@ class Awaited:
 
     def close(self) -> None:
         """Everything is to end."""
-        with self.changed:
+        with self.lock:
             self.closing.set()
             self.changed.notify_all()
 
@@ -76,7 +78,7 @@ class Awaited:
 
     def arrived(self, what: int, generation: int, *, version: int | None = None) -> None:
         """A bucket, of this version if it has one, or the end of something."""
-        with self.changed:
+        with self.lock:
             if generation == self.generation:
                 if version is not None:
                     self.versions[what] = version
@@ -86,14 +88,14 @@ class Awaited:
 
     def fail(self, error: BaseException, generation: int) -> None:
         """Something has gone wrong; the first counts."""
-        with self.changed:
+        with self.lock:
             if generation == self.generation:
                 self.error = self.error or error
                 self.changed.notify_all()
 
     def restart(self, attempt: int, generation: int) -> None:
         """The round starts again: everything is to be pushed once more, for another attempt."""
-        with self.changed:
+        with self.lock:
             if generation == self.generation and attempt > self.attempt:
                 self.attempt = attempt
                 for call in self.at_restart:
@@ -110,7 +112,7 @@ class Awaited:
         Raises:
             BaseException: what has gone wrong.
         """
-        with self.changed:
+        with self.lock:
             over = self.changed.wait_for(
                 lambda: not self.missing or self.error is not None or self.closing.is_set(), timeout=seconds
             )

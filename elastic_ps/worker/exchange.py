@@ -120,7 +120,7 @@ class Exchange:
 
     def reset(self) -> None:
         """Forget the step under way and what went wrong: this worker has joined again."""
-        with self._awaited.changed:
+        with self._awaited.lock:
             self.sending.reset()
             self._awaited.reset()
 
@@ -146,7 +146,7 @@ class Exchange:
             besides: buckets that the step is not about. Nothing is there of them, and they are not pulled.
         """
         awaited = self._awaited
-        with awaited.changed:
+        with awaited.lock:
             awaited.begin(step)
             self._besides = besides
             self._encoder.begin(step.number, step.stay.term)
@@ -201,7 +201,7 @@ class Exchange:
             awaited.step = None
             self._encoder.applied()  # it is in the sums, and void only if the round starts again
             return False
-        with awaited.changed:
+        with awaited.lock:
             awaited.ending = ending
             awaited.changed.notify_all()
             awaited.versions.clear()
@@ -219,25 +219,26 @@ class Exchange:
         awaited.step = None
         self._encoder.applied()
         self._arrived_at(step.version + 1, self._besides, publish=publish)
-        self._history.record("applied", **step.applied(ending))
+        if self._history.enabled:
+            self._history.record("applied", **step.applied(ending))
         self.computes_on(step.version + 1)
         return True
 
     def _push_alone(self, step: Step, ending: Ending) -> bool:
         """Push the rest, and block until the step is in a version. False: another one is to be computed."""
         awaited = self._awaited
-        with awaited.changed:
+        with awaited.lock:
             awaited.ending = ending
             awaited.expect({FINISH})
             self.sending.finish()
         while True:
             self._wait()
-            with awaited.changed:
+            with awaited.lock:
                 attempt, generation = awaited.attempt, awaited.generation
             reply = self._client.await_version(step, attempt)
             kind = reply.WhichOneof("kind")
             if kind == "attempt":
-                with awaited.changed:
+                with awaited.lock:
                     awaited.missing.add(FINISH)
                     awaited.restart(reply.attempt, generation)
             elif kind != "pending":
@@ -262,7 +263,7 @@ class Exchange:
         self._flat.check(thorough=True)
         awaited.versions.clear()
         for _ in range(FETCHES):
-            with awaited.changed:
+            with awaited.lock:
                 self._flat.expect()
                 self.receiving.ask_for(self._expect(version, wanted, contributor=contributor))
             self._wait()

@@ -138,7 +138,14 @@ class ElasticOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. If this drops gradients that no step was made with, their records count as skipped."""
         self._engine.gradients_zeroed()
-        self._wrapped.zero_grad(set_to_none)
+        if not (set_to_none and type(self._wrapped).zero_grad is torch.optim.Optimizer.zero_grad):
+            self._wrapped.zero_grad(set_to_none)
+            return
+        for (
+            group
+        ) in self._wrapped.param_groups:  # as torch does, whose call takes as long as a small step's hooks
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def no_sync(self) -> AbstractContextManager[None]:
         """While this is open, backward() adds up gradients on the worker and sends none, as `no_sync` of DDP.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -50,8 +49,6 @@ class Phases:
         if self._trace.enabled and self._backward_at:
             self._trace.complete("backward", self._backward_at, self._last_gradient or time.monotonic_ns())
 
-    @contextmanager
-    def waiting(self, step: int) -> Iterator[None]:
+    def waiting(self, step: int) -> AbstractContextManager[None]:
         """The block waits for the new version."""
-        with self._trace.span("wait", step=step):
-            yield
+        return self._trace.span("wait", step=step)

@@ -126,7 +126,7 @@ class Receiving:
     def _pull_once(self, shard: int, pull: Pull) -> bool:
         """One try to get what is still missing. Returns whether all of it has arrived."""
         awaited = self._awaited
-        with awaited.changed:
+        with awaited.lock:
             missing = [b for b in pull.buckets if b in awaited.missing]
             wanted = Wanted(
                 pull.version,
@@ -184,7 +184,7 @@ class Receiving:
         before, if it is made without this worker.
         """
         awaited = self._awaited
-        with awaited.changed:
+        with awaited.lock:
             if pull.ahead:
                 awaited.changed.wait_for(
                     lambda: awaited.ending is not None or not awaited.goes_on(pull.generation)
@@ -195,7 +195,7 @@ class Receiving:
         self.ahead.forget([bucket.index])
         if not reply.unchanged:
             self._values.receive(bucket, reply, incoming, into=self.ahead.memory(bucket))
-        with self._awaited.changed:
+        with self._awaited.lock:
             if generation == self._awaited.generation:
                 self.ahead.note(bucket.index, reply.draft)
 

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 from elastic_ps.core.partition import Bucket
@@ -120,7 +120,7 @@ class Sending:
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete; send it when those before it are sent. Does not block."""
-        with self._awaited.changed:
+        with self._awaited.lock:
             self._present[bucket.index] = () if all(present) else tuple(present)
             self._ready_at[bucket.index] = time.monotonic_ns()
             while self._ready < len(self._pushed) and self._pushed[self._ready].index in self._present:
@@ -169,7 +169,7 @@ class Sending:
 
     def _overtaken(self, push: _Push) -> None:
         """The round has started again, and no pull tells this worker the new attempt: it has to ask."""
-        with self._awaited.changed:
+        with self._awaited.lock:
             if self._current(push):
                 self._awaited.arrived(FINISH, push.generation)
 
@@ -184,7 +184,7 @@ class Sending:
         awaited, bucket, step = self._awaited, push.bucket, push.step
         if self._may_be_late:
             self._ask(push)
-        with awaited.changed:
+        with awaited.lock:
             if not self._current(push):
                 return
             last = bucket is self._pushed[-1]
@@ -192,7 +192,7 @@ class Sending:
             if along is not None and not self._others_are_there(push):
                 return
         self._push(bucket, step, push.attempt, along)
-        with awaited.changed:
+        with awaited.lock:
             if not self._current(push):
                 return
             self._acknowledged += 1
@@ -229,7 +229,8 @@ class Sending:
 
     def _contribution(self, bucket: Bucket, step: Step, attempt: int) -> Payload:
         """What is sent of a bucket. It is recorded as sent."""
-        self._history.record("push", **step.pushed(bucket.index, attempt))
+        if self._history.enabled:
+            self._history.record("push", **step.pushed(bucket.index, attempt))
         present = self._present[bucket.index]
         absent = bool(present) and not any(present)
         if absent:
@@ -237,9 +238,14 @@ class Sending:
         raw, gradient = self._flat.contribution_bytes(bucket), self._flat.contribution_of(bucket)
         return self._encoder.encode(bucket, gradient, raw, present, step=step.number, version=step.base)
 
-    @contextmanager
-    def _traced(self, bucket: Bucket, step: Step, attempt: int, payload: Payload) -> Iterator[None]:
+    def _traced(
+        self, bucket: Bucket, step: Step, attempt: int, payload: Payload
+    ) -> AbstractContextManager[None]:
         """The block pushes a bucket."""
+        return self._span(bucket, step, attempt, payload) if self._trace.enabled else nullcontext()
+
+    @contextmanager
+    def _span(self, bucket: Bucket, step: Step, attempt: int, payload: Payload) -> Iterator[None]:
         started, index = time.monotonic_ns(), bucket.index
         self._trace.complete(
             "queue", self._ready_at[index], started, lane=f"queue-{bucket.shard}", bucket=index
