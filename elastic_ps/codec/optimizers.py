@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -130,12 +130,22 @@ def make(kind: Kind, group: Mapping[str, Any], parameters: Sequence[torch.Tensor
 
 def step_unseen(optimizer: torch.optim.Optimizer) -> None:
     """`optimizer.step()` without what torch wraps around it, for hooks and profilers."""
-    step = type(optimizer).step
-    if is_of_torch(type(optimizer)):
+    unseen_step(type(optimizer))(optimizer)
+
+
+def unseen_step(kind: Kind) -> Callable[[torch.optim.Optimizer], object]:
+    """What `step_unseen` does with an optimizer of this class, found once for many steps."""
+    step: Callable[..., object] = kind.step
+    if not is_of_torch(kind):
+        found: Callable[..., object] = getattr(step, "__wrapped__", step)
+        return found
+    bare: Callable[..., object] = inspect.unwrap(step)
+
+    def without_history(optimizer: torch.optim.Optimizer) -> None:
         with torch.no_grad():
-            inspect.unwrap(step)(optimizer)
-    else:
-        getattr(step, "__wrapped__", step)(optimizer)
+            bare(optimizer)
+
+    return without_history
 
 
 def usual_state(

@@ -338,7 +338,7 @@ class SyncRounds:
             last: there are no records to compute on but those of the round's steps.
         """
         complete = self.decided or self._complete or (last and not self.awaited)
-        return bool(self.contributions) and not self.committing and complete
+        return complete and not self.committing and bool(self.contributions)
 
     @property
     def _complete(self) -> bool:

@@ -134,6 +134,8 @@ class Ledger:
     def skip(self, holder: int, ranges: Iterable[Range]) -> None:
         """Nobody is to train `ranges`, held by `holder`. Raises LedgerError as `apply` does."""
         wanted = list(ranges)
+        if not wanted:
+            return
         self._set_held(holder, self._without(holder, wanted))
         self.skipped += sum(r.records for r in wanted)
 
@@ -251,6 +253,6 @@ def _subtract(held: list[Range], r: Range, holder: int) -> list[Range]:
     """`held` without the positions of `r`, which must lie within one of its ranges."""
     for i, have in enumerate(held):
         if have.epoch == r.epoch and have.start <= r.start < r.stop <= have.stop:
-            rest = [have._replace(stop=r.start), have._replace(start=r.stop)]
+            rest = [Range(have.epoch, have.start, r.start), Range(have.epoch, r.stop, have.stop)]
             return held[:i] + [part for part in rest if part.records] + held[i + 1 :]
     raise LedgerError(f"holder {holder} lacks some of records {r.start}:{r.stop} of epoch {r.epoch}")

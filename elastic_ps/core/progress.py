@@ -63,7 +63,7 @@ class Distribution:
     def add(self, numbers: Iterable[int]) -> None:
         """These have come, too."""
         for number in numbers:
-            unit = 10 ** max(0, len(str(number)) - 2)
+            unit = 1 if number < 100 else 10 ** (len(str(number)) - 2)
             rounded = number // unit * unit
             self.counts[rounded] = self.counts.get(rounded, 0) + 1
             self.largest = max(self.largest, number)

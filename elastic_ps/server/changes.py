@@ -64,7 +64,7 @@ class Changes:
         """Take over what is wanted if there is such and it can be done now. Blocks while it is written."""
         job = self._job
         newest, unusable = self._read()
-        with job.changed:
+        with job.lock:
             state, before = job.state, job.tuning
             if newest is not None:
                 self.asked, self.problem, self._wanted = newest.generation, "", newest.after(before)
@@ -93,7 +93,7 @@ class Changes:
             job.held = True
             state.tuning = wanted.model_copy(update={"since": state.version})
         kept = self._keeper is not None and self._safekeeping.keep_now(amend=True)
-        with job.changed:
+        with job.lock:
             job.held = False
             if kept:
                 job.spoiled = True

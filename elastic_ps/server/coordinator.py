@@ -208,7 +208,7 @@ class Coordinator:
 
     def heartbeat(self, worker: int, incarnation: int) -> None:
         """Raises Refused (STALE_INCARNATION) if the worker was declared gone."""
-        with self.job.changed:
+        with self.job.lock:
             self._check(worker, incarnation)
 
     def computes_on(self, worker: int, incarnation: int, *, version: int) -> None:
@@ -542,7 +542,7 @@ class Coordinator:
 
         A worker that has not joined reports, too, with 0: its script uses `session.server` alone.
         """
-        with self.job.changed:
+        with self.job.lock:
             if incarnation:
                 self._check(worker, incarnation)
             keep(self.job.state.metrics, metrics)

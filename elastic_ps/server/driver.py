@@ -122,7 +122,7 @@ class Driver:
 
     def close(self) -> None:
         """Give no further orders, but tell the other shards that they may end. Blocks."""
-        with self._job.changed:
+        with self._job.lock:
             self._job.changed.wait_for(lambda: not self._driving, timeout=PATIENCE.total_seconds())
             self._over = True
         self._release()
@@ -137,7 +137,7 @@ class Driver:
         job = self._job
         deadline = job.clock() + PATIENCE.total_seconds()
         while True:
-            with job.changed:
+            with job.lock:
                 job.changed.wait_for(lambda: not self._driving)
                 state = job.state
                 late = job.clock() > deadline  # mutant: equal
@@ -150,7 +150,7 @@ class Driver:
 
     def _release(self) -> None:
         """Tell the other shards that they may end."""
-        with self._job.changed:
+        with self._job.lock:
             if self._job.state.model is None or self.fenced or len(self._shards) == 1:
                 return
             last = replace(self._current(), last=True)
@@ -173,7 +173,7 @@ class Driver:
         except UserError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
         finally:
-            with job.changed:
+            with job.lock:
                 job.state.model, job.configuring = model, False
                 job.state.settings = Settings(settings.groups, settings.schedulers, first=settings.groups)
                 job.told()
@@ -206,7 +206,7 @@ class Driver:
         Returns whether the order was carried out, so that there may be more to do.
         """
         job = self._job
-        with job.changed:
+        with job.lock:
             model = job.state.model
             if self._driving or job.closing != closing or model is None:
                 return False
@@ -222,7 +222,7 @@ class Driver:
         try:
             return self._roll_back() if spoiled else self._tell(advance, contributions, decided, model)
         finally:
-            with job.changed:
+            with job.lock:
                 self._driving = False
                 job.changed.notify_all()
 
@@ -237,7 +237,7 @@ class Driver:
         job = self._job
         if contributions and self._keeper is not None and not self._keeper.leads():
             if not self.fenced:  # it cannot be told at the moment, and the ticker tries again
-                with job.changed:
+                with job.lock:
                     job.state.rounds.committing, job.stale = False, True
             return False
         try:
@@ -248,7 +248,7 @@ class Driver:
         except Exception as error:  # noqa: BLE001 (an order that failed for whatever reason is given again)
             self._failed(advance, error, model)
             return False
-        with job.changed:
+        with job.lock:
             if contributions:
                 job.state.book(contributions, job.clock(), decided=decided)
                 job.stale |= job.state.expected != advance.expected
@@ -303,7 +303,7 @@ class Driver:
         refused = problem.code if isinstance(problem, Refused) else None
         if refused is RefusalCode.STALE_TERM and self._keeper is not None:
             self._keeper.fence(problem)
-        with job.changed:
+        with job.lock:
             job.state.rounds.committing = False
             job.stale = True
             if refused is RefusalCode.INVALID and self._ordered != advance.version:
@@ -323,7 +323,7 @@ class Driver:
             self._restore(self._keeper.newest(), self._keeper.term)
         except NoCheckpoint as error:
             logger.error("a shard has lost the model, and the job cannot go back to a checkpoint: %s", error)
-            with job.changed:
+            with job.lock:
                 term = self._keeper.term if self._keeper else job.state.term + 1
                 job.state = job.blank(term)
         except (TransportError, Refused, CheckpointError) as error:
@@ -332,7 +332,7 @@ class Driver:
                     f"the job has to go back to a checkpoint, and that failed so far: {error}"
                 )
             return False
-        with job.changed:
+        with job.lock:
             job.spoiled = False
             job.told()
         return True
@@ -382,7 +382,7 @@ class Driver:
         self._prepared, self._ordered = None, 0
         if self._keeper is not None and tuning.replaces(job.tuning):
             self._keeper.tune(tuning.checkpoint)
-        with job.changed:
+        with job.lock:
             job.state = state
             job.tune(tuning)
             self.standings = [Standing.NONE for _ in self._standbys]  # of this term nothing is known yet
@@ -436,7 +436,7 @@ class Driver:
             Refused: NOT_READY; the driver is closed.
         """
         job = self._job
-        with job.changed:
+        with job.lock:
             job.changed.wait_for(lambda: not self._driving)
             if self._over:
                 raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
@@ -445,6 +445,6 @@ class Driver:
         try:
             yield current
         finally:
-            with job.changed:
+            with job.lock:
                 self._driving = False
                 job.changed.notify_all()

@@ -24,13 +24,14 @@ SETTLED = timedelta(seconds=5)
 class Guarded:
     """A job's state, its lock, and what the threads that share it tell each other.
 
-    No I/O happens under the lock. Everything but `changed`, `spec`, `clock` and the properties is read and
-    changed only by a thread that holds it.
+    No I/O happens under the lock. Everything but `lock`, `changed`, `spec`, `clock` and the properties is
+    read and changed only by a thread that holds it.
 
     Attributes:
         spec: how to train the job, with `tuning`.
         tuning: what of it may change, as it is in this term.
         clock: the time in seconds, which only grows.
+        lock: entered as such where nobody waits, which takes a third of the time of a condition.
         changed: the lock, and the threads that wait for a change.
         closed: the same lock, and who waits for `closing` alone, so that no round wakes it up.
         state: another one after the job has gone back to a checkpoint.
@@ -53,8 +54,8 @@ class Guarded:
         self.tuning = tuning or Tuning.of(spec)
         self.spec = self.tuning.applied_to(spec)
         self.clock = clock or time.monotonic
-        lock = threading.RLock()
-        self.changed, self.closed = threading.Condition(lock), threading.Condition(lock)
+        self.lock = threading.RLock()
+        self.changed, self.closed = threading.Condition(self.lock), threading.Condition(self.lock)
         self.state = self.blank(term)
         self.configuring = self.stale = self.spoiled = self.closing = self.held = False
 
@@ -71,7 +72,7 @@ class Guarded:
     @property
     def term(self) -> int:
         """The parameter server's term. It grows when the job goes back to a checkpoint."""
-        with self.changed:
+        with self.lock:
             return self.state.term
 
     @property
@@ -82,20 +83,24 @@ class Guarded:
     @property
     def settings(self) -> str:
         """The settings in force, as JSON."""
-        with self.changed:
+        with self.lock:
             return self.state.settings.to_json()
 
     @property
     def stopped(self) -> str:
         """See `JobState.stopped`."""
-        with self.changed:
+        with self.lock:
             return self.state.stopped
 
     def said_to(self, worker: int) -> tuple[str, str, int]:
         """What is said to a worker that has pulled: `settings`, `stopped`, and `JobState.steps`."""
-        with self.changed:
+        with self.lock:
             state = self.state
             return state.settings.to_json(), state.stopped, state.steps(worker)
+
+    @property
+    def _is_settled(self) -> bool:
+        return self.closing or not (self.state.rounds.committing or self.spoiled or self.held)
 
     @contextmanager
     def settled(self) -> Iterator[JobState]:
@@ -104,10 +109,9 @@ class Guarded:
         Raises:
             Refused: NOT_READY; a round is still being committed, or the job is going back to a checkpoint.
         """
-        with self.changed:
-            settled = self.changed.wait_for(
-                lambda: self.closing or not (self.state.rounds.committing or self.spoiled or self.held),
-                timeout=SETTLED.total_seconds(),
+        with self.lock:
+            settled = self._is_settled or self.changed.wait_for(
+                lambda: self._is_settled, timeout=SETTLED.total_seconds()
             )
             if self.closing:
                 raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")

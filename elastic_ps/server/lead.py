@@ -88,7 +88,7 @@ class Lead:
 
     def close(self, *, keep: bool) -> None:
         """Stop committing and end the threads; with `keep`, first write a last checkpoint. Blocks."""
-        with self._job.changed:
+        with self._job.lock:
             self._job.closing = True
             self._job.changed.notify_all()
             self._job.closed.notify_all()
@@ -117,7 +117,7 @@ class Lead:
             if self._keeper is not None:
                 self._keeper.leads()
                 self._keeper.give_up_late(job.clock())
-            with job.changed:
+            with job.lock:
                 if job.closed.wait_for(lambda: job.closing, timeout=TICK.total_seconds()):
                     return
                 if not job.state.rounds.committing:
@@ -131,7 +131,7 @@ class Lead:
     def status(self) -> ServerStatus:
         """Progress and members, at this moment."""
         job, keeper = self._job, self._keeper
-        with job.changed:
+        with job.lock:
             state, now = job.state, job.clock()
             durable = keeper.durable if keeper else None
             progress = reported.progress(state, now, durable)
@@ -160,7 +160,7 @@ class Lead:
 
     def last_version(self) -> int | None:
         """The newest version on disk, if training is over and none will follow; else None."""
-        with self._job.changed:
+        with self._job.lock:
             over = self._job.state.finished and self._safekeeping.is_kept()
             return self._keeper.durable_version if over and self._keeper is not None else None
 
@@ -170,5 +170,5 @@ class Lead:
 
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve: (version, sample-weighted mean of what the scripts reported)."""
-        with self._job.changed:
+        with self._job.lock:
             return list(self._job.state.loss.points)

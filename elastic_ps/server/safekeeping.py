@@ -91,7 +91,7 @@ class Safekeeping:
         Blocks while it does that. Another thread that comes meanwhile does not wait.
         """
         job, keeper = self._job, self._keeper
-        with job.changed:
+        with job.lock:
             state = job.state
             if job.clock() < self._not_before:
                 return
@@ -105,7 +105,7 @@ class Safekeeping:
         try:
             kept = self.keep_now()
         finally:
-            with job.changed:
+            with job.lock:
                 self._writing = False
                 state.initialised |= kept
                 if not kept:
@@ -137,7 +137,7 @@ class Safekeeping:
                 logger.warning("no checkpoint of the current version was written: %s", error)
                 if amend:
                     return False
-            with job.changed:
+            with job.lock:
                 return self._holds(keeper)
 
     def order(self) -> None:
@@ -155,13 +155,13 @@ class Safekeeping:
                 return
             number = keeper.number()
             self._orders.tell_all(replace(current, checkpoint=number))
-            with job.changed:
+            with job.lock:
                 state = kept.to_checkpoint(job.state)
             keeper.begin(current.version, job.clock(), state, number=number)
 
     def _require_values(self, version: int) -> None:
         """Raise Refused (NOT_READY) unless the shards have the values of the current version."""
-        with self._job.changed:
+        with self._job.lock:
             if not self._job.state.values_are_here:
                 text = f"no worker has sent the values of version {version} yet"
                 raise Refused(RefusalCode.NOT_READY, text)
@@ -181,13 +181,13 @@ class Safekeeping:
             number = 0 if whole else keeper.number()
             if not whole:
                 orders.tell_all(replace(current, checkpoint=number))
-            with job.changed:
+            with job.lock:
                 state, end = kept.to_checkpoint(job.state), job.state.end
             if not whole:
                 keeper.begin(current.version, job.clock(), state, number=number)
             elif amend or end not in (None, self._durable_end):
                 keeper.amend(current.version, state)
         keeper.await_whole(ask)
-        with job.changed:
+        with job.lock:
             if keeper.durable_version == current.version:
                 self._durable_end = end

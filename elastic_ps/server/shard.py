@@ -89,9 +89,9 @@ class Shard:
         self._optimizers = optimizers or Optimizers()
         self._codecs = codecs or Plan(Compression())
         self.index = index
-        lock = threading.RLock()
-        self._changed = threading.Condition(lock)  # a version is there, or another round is open
-        self._added = threading.Condition(lock)  # that, too, or a push is over
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # a version is there, or another round is open
+        self._added = threading.Condition(self._lock)  # that, too, or a push is over
         self._advancing = threading.Lock()
         self._log = PushLog(term=term, several=consistency.several_steps)
         self._consistency = consistency
@@ -133,13 +133,13 @@ class Shard:
 
     @property
     def version(self) -> int:
-        with self._changed:
+        with self._lock:
             return self._log.version
 
     @property
     def whole(self) -> bool:
         """Whether all of its buckets are there; always, but for a standby that is catching up."""
-        with self._changed:
+        with self._lock:
             return self._copied.whole
 
     @property
@@ -167,12 +167,12 @@ class Shard:
                 changes.
         """
         bucket = self.bucket(index)
-        with self._changed:
+        with self._lock:
             self._check_sender(worker, incarnation, version)
         with self._buffers.receive(bucket, incoming, timeout=WAIT) as values:
             if bucket.rule is Rule.GRADIENT and version is None:
                 require_finite(values, f"first values of bucket {index}")
-            with self._changed:
+            with self._lock:
                 self._check_sender(worker, incarnation, version)
                 self._buckets[index].initialise(values, version=version)
 
@@ -184,7 +184,7 @@ class Shard:
 
     def require_values(self, version: int) -> None:
         """Raise Refused (INVALID) unless a worker has sent all values of the current version, this one."""
-        with self._changed:
+        with self._lock:
             self._log.check_version(version)
             missing = [b.index for b in self._stepped if self._buckets[b.index].version != version]
         if missing:
@@ -211,11 +211,11 @@ class Shard:
             Refused: as `initialise`. Nothing changes.
         """
         bucket = self.bucket(index)
-        with self._changed:
+        with self._lock:
             self._check_sender(worker, incarnation, version)
             usual = self._buckets[index].usual_state(piece)
         state = read_state(bucket, piece, entries, incoming, usual=usual)
-        with self._changed:
+        with self._lock:
             self._check_sender(worker, incarnation, version)
             self._buckets[index].take_state(piece, state)
 
@@ -244,7 +244,7 @@ class Shard:
                 RefusalCode.MALFORMED, f"bucket {key.bucket} ({bucket.rule.name}), {samples} samples"
             )
         slot = (key.bucket, key.worker)
-        with self._changed:
+        with self._lock:
             may_go_on = self._await(
                 lambda: slot not in self._receiving and self._may_add(key), on=self._added
             )
@@ -266,12 +266,12 @@ class Shard:
             with self._buffers.receive(bucket, incoming, timeout=WAIT) as contribution:
                 return self._add(key, samples, present, contribution)
         finally:
-            with self._changed:
+            with self._lock:
                 self._receiving.discard(slot)
                 self._added.notify_all()  # those that pull would be woken up in vain
 
     def _add_nothing(self, key: PushKey, samples: int) -> bool:
-        with self._changed:
+        with self._lock:
             if self._log.decide(key) is Verdict.DUPLICATE:
                 return False
             self._buckets[key.bucket].add_nothing(samples, first=not self._log.added.get(key.bucket))
@@ -285,7 +285,7 @@ class Shard:
         usual = bucket.values if bucket.bucket.rule in (Rule.MEAN, Rule.BROADCAST) else None
         who = f"worker {key.worker}, step {key.step}, bucket {key.bucket}"
         largest = require_finite(contribution, who, usual=usual)
-        with self._changed:
+        with self._lock:
             if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
                 return False
             first = not self._log.added.get(key.bucket)
@@ -307,7 +307,7 @@ class Shard:
                 raise Refused(self._retired, f"term {self._log.term} of this shard is over")
             return ready()
 
-        return (on or self._changed).wait_for(look, timeout=WAIT.total_seconds())
+        return look() or (on or self._changed).wait_for(look, timeout=WAIT.total_seconds())
 
     def _wake_all(self) -> None:
         self._changed.notify_all()
@@ -315,7 +315,7 @@ class Shard:
 
     def retire(self, code: RefusalCode) -> None:
         """Refuse all waiting calls: STALE_TERM if another state replaces this one, NOT_READY at the end."""
-        with self._changed:
+        with self._lock:
             self._retired = code
             self._wake_all()
 
@@ -352,7 +352,7 @@ class Shard:
         """
         stable = contributor is not None and self._consistency.reads_one_version
         if not buckets:
-            with self._changed:
+            with self._lock:
                 self._require_term(term)
                 there = self._await(lambda: self._log.version >= version or self._restarted(version, attempt))
                 reached, now = self._log.version >= version, self._log.attempt
@@ -361,7 +361,7 @@ class Shard:
                 return
         for index in buckets:
             self.bucket(index)
-            with self._changed:
+            with self._lock:
                 self._require_term(term)
 
                 def ready(index: int = index) -> bool:
@@ -397,7 +397,7 @@ class Shard:
                 last=last and (copied or not data),
             )
         if stable:
-            with self._changed:
+            with self._lock:
                 self._require_part(contributor)
 
     def pull_ahead(
@@ -428,7 +428,7 @@ class Shard:
             if index in have:
                 continue
             self.bucket(index)
-            with self._changed:
+            with self._lock:
                 self._require_term(term)
 
                 def ready(index: int = index) -> bool:
@@ -519,14 +519,14 @@ class Shard:
                 )
             if apply is not None and self.version < version and not apply.elsewhere:
                 self._apply(version, apply, attempt, expected)
-            with self._changed:
+            with self._lock:
                 if (version, attempt) >= (self._log.version, self._log.attempt):
                     self._log.open(version=version, attempt=attempt, expected=expected)
                     self._wake_all()
 
     def _apply(self, version: int, apply: Application, attempt: int, expected: Mapping[int, int]) -> None:
         self.require_complete(version, apply)
-        with self._changed:
+        with self._lock:
             for values in self._buckets.values():
                 if values.bucket.rule is Rule.CONSTANT:
                     values.version = version
@@ -538,7 +538,7 @@ class Shard:
         clip, norm = apply.clips, apply.norm
         divisor = 1.0 if clip is None else clip_divisor(self.norm() if norm is None else norm, clip)
         for bucket in stepped:
-            with self._changed:
+            with self._lock:
                 values = self._buckets[bucket.index]
                 if apply.assigns:
                     values.assign(version)
@@ -567,7 +567,7 @@ class Shard:
         Raises:
             Refused: INVALID; the sums are others. NOT_READY; the shard lacks the version to continue from.
         """
-        with self._changed:
+        with self._lock:
             if self._torn or self._log.version < version - 1:
                 raise Refused(
                     RefusalCode.NOT_READY,
@@ -609,7 +609,7 @@ class Shard:
                 f"which has {values.sum.nbytes} bytes and {len(bucket.pieces)} pieces",
             )
         slot = (key.bucket, key.worker)
-        with self._changed:
+        with self._lock:
             self._log.require_open(key)
             if self._log.added.get(key.bucket):
                 return
@@ -618,12 +618,12 @@ class Shard:
             self._receiving.add(slot)
         try:
             incoming.read_into(as_bytes(values.sum))
-            with self._changed:
+            with self._lock:
                 self._log.require_open(key)
                 values.present = present
                 self._log.add(key)
         finally:
-            with self._changed:
+            with self._lock:
                 self._receiving.discard(slot)
 
     def stored(self, bucket: int) -> Iterator[Stored]:
@@ -639,18 +639,18 @@ class Shard:
             Refused: MALFORMED; NOT_READY: the shard does not wait for that bucket.
         """
         bucket = self.bucket(part.bucket)
-        with self._changed:
+        with self._lock:
             arriving = self._copied.begin(bucket)
         arriving.receive(part, incoming)
         if part.last:
             arriving.require_whole()
-            with self._changed:
+            with self._lock:
                 self._buckets[part.bucket].load(arriving, self._log.version)
                 self._copied.end(bucket)
 
     def load(self, stored: Source, version: int) -> None:
         """Take values and optimizer state over from a checkpoint of `version`, and read no more."""
-        with self._changed:
+        with self._lock:
             for values in self._buckets.values():
                 values.load(stored, version)
             self._log.open(version=version, attempt=0, expected={})
@@ -658,7 +658,7 @@ class Shard:
 
     def state(self) -> Iterator[StateEntry]:
         """Copies of the optimizer's state."""
-        with self._changed:
+        with self._lock:
             entries = [
                 entry._replace(value=entry.value.clone())
                 for v in self._buckets.values()

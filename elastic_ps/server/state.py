@@ -161,12 +161,12 @@ class JobState:
     @property
     def ready(self) -> bool:
         """Whether the open round can be committed."""
-        complete = self.rounds.can_commit(last=self._all_in_hand)
+        complete = self.rounds.can_commit() or self.rounds.can_commit(last=self._all_in_hand)
         return complete and self.required <= self.rounds.done.keys()
 
     def begin_commit(self) -> Sequence[Contribution]:
         """Decide the open round, which is `ready`. Returns the steps that it is made of."""
-        return self.rounds.begin_commit(last=self._all_in_hand)
+        return self.rounds.begin_commit(last=not self.rounds.can_commit() and self._all_in_hand)
 
     @property
     def _all_in_hand(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from elastic_ps.codec.optimizers import (
     Kind,
     constructor_arguments,
     is_of_torch,
-    step_unseen,
+    unseen_step,
     usual_numbers,
     usual_state,
     with_numbers,
@@ -88,6 +88,7 @@ class BucketValues:
             self._bounds.append(self._bounds[-1] + piece.length)
         self._parameters: list[torch.nn.Parameter] = []
         self._optimizer: torch.optim.Optimizer | None = None
+        self._make_step: Callable[[torch.optim.Optimizer], object]
         self._groups: list[int] = []
         self._numbers: Mapping[str, type] = {}
         self._rows: list[int] = []
@@ -127,6 +128,7 @@ class BucketValues:
             self._optimizer = kind([{**groups[g], "params": members[g]} for g in self._groups], **arguments)
         except (TypeError, ValueError) as error:
             raise InvalidModel(f"{kind.__name__} does not take these hyperparameters: {error}") from error
+        self._make_step = unseen_step(kind)
         self._numbers = usual_numbers(kind, first)
 
     @property
@@ -303,21 +305,16 @@ class BucketValues:
             total.div_(divisor)
         for own, number in zip(self._optimizer.param_groups, self._groups, strict=True):
             own.update(groups[number])
-        gradients = {
-            parameter: piece
-            for parameter, piece, present in zip(self._parameters, self._sums, self._present, strict=True)
-            if present
-        }
         zeros = [
             (parameter.data, parameter.data == 0)
             for group in self._optimizer.param_groups
-            for parameter in group["params"]
             if group.get(KEEP_ZEROS)
+            for parameter in group["params"]
         ]
-        for part in self._parts(gradients):
-            for parameter in self._parameters:
-                parameter.grad = gradients[parameter] if parameter in part else None
-            step_unseen(self._optimizer)
+        for part in self._parts([index for index, present in enumerate(self._present) if present]):
+            for index, parameter in enumerate(self._parameters):
+                parameter.grad = self._sums[index] if index in part else None
+            self._make_step(self._optimizer)
         self._limit()
         for values, mask in zeros:
             values.masked_fill_(mask, 0)
@@ -336,18 +333,23 @@ class BucketValues:
         """What a worker can add to the values that it has, of version `held`; None: it needs all of them."""
         return None if held is None or self.delta is None or held < self.delta.since else self.delta
 
-    def _parts(self, gradients: Mapping[torch.nn.Parameter, object]) -> list[set[torch.nn.Parameter]]:
-        """The parameters to step, in parts: torch's fused SGD fails if some have a momentum and some not."""
+    def _parts(self, present: list[int]) -> list[list[int]]:
+        """The pieces to step, in parts: torch's fused SGD fails if some have a momentum and some not."""
         assert self._optimizer is not None
         state = self._optimizer.state
-        new = {parameter for parameter in gradients if not state.get(parameter)}
-        return [part for part in (new, gradients.keys() - new) if part]
+        if len(state) == len(self._parameters) and all(state.values()):
+            return [present] if present else []
+        new = [index for index in present if not state.get(self._parameters[index])]
+        return [part for part in (new, [index for index in present if index not in new]) if part]
 
     def _limit(self) -> None:
         """Bring the values within the limits of their parameter groups."""
         assert self._optimizer is not None
+        limited = [g for g in self._optimizer.param_groups if any(g.get(key) is not None for key in LIMITS)]
+        if not limited:
+            return
         rows = {id(parameter): row for parameter, row in zip(self._parameters, self._rows, strict=True)}
-        for group in self._optimizer.param_groups:
+        for group in limited:
             for parameter in group["params"]:
                 if group.get(CLAMP) is not None:
                     parameter.data.clamp_(*group[CLAMP])
