@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from datetime import timedelta
 from pathlib import Path
@@ -26,11 +27,13 @@ def tell_parameter_server(
     from elastic_ps.transport.base import unary
     from elastic_ps.transport.credentials import Credentials
 
-    connection = ways.connect(addresses[0], credentials=Credentials(tls) if tls is not None else None)
+    text = "the parameter server could not be told that worker %d has ended: %s"
     try:
-        request = pb.GoneRequest(job=job, worker=worker, instance=instance)
-        unary(connection, "Gone", request.SerializeToString(), timeout=TIMEOUT)
+        credentials = Credentials(tls) if tls is not None else None
+        with contextlib.closing(ways.connect(addresses[0], credentials=credentials)) as connection:
+            request = pb.GoneRequest(job=job, worker=worker, instance=instance)
+            unary(connection, "Gone", request.SerializeToString(), timeout=TIMEOUT)
     except ElasticPSError as error:
-        logger.debug("the parameter server could not be told that worker %d has ended: %s", worker, error)
-    finally:
-        connection.close()
+        logger.debug(text, worker, error)
+    except Exception as error:  # nobody looks at what comes of it, and each such worker costs a lease
+        logger.exception(text, worker, error)

@@ -32,18 +32,25 @@ class Polled:
 
 
 class Poller:
-    """Polls the parameter servers until closed."""
+    """Polls the parameter servers until closed, in a thread; what ends that is raised by `polled`."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = addresses
         self._polled = Polled()
+        self._error: Exception | None = None
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status-poller", daemon=True)
         self._thread.start()
 
     def polled(self) -> Polled:
+        """Raises RuntimeError if the thread has failed: nothing would ever be heard of the job any more."""
         with self._lock:
+            if self._error is not None:
+                name, error = self._thread.name, self._error
+                raise RuntimeError(
+                    f"the thread {name} has failed: {type(error).__name__}: {error}"
+                ) from error
             return self._polled
 
     def restarted(self, shard: int) -> None:
@@ -68,6 +75,13 @@ class Poller:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._poll()
+        except Exception as error:  # noqa: BLE001 (raised in the thread that asks)
+            with self._lock:
+                self._error = error
+
+    def _poll(self) -> None:
         while not self._closing.wait(INTERVAL.total_seconds()):
             for shard, address in enumerate(self._addresses):
                 if shard not in self.polled().ready and fetch(address, "/healthz") is not None:

@@ -111,12 +111,20 @@ class Leadership:
     def _renew(self, lost: Callable[[], None]) -> None:
         renewed, duration = self._clock(), self._duration.total_seconds()
         while not self._ended.wait(RENEW * duration):
-            if self.attempt():
+            if self._renewed():
                 renewed = self._clock()
             elif self._clock() - renewed > GIVE_UP * duration:
                 logger.error("the lease %s/%s is lost", self._namespace, self._name)
                 lost()
                 return
+
+    def _renewed(self) -> bool:
+        """See `attempt`. Whatever happens, its thread goes on: else another holder would work beside me."""
+        try:
+            return self.attempt()
+        except Exception:
+            logger.exception("the lease %s/%s could not be renewed", self._namespace, self._name)
+            return False
 
     def release(self) -> None:
         """Stop renewing and give the lease up, so that nobody waits for its end. Blocks for a request."""

@@ -133,6 +133,31 @@ def test_a_holder_that_cannot_renew_its_lease_for_long_has_lost_it(
     assert spec(server)["holderIdentity"] == "me", "it could not be given up"
 
 
+def test_a_holder_that_meets_what_nobody_foresaw_goes_on_renewing_and_then_stops_working(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If its thread just died, another operator would take the lease, and both would work."""
+    monkeypatch.setattr(leader, "RENEW", 1e-4)
+    clock, lost = Clock(), threading.Event()
+    holder = candidate(server, tmp_path, "me", clock)
+    holder.acquire()
+    failed = threading.Semaphore(0)
+
+    def fail() -> bool:
+        failed.release()
+        raise ZeroDivisionError("nobody foresaw this")
+
+    monkeypatch.setattr(holder, "attempt", fail)
+    holder.hold(lost.set)
+    for _ in range(3):
+        assert failed.acquire(timeout=LIMIT)
+    assert not lost.is_set(), "it may still be renewed"
+    clock.now = GIVE_UP * DURATION.total_seconds() + 1
+    assert lost.wait(60)
+    holder.release()
+    assert "nobody foresaw this" in caplog.text
+
+
 def test_one_that_was_slower_waits(server: ApiServer, tmp_path: Path) -> None:
     """Both have read that the lease is free."""
     second = candidate(server, tmp_path, "second", Clock())
