@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import logging
 import mmap
 import os
 import weakref
@@ -19,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from elastic_ps.errors import Malformed
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 """Bytes; a cache line, and more than any vector instruction asks for."""
@@ -97,11 +100,15 @@ def _give_up(handle: Handle, owner: int) -> None:
 def shared_if_possible(sizes: list[int]) -> Allocate:
     """Shared memory for pieces of these sizes; where the system has none, or not enough, this process's own.
 
-    Whoever uses the pieces need not know: what is not shared is copied when it is sent.
+    Whoever uses the pieces need not know: what is not shared is copied when it is sent. The log says so.
     """
     try:
         return SharedMemory(sum(size + ALIGNMENT for size in sizes)).take
-    except (OSError, AttributeError):  # another system than Linux, or a sandbox
+    except (OSError, AttributeError) as error:  # another system than Linux, or a sandbox
+        text = (
+            "%d bytes of shared memory could not be had (%s): what is in them is sent, within this host, too"
+        )
+        logger.warning(text, sum(sizes), error)
         return plain
 
 

@@ -177,7 +177,9 @@ def test_memory_that_could_shrink_is_not_read() -> None:
         mapped.view(0, 10)[0] = 1
 
 
-def test_without_shared_memory_everything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_shared_memory_everything_is_sent_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*_: object) -> int:
         raise PermissionError("not here")
 
@@ -185,6 +187,7 @@ def test_without_shared_memory_everything_is_sent(monkeypatch: pytest.MonkeyPatc
     body = shared_if_possible([10])(10)
     assert bytes(body) == bytes(10)
     assert place_of(body) is None
+    assert "10 bytes of shared memory could not be had (not here)" in caplog.text
     with connected() as connection:
         (answer,) = (read(a) for a in connection.call("echo", Frame(b"", body), timeout=LONG))
     assert answer == bytes(10)

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -475,6 +476,45 @@ def test_a_host_that_vanished_is_noticed(does: str) -> None:
         pytest.skip("namespaces are not permitted here")
     noticed = {line.partition(" notices")[0] for line in done.stdout.splitlines()}
     assert noticed == ({"the client", "the server"} if does == "send" else {"the client"}), done.stderr
+
+
+BLOCKED = """
+import contextlib, logging, subprocess, sys
+from datetime import timedelta
+from elastic_ps.transport import local, ways
+from elastic_ps.transport.base import Frame, unary
+
+def name_the_way(method, incoming):
+    yield Frame(incoming.transport.encode())
+
+for command in ("ip link set lo up", f"iptables -A INPUT -p tcp --dport 2223 -j {sys.argv[1]}"):
+    subprocess.run(command.split(), check=True)
+logging.basicConfig(level=logging.INFO)
+local.name_of = lambda address: None  # as of another host
+server = ways.listen("0.0.0.0:2222")
+server.serve(name_the_way)
+with contextlib.closing(server), contextlib.closing(ways.connect("127.0.0.1:2222")) as connection:
+    for _ in range(3):
+        print(unary(connection, "ask", b"", timeout=timedelta(seconds=60)).decode())
+"""
+
+
+@pytest.mark.skipif(shutil.which("iptables") is None, reason="iptables is not installed here")
+@pytest.mark.parametrize("how", ["DROP", "REJECT"])
+def test_a_firewall_in_front_of_the_data_port_leaves_grpc(how: str) -> None:
+    """In the network of a namespace of its own; what is dropped gets no answer at all."""
+    done = subprocess.run(
+        ["unshare", "--map-root-user", "--net", sys.executable, "-c", BLOCKED, how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    if "Operation not permitted" in done.stderr or "Permission denied" in done.stderr:
+        pytest.skip("namespaces, or rules in them, are not permitted here")
+    assert done.stdout.split() == ["grpc"] * 3, done.stderr
+    assert done.stderr.count("127.0.0.1:2222 is reached over gRPC, because not at its data port: ") == 1
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
