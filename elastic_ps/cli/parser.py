@@ -154,6 +154,12 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="start with N workers, whatever the file says",
     )
     run.add_argument(
+        "--ps",
+        type=_number_of("parameter servers"),
+        metavar="N",
+        help="start N parameter servers, which share the model out, whatever the file says",
+    )
+    run.add_argument(
         "--processes",
         type=_number_of("processes"),
         metavar="N",

@@ -47,13 +47,21 @@ def run(parsed: argparse.Namespace, programs: Programs | None) -> int:
         workers = ranks if parsed.workers is None else parsed.workers
         if workers is not None:
             job.spec.worker.replicas = workers
+        if parsed.ps is not None:
+            job.spec.parameter_server.replicas = parsed.ps
+            job = _checked(job, f"--ps {parsed.ps}")
         if parsed.processes is not None:
             job.spec.worker.processes = parsed.processes
-            given = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-            job = parse_job(given, source=f"--processes {parsed.processes}")
+            job = _checked(job, f"--processes {parsed.processes}")
         return job
 
     return run_job(read, parsed, programs)
+
+
+def _checked(job: TrainingJob, source: str) -> TrainingJob:
+    """The job, after `source` has changed it. Raises InvalidJob if it may not."""
+    given = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return parse_job(given, source=source)
 
 
 def run_job(

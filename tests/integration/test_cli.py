@@ -315,6 +315,8 @@ BAD_INPUT = {
     "scale syntax": (["run", "job.yaml", "--scale", "5"], {}, "VERSION:N"),
     "workers syntax": (["run", "job.yaml", "--workers", "0"], {}, "not a number of workers"),
     "processes syntax": (["run", "job.yaml", "--processes", "0"], {}, "not a number of processes"),
+    "ps syntax": (["run", "job.yaml", "--ps", "0"], {}, "not a number of parameter servers"),
+    "ps": (["run", "job.yaml", "--ps", "2"], {"strategy": "all-reduce"}, "--ps 2"),
     "no module": (["run", "job.yaml"], {"entrypoint": "nowhere:main"}, "No module named 'nowhere'"),
     "broken script": (["run", "job.yaml"], {"entrypoint": "broken:main"}, "division by zero"),
     "report": (["run", "job.yaml", "--report", "script.py/out"], {}, "--report: cannot write"),

@@ -15,8 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from elastic_ps import env
+from elastic_ps.checkpoint.store import Store
 from elastic_ps.local import JobDirectory
 from elastic_ps.local.state import LocalStatus
 from tests.integration import mpirun
@@ -113,6 +116,38 @@ def test_each_rank_but_the_first_is_a_worker_and_the_summary_is_printed_once(ran
     report = json.loads((ranks.directory / "run.json").read_text())
     assert (report["phase"], report["records_applied"]) == ("Succeeded", 400)
     assert sorted(worker["id"] for worker in report["workers"]) == [0, 1]
+
+
+def test_what_is_trained_is_the_same_to_the_bit_as_without_mpi(ranks: Ranks) -> None:
+    """With two parameter servers, of which the file says nothing."""
+    kept: list[dict[str, torch.Tensor]] = []
+    for way in ("mpirun", "alone"):
+        path = ranks.directory / way
+        job = ranks.job(
+            arguments={"records": 200, "widths": [6, 64, 1]},
+            consistency={"deterministic": True},
+            worker={"replicas": 2},
+            parameterServer={"bucketBytes": 1024, "checkpoint": {"path": str(path)}},
+        )
+        if way == "mpirun":
+            code, out, err = ranks.run(3, job, "--ps", 2)
+        else:
+            command = [sys.executable, "-m", "elastic_ps.cli", "run", str(job), "--ps", "2"]
+            done = subprocess.run(
+                command, env=mpirun.variables(ranks.directory), capture_output=True, text=True, timeout=120
+            )
+            code, out, err = done.returncode, done.stdout, done.stderr
+        assert code == 0, err
+        assert "200 of 200 in the model" in out
+        assert {"ps-0", "ps-1"} <= ranks.pids().keys()
+        store = Store(path)
+        shards = sorted(store.path(store.versions()[-1]).glob("shard-*.safetensors"))
+        assert len(shards) == 2
+        kept.append(
+            {f"{n} {name}": t for n, shard in enumerate(shards) for name, t in load_file(shard).items()}
+        )
+    assert kept[0].keys() == kept[1].keys()
+    assert all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
 
 
 def test_a_worker_that_dies_is_started_again_on_its_rank_and_more_can_be_added(ranks: Ranks) -> None:
