@@ -25,11 +25,15 @@ PICTURE = ROOT / "docs" / "images" / "benchmarks.png"
 
 
 class Benchmark(NamedTuple):
-    """A script: its title on the page, what the reader has to know, and its arguments for this run."""
+    """A script: its title on the page, what the reader has to know, and its arguments for this run.
+
+    `script`: its name, if the benchmark has another one.
+    """
 
     title: str
     text: str
     arguments: Sequence[str] = ()
+    script: str = ""
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
@@ -38,10 +42,29 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "The median step of the slowest worker, float32, mode `sync`, on batches that lie in memory.",
         ("--rounds", "2"),
     ),
+    "datapath-tcp": Benchmark(
+        "The same over the connection between hosts",
+        "As above, but each process reaches the others over TCP, on loopback.",
+        ("--rounds", "1", "--transport", "tcp"),
+        "datapath",
+    ),
     "network": Benchmark(
         "A step between hosts",
         "Four hosts (network namespaces) with links of 1 Gbit/s, with a worker and a shard each.",
         ("--rounds", "1", "--codec", "bf16", "--codec", "int8", "--codec", "topk"),
+    ),
+    "network-apart": Benchmark(
+        "A step between hosts, with parameter servers on hosts of their own",
+        "Four workers and four shards on eight hosts; DDP on four.",
+        ("--rounds", "1", "--apart"),
+        "network",
+    ),
+    "network-one": Benchmark(
+        "A step of one worker",
+        "With a parameter server on another host, beside the time that the bytes alone need, one way after "
+        "the other. Without `sendAhead` nothing overlaps but backward.",
+        ("--rounds", "1", "--workers", "1"),
+        "network",
     ),
     "processes": Benchmark(
         "Workers of several processes",
@@ -76,11 +99,16 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 }
 
 
+def command_of(name: str, benchmark: Benchmark) -> list[str]:
+    """What a reader calls after `python`."""
+    return ["-m", f"benchmarks.{benchmark.script or name}", *benchmark.arguments]
+
+
 def run(name: str, benchmark: Benchmark) -> list[Figure]:
     """Run one. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "figures.json"
-        command = [sys.executable, "-m", f"benchmarks.{name}", *benchmark.arguments, "--json", str(file)]
+        command = [sys.executable, *command_of(name, benchmark), "--json", str(file)]
         if subprocess.run(command, cwd=ROOT).returncode:
             raise RuntimeError(f"{' '.join(command)} failed")
         return read(file)
@@ -100,7 +128,7 @@ def page(found: Mapping[str, Sequence[Figure]], picture: str) -> str:
     ]
     for name, figures in found.items():
         benchmark = BENCHMARKS[name]
-        command = " ".join(["python -m benchmarks." + name, *benchmark.arguments])
+        command = " ".join(["python", *command_of(name, benchmark)])
         lines += ["", f"## {benchmark.title}", "", f"{benchmark.text} `{command}`", ""]
         lines += ["| what | elastic-ps | beside it | | ratio |", "| --- | --- | --- | --- | --- |"]
         for each in figures:

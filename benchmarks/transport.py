@@ -2,8 +2,9 @@
 
 `python -m benchmarks.transport` prints, for each size and direction, MB/s (median of the rounds), the ratio
 to `sendall` and `recv_into` on a socket, measured in turns in the same run, and the processor time of both
-sides for a GB. With `shm` the body is in shared memory, out of which the receiver copies it; `inproc` runs in
-one process. Both sides write into memory that they have already, as a worker and a parameter server do.
+sides for a GB. `memcpy` copies the body within a process. With `shm` the body is in shared memory, and the
+receiver copies it from there; `inproc` runs in one process. Both sides write into memory that they have
+already, as a worker and a parameter server do.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ LARGEST = 64 * MIB
 TIMEOUT = timedelta(seconds=60)
 REQUEST = struct.Struct("!?Q")
 """To the raw socket's server: whether the body goes up, and its size."""
+
+BESIDE = ("socket", "memcpy")
+"""What the transports are compared with."""
 
 Transfer = Callable[[bool, memoryview], None]
 """Moves a body: up from the view, or down into it."""
@@ -84,6 +88,17 @@ def over_socket(client: socket.socket) -> Transfer:
             client.recv(1)
         else:
             receive(client, body)
+
+    return transfer
+
+
+def within_memory(there: memoryview) -> Transfer:
+    """Copies a body to `there`, or back: what copies once can do no better."""
+
+    def transfer(up: bool, body: memoryview) -> None:
+        other = there[: len(body)]
+        target, source = (other, body) if up else (body, other)
+        target[:] = source
 
     return transfer
 
@@ -141,7 +156,9 @@ def transfers() -> Iterator[tuple[dict[str, Transfer], Callable[[], float]]]:
         for each in connections.values():
             stack.callback(each.close)
         processes = psutil.Process(), psutil.Process(peer.pid)
-        ways = {"socket": over_socket(client)} | {name: over(each) for name, each in connections.items()}
+        ways = {"socket": over_socket(client), "memcpy": within_memory(memoryview(bytearray(LARGEST)))} | {
+            name: over(each) for name, each in connections.items()
+        }
         yield ways, lambda: sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
@@ -171,9 +188,14 @@ def measure(sizes: list[int], rounds: int) -> list[Figure]:
                     f"{size / MIB:4.0f} {'up' if up else 'down':9} {name:9} {rate:7.0f} {ratio:6.2f} "
                     f"{each_gb:9.2f}"
                 )
-                if name != "socket":
-                    what = f"{size / MIB:.0f} MiB {'up' if up else 'down'}, {name}"
+                what = f"{size / MIB:.0f} MiB {'up' if up else 'down'}, {name}"
+                if name not in BESIDE:
                     figures.append(Figure(what, rate, rates["socket"], "MB/s", "raw socket", more=True))
+                if name == "shm":
+                    figures.append(Figure(what, rate, rates["memcpy"], "MB/s", "memcpy", more=True))
+                if name in ("tcp", "shm"):
+                    grpc = cpu["grpc"] / (rounds * repeats * size / 1e9)
+                    figures.append(Figure(f"{what}, processor time", each_gb, grpc, "s/GB", "gRPC"))
     return figures
 
 
