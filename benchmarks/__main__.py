@@ -96,6 +96,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ("--rounds", "2"),
     ),
     "startup": Benchmark("The first step", "From the command to the first step of two workers."),
+    "newcomer": Benchmark(
+        "One worker more",
+        "From the command until a step is made with the new worker: `elastic-ps scale`, beside another agent "
+        "of `torchrun`, after which all ranks start again.",
+        ("--rounds", "2"),
+    ),
 }
 
 
