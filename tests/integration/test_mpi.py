@@ -254,8 +254,22 @@ def test_a_process_knows_whether_it_is_a_rank(
     assert env.started_by_mpirun() is expected
 
 
-def test_without_mpi4py_it_says_what_to_install(tmp_path: Path) -> None:
-    (tmp_path / "mpi4py.py").write_text("raise ImportError('libmpi.so: no such file')")
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (
+            "raise ImportError('libmpi.so: no such file')",
+            "MPI cannot be used: libmpi.so: no such file. Install mpi4py for this Python",
+        ),
+        (
+            "class MPI:\n    THREAD_SERIALIZED = 2\n    Query_thread = staticmethod(lambda: 1)\n",
+            "the MPI library was built without threads; elastic-ps needs MPI_THREAD_SERIALIZED at least",
+        ),
+    ],
+    ids=["no library", "no threads"],
+)
+def test_where_mpi_cannot_be_used_a_sentence_says_why(tmp_path: Path, module: str, said: str) -> None:
+    (tmp_path / "mpi4py.py").write_text(module)
     done = subprocess.run(
         [sys.executable, "-m", "elastic_ps.cli", "run", "job.yaml"],
         env={**os.environ, "PMIX_RANK": "0", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
@@ -265,5 +279,5 @@ def test_without_mpi4py_it_says_what_to_install(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 2
-    assert "MPI cannot be used: libmpi.so: no such file. Install mpi4py for this Python" in done.stderr
+    assert said in done.stderr
     assert "Traceback" not in done.stderr
