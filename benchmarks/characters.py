@@ -101,6 +101,7 @@ def rows(workers: int, steps: int, batch: int) -> Mapping[str, Row]:
         "local, downpour": Row({**local, "outer": "downpour", "outerLearningRate": 1 / workers}),
         "codec int8": Row({}, {"codec": "int8"}),
         "codec topk": Row({}, {"codec": "topk"}),
+        "codec none, steps: 1": Row(each),
         "codec topk, steps: 1": Row(each, {"codec": "topk"}),
         "codec topk 5 %, steps: 1": Row(each, {"codec": "topk", "options": {"ratio": 0.05}}),
         "codec topk, steps: 1, warmup": Row(each, warm),
