@@ -38,6 +38,7 @@ class Stay:
         staleness: of its last step that is in the model; see `BoundedRounds`.
         last_step: the worker's own number of the last step of it that is in the model; -1 for none.
         last_begun: of the last step that it has asked to push, where that is asked; -1 for none.
+        follows: the stay that the process has had before, in this or in an earlier term; 0 for none.
         expires: time at which its lease ends.
     """
 
@@ -58,6 +59,7 @@ class Stay:
     instance: str = ""
     transport: str = ""
     call: int = 0
+    follows: int = 0
     late: int = 0
     staleness: int = 0
     traffic: dict[str, Any] = field(default_factory=dict)
@@ -112,14 +114,19 @@ class Membership:
         instance: str = "",
         transport: str = "",
         call: int = 0,
+        follows: int = 0,
     ) -> Stay:
-        """Admit a process as `worker`. A member with that index must have been removed before."""
+        """Admit a process as `worker`. A member with that index must have been removed before.
+
+        Args:
+            follows: see `Stay`.
+        """
         if worker in self.live:
             raise ValueError(f"worker {worker} is a member already")
         self.last_incarnation += 1
         expires = now + self.lease.total_seconds()
         stay = Stay(worker, self.last_incarnation, pid, host, version, expires)
-        stay.instance, stay.transport, stay.call = instance, transport, call
+        stay.instance, stay.transport, stay.call, stay.follows = instance, transport, call, follows
         self.live[worker] = stay
         return stay
 
@@ -172,6 +179,21 @@ class Membership:
             if stay.incarnation == incarnation:
                 return stay
         raise KeyError(incarnation)
+
+    def last_step(self, stay: Stay) -> int:
+        """The process's own number of its last step that is in the model, in this stay or those before it.
+
+        -1 for none. It numbers its steps on from stay to stay.
+        """
+        while stay.last_step < 0 and 0 < stay.follows < stay.incarnation:
+            try:
+                before = self.stay(stay.follows)
+            except KeyError:  # it was too long ago
+                break
+            if (before.worker, before.instance) != (stay.worker, stay.instance):
+                break
+            stay = before
+        return stay.last_step
 
     def eldest(self, incarnations: Iterable[int]) -> int:
         """Of `incarnations` (not empty), the one that has made most steps; of equals, who joined first.

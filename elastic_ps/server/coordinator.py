@@ -105,6 +105,7 @@ class Coordinator:
         instance: str = "",
         transport: str = "",
         call: int = 0,
+        follows: int = 0,
         peer: Peer | None = None,
     ) -> Joined | None:
         """Admit a worker; None while another one initialises the model (ask again).
@@ -112,6 +113,7 @@ class Coordinator:
         Args:
             again: the process was a member before, and its model is not the one that it began with any more.
             instance, call: which process it is, and which of its joins; see `Membership.known`.
+            follows: its stay before; see `Stay`.
             peer: what the other workers have to know of it, with `strategy: all-reduce`.
 
         Raises:
@@ -154,6 +156,7 @@ class Coordinator:
                 instance=instance,
                 transport=transport,
                 call=call,
+                follows=follows,
             )
             if state.custody is not None and peer is not None:
                 state.custody.peers[stay.incarnation] = peer

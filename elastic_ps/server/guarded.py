@@ -102,6 +102,11 @@ class Guarded:
     def _is_settled(self) -> bool:
         return self.closing or not (self.state.rounds.committing or self.spoiled or self.held)
 
+    def standing(self, worker: int, version: int) -> tuple[int, int]:
+        """See `JobState.standing`."""
+        with self.changed:
+            return self.state.standing(worker, version)
+
     @contextmanager
     def settled(self) -> Iterator[JobState]:
         """Hold the lock while no round is being committed. Blocks for `SETTLED` at most.

@@ -127,7 +127,6 @@ class ParameterServer:
                 environment.job,
                 self.node,
                 coordinator,
-                codecs,
                 standby=not leads,
                 meeting=self.lead.meeting if self.lead is not None else None,
                 beside=beside,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -20,7 +20,7 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core.consistency import After, Contribution
 from elastic_ps.core.reduced import Peer, Place
 from elastic_ps.core.sequence import PushKey
-from elastic_ps.errors import CheckpointError, Malformed, RefusalCode, Refused
+from elastic_ps.errors import CheckpointError, InvalidJob, Malformed, RefusalCode, Refused
 from elastic_ps.server import permissions
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.copying import Part
@@ -37,7 +37,7 @@ from elastic_ps.server.orders import (
     settings_from_message,
 )
 from elastic_ps.server.pulls import Pulled, RestartedAs
-from elastic_ps.training import Compression
+from elastic_ps.server.shard import Shard
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.convert import (
@@ -78,6 +78,14 @@ def check_caller(caller: pb.Caller, incoming: Incoming, job: str) -> None:
     require_job(caller.job, job)
 
 
+class _Coding(NamedTuple):
+    """What gradients and values are on the wire with these codecs."""
+
+    codecs: Plan
+    decoder: Decoder
+    encoder: ValueEncoder
+
+
 class Service:
     """A `transport.base.Handler` for one parameter server.
 
@@ -91,17 +99,14 @@ class Service:
         job: str,
         node: Node,
         coordinator: Coordinator | None,
-        codecs: Plan | None = None,
         *,
         standby: bool = False,
         meeting: Meeting | None = None,
         beside: Calls | None = None,
     ) -> None:
         self._job, self._meeting = job, meeting
-        codecs = codecs or Plan(Compression())
-        self._decoder = Decoder(codecs)
-        self._encoder = ValueEncoder(codecs)
         self._node = node
+        self._coding: _Coding | None = None
         self._coordinator, self._standby = coordinator, standby
         self._join_header, self._model_known = 0, False
         self._methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {**(beside or {})}
@@ -163,6 +168,14 @@ class Service:
         if self._meeting is None:
             raise Refused(RefusalCode.INVALID, "workers meet only in a job with strategy all-reduce")
         return self._meeting
+
+    def _coding_of(self, shard: Shard) -> _Coding:
+        """What a shard's gradients and values are on the wire; it may be something else in another term."""
+        coding = self._coding
+        if coding is None or coding.codecs is not shard.codecs:
+            codecs = shard.codecs
+            self._coding = coding = _Coding(codecs, Decoder(codecs), ValueEncoder(codecs))
+        return coding
 
     def _check(self, caller: pb.Caller, incoming: Incoming, *, joined: bool = True) -> pb.Caller:
         """The worker that calls. Raises Refused if it is not who it says, or no member (any more)."""
@@ -230,7 +243,11 @@ class Service:
     def _added(self, key: PushKey, request: pb.PushRequest, incoming: Incoming) -> bool:
         """Whether the gradient was not in the round's sum before."""
         shard = self._node.shard
-        with self._decoder.open(request, shard.layout, shard.bucket(key.bucket), incoming) as body:
+        if shard.term != key.term:  # a new term may have begun, in which gradients look different
+            raise Refused(RefusalCode.STALE_TERM, f"push of term {key.term}; this is term {shard.term}")
+        with self._coding_of(shard).decoder.open(
+            request, shard.layout, shard.bucket(key.bucket), incoming
+        ) as body:
             return shard.push(key, request.samples, request.present, body)
 
     def _is_applied(self, request: pb.PushRequest) -> bool:
@@ -251,7 +268,8 @@ class Service:
             self._coordinator.heartbeat(caller.worker, caller.incarnation)
             attempt = request.attempt
         version, shard = request.version, self._node.shard
-        for item in self._items(request, caller, attempt):
+        encoder = self._coding_of(shard).encoder
+        for item in self._items(shard, request, caller, attempt):
             if item is None:
                 yield _frame(pb.PullReply(pending=True))
                 return
@@ -260,7 +278,7 @@ class Service:
                 return
             assert isinstance(item, Pulled)
             version = item.version
-            sent = self._encoder.encode(shard, item)
+            sent = encoder.encode(shard, item)
             reply = pb.PullReply(
                 bucket=item.bucket,
                 version=item.version,
@@ -272,23 +290,26 @@ class Service:
                 last=request.brief and item.last,
             )
             if reply.last:
-                self._end_pull(reply, caller)
+                self._end_pull(reply, request, caller)
             yield Frame(reply.SerializeToString(), sent.body, last=reply.last)
             if reply.last:
                 return
         end = pb.PullReply(done=True, version=version)
-        self._end_pull(end, caller)
+        self._end_pull(end, request, caller)
         yield _frame(end)
 
-    def _end_pull(self, reply: pb.PullReply, caller: pb.Caller) -> None:
+    def _end_pull(self, reply: pb.PullReply, request: pb.PullRequest, caller: pb.Caller) -> None:
         """What shard 0 says of the job with the last answer to a pull."""
         if self._coordinator is not None:
-            reply.settings, reply.stopped, reply.steps = self._coordinator.job.said_to(caller.worker)
+            job, worker = self._coordinator.job, caller.worker
+            reply.settings, reply.stopped, reply.steps = job.said_to(worker)
+            if not request.HasField("held"):  # else its step is in the version
+                reply.standing.version, reply.standing.steps = job.standing(worker, reply.version)
 
     def _items(
-        self, request: pb.PullRequest, caller: pb.Caller, attempt: int | None
+        self, shard: Shard, request: pb.PullRequest, caller: pb.Caller, attempt: int | None
     ) -> Iterator[Pulled | RestartedAs | None]:
-        shard, who = self._node.shard, (caller.worker, caller.incarnation)
+        who = caller.worker, caller.incarnation
         held = request.held if request.HasField("held") else None
         if request.ahead and request.contributor:
             return shard.pull_ahead(
@@ -332,6 +353,8 @@ class Service:
         order = OrderId(request.source, request.number)
         try:
             self._node.configure(configuration_from_message(request), order)
+        except InvalidJob as error:
+            raise Refused(RefusalCode.INVALID, str(error)) from error
         except CheckpointError as error:  # shard 0 has verified it, so what is wrong here may pass
             raise Refused(RefusalCode.NOT_READY, str(error)) from error
         yield _done()
@@ -389,6 +412,7 @@ class Service:
             instance=request.instance,
             transport=incoming.transport,
             call=caller.call,
+            follows=caller.incarnation,
             peer=Peer(request.address, request.torch),
         )
         if joined is None:

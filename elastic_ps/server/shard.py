@@ -70,6 +70,9 @@ class Shard:
             steps those that it has.
         codecs: the job's; they say of which buckets deltas are sent.
         optimizers: those that the job may have; torch's without it.
+
+    Attributes:
+        codecs: see above.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Shard:
     ) -> None:
         self.layout = layout
         self._optimizers = optimizers or Optimizers()
-        self._codecs = codecs or Plan(Compression())
+        self.codecs = codecs or Plan(Compression())
         self.index = index
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # a version is there, or another round is open
@@ -120,7 +123,7 @@ class Shard:
                 bucket,
                 stale=self._consistency.may_be_stale,
                 allocate=allocate,
-                deltas=self._codecs.of_deltas(self.layout, bucket),
+                deltas=self.codecs.of_deltas(self.layout, bucket),
             )
             values.build_optimizer(kind, settings.groups, self.layout.tensors)
             made[bucket.index] = values

@@ -277,6 +277,20 @@ class JobState:
             return most or 0
         return max(self.consistency.fragments or 1, round(most * self.balance.weight(stay.incarnation)))
 
+    def standing(self, worker: int, version: int) -> tuple[int, int]:
+        """A version, and how far a member's process has come in it; see `messages.Standing`.
+
+        Args:
+            version: that the member has pulled. It may be the one that is being committed.
+        """
+        stay, rounds = self.members.live.get(worker), self.rounds
+        last = -1 if stay is None else self.members.last_step(stay)
+        if stay is None or not (rounds.committing and version > rounds.version):
+            return rounds.version, last + 1
+        process = {each.incarnation for each in self.members.stays() if each.instance == stay.instance}
+        steps = [c.step for c in rounds.contributions if c.worker == worker and c.incarnation in process]
+        return version, max(last, *steps, -1) + 1
+
     def open_ledger(self, records: int, epochs: int, *, lanes: int) -> None:
         """The first worker names its data set; with `lanes`, the schedule is fixed for that many workers."""
         if self.ledger is not None:

@@ -506,7 +506,7 @@ class PullRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: bool = ..., held: _Optional[int] = ..., ahead: _Optional[str] = ..., drafts: _Optional[_Mapping[int, int]] = ..., brief: bool = ...) -> None: ...
 
 class PullReply(_message.Message):
-    __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings", "stopped", "unchanged", "encoded", "draft", "stands", "delta", "steps", "last")
+    __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings", "stopped", "unchanged", "encoded", "draft", "stands", "delta", "steps", "last", "standing")
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
@@ -521,6 +521,7 @@ class PullReply(_message.Message):
     DELTA_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    STANDING_FIELD_NUMBER: _ClassVar[int]
     bucket: int
     attempt: int
     pending: bool
@@ -535,7 +536,16 @@ class PullReply(_message.Message):
     delta: int
     steps: int
     last: bool
-    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., done: bool = ..., version: _Optional[int] = ..., settings: _Optional[str] = ..., stopped: _Optional[str] = ..., unchanged: bool = ..., encoded: _Optional[_Union[Run, _Mapping]] = ..., draft: _Optional[int] = ..., stands: bool = ..., delta: _Optional[int] = ..., steps: _Optional[int] = ..., last: bool = ...) -> None: ...
+    standing: Standing
+    def __init__(self, bucket: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., done: bool = ..., version: _Optional[int] = ..., settings: _Optional[str] = ..., stopped: _Optional[str] = ..., unchanged: bool = ..., encoded: _Optional[_Union[Run, _Mapping]] = ..., draft: _Optional[int] = ..., stands: bool = ..., delta: _Optional[int] = ..., steps: _Optional[int] = ..., last: bool = ..., standing: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
+
+class Standing(_message.Message):
+    __slots__ = ("version", "steps")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    steps: int
+    def __init__(self, version: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class HeartbeatRequest(_message.Message):
     __slots__ = ("caller", "version")

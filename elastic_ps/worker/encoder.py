@@ -1,9 +1,13 @@
 """Encodes a worker's gradients, and keeps what a step has not sent.
 
 A step's gradient is encoded once: if the round starts again, the same bytes are pushed again. What was not
-sent of it belongs to the worker's next step as soon as this one is in the model. If it never is, because it
-came too late or the worker had to join again, its records go to others, and what was left over before it
-stays for the next step. What is left over when the worker ends is lost.
+sent of it belongs to the worker's next step as soon as this one is in the model, or in the sums that the
+next version is made of. If the step is void, because it came too late, the worker had to join again, or the
+round has started again without it, its records go to others, and it leaves nothing over; see `residual`. What
+is left over when the worker ends is lost.
+
+It does not matter which codec has left something over: it is added to the next gradient, whatever the codec
+is then. So another `spec.compression` may come with another term.
 """
 
 from __future__ import annotations
@@ -11,9 +15,8 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -25,11 +28,9 @@ from elastic_ps.core.partition import Bucket, Layout
 from elastic_ps.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import run_to_message
+from elastic_ps.worker.residual import Residual, Rest, State
 from elastic_ps.worker.traffic import Traffic
 from elastic_ps.worker.tuner import Tuner
-
-_Place = tuple[int, int]
-"""Index of a bucket, and of a run in it."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,11 @@ class Encoder:
         traffic: Traffic | None = None,
         trace: Trace | None = None,
     ) -> None:
-        self._plan = plan
+        self._layout = layout
         self._traffic = traffic or Traffic()
-        self.tuner = Tuner(plan.auto, self._traffic)
         self._trace = trace or Trace(None, "")
-        self._runs = {bucket.index: plan.runs(layout, bucket) for bucket in layout.pushed}
         self._who = f"{seed}/{worker}"
-        self._states: dict[_Place, dict[str, Any]] = {}
-        self._left_over: dict[_Place, torch.Tensor] = {}
+        self._residual = Residual()
         self._lock = threading.Lock()
         self._encoding = {bucket.index: threading.Lock() for bucket in layout.pushed}
         self._step = -1
@@ -86,9 +84,25 @@ class Encoder:
         self._term = 0
         self._counted = (-1, 0)  # a version, and how many steps that count this worker has made on it
         self._made: dict[int, Payload] = {}  # of this step's buckets
-        self._next: dict[_Place, torch.Tensor] = {}  # what this step leaves over
-        self._next_states: dict[_Place, dict[str, Any]] = {}
         self._bodies: dict[int, bytearray] = {}  # memory that has been written to is had faster than new one
+        self.adopt(plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Gradients are encoded as `plan` says from now on; there is no step under way.
+
+        What is left over stays, what codecs keep does not: it is of another codec.
+        """
+        with self._lock:
+            self._plan = plan
+            self._runs = {bucket.index: plan.runs(self._layout, bucket) for bucket in self._layout.pushed}
+            self._residual.forget_states()
+        self.tuner = Tuner(plan.auto, self._traffic)
+
+    @property
+    def left_over(self) -> Mapping[int, torch.Tensor]:
+        """What waits for the next gradient: of each bucket of which anything does, flat, float32."""
+        with self._lock:
+            return self._residual.rests
 
     def begin(self, step: int, term: int = 0) -> None:
         """The step with this number begins. The one before is in the model by now, or never will be.
@@ -99,21 +113,25 @@ class Encoder:
             if term != self._term:
                 self._term, self._counted = term, (-1, 0)
             self._step, self._version = step, None
-            self.tuner.begin()
             self._made.clear()
-            self._next.clear()
-            self._next_states.clear()
+            self._residual.begin(step)
+        self.tuner.begin()
 
-    def applied(self) -> None:
-        """The step is in the model, or in the sums that the next version is made of."""
+    def applied(self, *, in_sums: bool = False) -> None:
+        """The step is in the model; with `in_sums`, in the sums that the next version is made of.
+
+        Then it is void if the round starts again.
+        """
         with self._lock:
-            self._left_over |= self._next
-            self._states |= self._next_states
-            self._next.clear()
-            self._next_states.clear()
+            self._residual.applied(in_sums=in_sums)
             if self._version is not None:
                 self._counted = (self._version, self._before(self._version) + 1)
-            self.tuner.end()
+        self.tuner.end()
+
+    def settle(self, *, made: int, term: int, version: int) -> None:
+        """The job is at a version of a term; see `Residual.settle`."""
+        with self._lock:
+            self._residual.settle(made=made, term=term, version=version)
 
     def _before(self, version: int) -> int:
         """How many steps that count this worker has made on the version."""
@@ -129,6 +147,7 @@ class Encoder:
         *,
         step: int,
         version: int,
+        into: tuple[int, int] | None = None,
     ) -> Payload:
         """What to send of a bucket's gradient. The second call in a step returns what the first one did.
 
@@ -140,7 +159,11 @@ class Encoder:
             present: for each piece, whether it has a gradient; empty: all have.
             step: its number; what comes of an earlier one than the present is not kept.
             version: that the step is computed on.
+            into: the round that it is pushed for: its version, and the attempt. None: the version's first.
         """
+        with self._lock:
+            if step == self._step:
+                self._residual.pushed((self._term, *(into or (version, 0))))
         started = time.monotonic_ns()
         with self._encoding[bucket.index]:  # two threads push it, if the round starts again meanwhile
             payload = self._made_before(bucket, step)
@@ -168,83 +191,46 @@ class Encoder:
         step: int,
         version: int,
     ) -> Payload:
-        runs = self._runs[bucket.index]
-        plain = Payload(raw, present=present)
-        if not runs or not _is_encodable(gradient):
-            return plain
         with self._lock:
-            before = self._before(version)
-        random = torch.Generator()
-        what = f"{self._who}/{version}/{before}/{bucket.index}"
-        digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
-        random.manual_seed(int.from_bytes(digest, "little"))
-        packed: list[Packed] = []
-        left_over: dict[_Place, torch.Tensor] = {}
-        states: dict[_Place, dict[str, Any]] = {}
-        for number, run in enumerate(runs):
-            place, own = (bucket.index, number), gradient[run.elements]
-            try:
-                with torch.no_grad():
-                    # A step that is never in the model changes no state: the codec gets a copy.
-                    state = states[place] = {**self._states.get(place, {}), "version": version}
-                    absent = _absent(bucket, run, present)
-                    made, rest = self._encode_run(place, run, own, absent, state, random)
-            except Exception as error:
-                error.add_note(f"The codec {run.name} has failed on a gradient, in bucket {bucket.index}.")
-                raise
-            packed.append(made)
-            if rest is not None:
-                left_over[place] = rest
-        payload = self._payload(bucket, runs, packed, present)
+            plan, runs = self._plan, self._runs[bucket.index]
+            before, waiting = self._before(version), self._residual.of(bucket.index)
+            states = {
+                n: {**self._residual.state(bucket.index, n), "version": version} for n in range(len(runs))
+            }
+        if not (runs or waiting is not None) or not _is_encodable(gradient):
+            return Payload(raw, present=present)
+        made = _Made(waiting, gradient, _absent(bucket, present))
+        if not runs:
+            payload = Payload(as_bytes(made.plain(slice(0, bucket.elements))), present=present)
+        else:
+            random = torch.Generator()
+            what = f"{self._who}/{version}/{before}/{bucket.index}"
+            digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
+            random.manual_seed(int.from_bytes(digest, "little"))
+            packed: list[Packed] = []
+            for number, run in enumerate(runs):
+                try:
+                    with torch.no_grad():
+                        packed.append(made.encode(run, states[number], random))
+                except Exception as error:
+                    error.add_note(
+                        f"The codec {run.name} has failed on a gradient, in bucket {bucket.index}."
+                    )
+                    raise
+            payload = self._payload(plan.name, bucket, runs, packed, present)
         with self._lock:
             if step == self._step:
                 self._version, self._made[bucket.index] = version, payload
-                self._next |= left_over
-                self._next_states |= states
+                self._residual.note(bucket.index, Rest(waiting, made.rest), states)
         return payload
 
-    def _encode_run(
-        self,
-        place: _Place,
-        run: Run,
-        own: torch.Tensor,
-        absent: Sequence[slice],
-        state: dict[str, Any],
-        random: torch.Generator,
-    ) -> tuple[Packed, torch.Tensor | None]:
-        """A run's gradient as it travels, and with error feedback what is left over of it."""
-        if run.codec is None:
-            return Packed((Part("", name_of(own.dtype), run.length),), "", [as_bytes(own)]), None
-        if not run.codec.feedback:
-            return pack(run.codec.encode(own.to(torch.float32), state, random)), None
-        total = self._total(place, own, absent)
-        encoded = run.codec.encode(total, state, random)
-        packed = pack(encoded)
-        decoded = torch.empty_like(total)
-        run.codec.decode(encoded, decoded)
-        # The parameter server has it in the model's dtype.
-        return packed, self._rest(place, decoded.to(own.dtype), total, absent)
-
-    def _total(self, place: _Place, own: torch.Tensor, absent: Sequence[slice]) -> torch.Tensor:
-        """A run's gradient and what was left over before, but for pieces without a gradient, in float32."""
-        total = own.to(torch.float32, copy=True)
-        if place in self._left_over:
-            total += self._left_over[place]
-        for piece in absent:
-            total[piece] = 0
-        return total
-
-    def _rest(
-        self, place: _Place, decoded: torch.Tensor, total: torch.Tensor, absent: Sequence[slice]
-    ) -> torch.Tensor:
-        """What is left over of `total`, which may be what is sent. Pieces without a gradient keep theirs."""
-        rest = total - decoded
-        for piece in absent:
-            rest[piece] = self._left_over[place][piece] if place in self._left_over else 0.0
-        return rest
-
     def _payload(
-        self, bucket: Bucket, runs: Sequence[Run], packed: Sequence[Packed], present: Sequence[bool]
+        self,
+        name: str,
+        bucket: Bucket,
+        runs: Sequence[Run],
+        packed: Sequence[Packed],
+        present: Sequence[bool],
     ) -> Payload:
         messages = [run_to_message(run.name, made) for run, made in zip(runs, packed, strict=True)]
         size = sum(made.nbytes for made in packed)
@@ -255,7 +241,7 @@ class Encoder:
         for part in (part for made in packed for part in made.body):
             body[place : place + len(part)] = part
             place += len(part)
-        return Payload(body, self._plan.name, messages, present)
+        return Payload(body, name, messages, present)
 
 
 def _is_encodable(gradient: torch.Tensor) -> bool:
@@ -266,12 +252,79 @@ def _is_encodable(gradient: torch.Tensor) -> bool:
     return bool(-limit <= low) and bool(high <= limit)  # not, if one is NaN: then both are
 
 
-def _absent(bucket: Bucket, run: Run, present: Sequence[bool]) -> list[slice]:
-    """Where in a run there are pieces without a gradient."""
+def _absent(bucket: Bucket, present: Sequence[bool]) -> list[slice]:
+    """Where in a bucket there are pieces without a gradient."""
     absent, place = [], 0
-    for index in range(run.pieces.start, run.pieces.stop):
-        length = bucket.pieces[index].length
-        if present and not present[index]:
-            absent.append(slice(place, place + length))
-        place += length
+    for piece, there in zip(bucket.pieces, present, strict=False):
+        if not there:
+            absent.append(slice(place, place + piece.length))
+        place += piece.length
     return absent
+
+
+class _Made:
+    """What is made of a bucket's gradient in a step.
+
+    Args:
+        waiting: what was left over before; None: nothing.
+        gradient: flat, of the bucket's dtype.
+        absent: where there are pieces without a gradient. What waits there goes on waiting.
+
+    Attributes:
+        rest: what is left over; None: nothing.
+    """
+
+    def __init__(self, waiting: torch.Tensor | None, gradient: torch.Tensor, absent: Sequence[slice]) -> None:
+        self._waiting, self._gradient, self._absent = waiting, gradient, absent
+        self.rest: torch.Tensor | None = None
+        if waiting is not None and absent:
+            self.rest = torch.zeros_like(waiting)
+            for piece in absent:
+                self.rest[piece] = waiting[piece]
+
+    def encode(self, run: Run, state: State, random: torch.Generator) -> Packed:
+        """A run as it travels."""
+        if run.codec is None:
+            own = self.plain(run.elements)
+            return Packed((Part("", name_of(own.dtype), run.length),), "", [as_bytes(own)])
+        total = self._total(run.elements, torch.float32)
+        encoded = run.codec.encode(total, state, random)
+        packed = pack(encoded)
+        if run.codec.feedback:
+            decoded = torch.empty_like(total)
+            run.codec.decode(encoded, decoded)
+            # The parameter server has it in the model's dtype.
+            self._leave(run.elements, (total - decoded.to(self._gradient.dtype)).to(torch.float32))
+        return packed
+
+    def plain(self, elements: slice) -> torch.Tensor:
+        """These elements as they are sent without a codec: nothing is left over of them."""
+        if self._waiting is None:
+            return self._gradient[elements]
+        return self._total(elements, self._gradient.dtype)
+
+    def _total(self, elements: slice, dtype: torch.dtype) -> torch.Tensor:
+        """The gradient and what waits, but for pieces without a gradient."""
+        total = self._gradient[elements].to(dtype, copy=True)
+        if self._waiting is not None:
+            total += self._waiting[elements]
+        for piece in self._absent_in(elements):
+            total[piece] = 0
+        return total
+
+    def _absent_in(self, elements: slice) -> list[slice]:
+        """The pieces without a gradient among these elements, counted from the first of those."""
+        first, last = elements.start, elements.stop
+        return [
+            slice(max(p.start, first) - first, min(p.stop, last) - first)
+            for p in self._absent
+            if p.start < last and p.stop > first
+        ]
+
+    def _leave(self, elements: slice, rest: torch.Tensor) -> None:
+        for piece in self._absent_in(elements):
+            rest[piece] = 0.0 if self._waiting is None else self._waiting[elements][piece]
+        if self.rest is None:
+            self.rest = torch.zeros(len(self._gradient)) if len(rest) < len(self._gradient) else rest
+        if self.rest is not rest:
+            self.rest[elements] = rest

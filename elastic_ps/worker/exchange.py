@@ -21,6 +21,7 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from elastic_ps.codec import checksum
+from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.errors import ConnectionLost, Refused, UsageError
 from elastic_ps.telemetry import History, Trace
@@ -74,7 +75,7 @@ class Exchange:
         self._sends_ahead = ahead
         # With a single bucket of gradients nothing is there to be sent before backward ends.
         gradients = sum(bucket.rule is Rule.GRADIENT for bucket in flat.layout.pushed)
-        self._small = client.shards == 1 and gradients == 1 and not encoder.tuner.active
+        self._small = client.shards == 1 and gradients == 1
         self._to_ask: dict[int, Pull] | None = None  # the rest, if some were asked when the step began
         self._stepped = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
         self._besides: Set[int] = frozenset()  # buckets that the step is not about
@@ -82,6 +83,7 @@ class Exchange:
         self._awaited = Awaited()
         self.sending = Sending(client, flat, self._awaited, encoder, trace=trace, history=history)
         self.receiving = Receiving(client, flat, self._awaited, values, self.sending.answers, trace=trace)
+        self._values = values
         self.adopt(consistency)
 
     def close(self) -> None:
@@ -108,13 +110,20 @@ class Exchange:
         """
         return self.receiving.steps
 
-    def adopt(self, consistency: Consistency) -> None:
-        """The job's consistency is this one from now on; there is no step under way."""
+    def adopt(self, consistency: Consistency, codecs: Plan | None = None) -> None:
+        """The job's consistency is this one from now on; there is no step under way.
+
+        Args:
+            codecs: likewise; None: they are the same as before.
+        """
+        if codecs is not None:
+            self._encoder.adopt(codecs)
+            self._values.adopt(codecs)
         self._may_be_stale = consistency.may_be_stale
         self._may_be_late = consistency.may_be_late
         self._holds_up = consistency.each_alone and consistency.reads_one_version
         self._accumulates = consistency.several_steps
-        self._at_once = self._small and not self._accumulates
+        self._at_once = self._small and not (self._accumulates or self._encoder.tuner.active)
         self._may_ask_ahead = self._sends_ahead and consistency.waits_for_all and not self._at_once
         self.sending.adopt(consistency, at_once=self._at_once)
 
@@ -199,7 +208,7 @@ class Exchange:
             self._client.begin(step)
         if self._accumulates and not self._push_alone(step, ending):
             awaited.step = None
-            self._encoder.applied()  # it is in the sums, and void only if the round starts again
+            self._encoder.applied(in_sums=True)
             return False
         with awaited.lock:
             awaited.ending = ending
@@ -272,6 +281,8 @@ class Exchange:
             if contributor or not wanted:
                 break
             version = newest
+        if (standing := self.receiving.standing) is not None:
+            self._encoder.settle(made=standing.steps, term=self._client.term, version=standing.version)
         self._arrived_at(version, besides)
         if contributor:
             self.computes_on(version)

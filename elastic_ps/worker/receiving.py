@@ -57,6 +57,7 @@ class Receiving:
         stopped: why a script has ended the training, as of the last pull; "" if none has.
         steps: in mode `local`, how many this worker makes by itself until its next exchange, as of the last
             pull; 0 if that has not been said.
+        standing: which of its steps are in the model, as of the last pull; None if that has not been said.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Receiving:
         self.settings = ""
         self.stopped = ""
         self.steps = 0
+        self.standing: pb.Standing | None = None
         self._client, self._flat, self._awaited, self._values = client, flat, awaited, values
         self._answers = answers
         self._trace = trace
@@ -170,6 +172,7 @@ class Receiving:
             elif kind == "done" or reply.last:
                 if shard == 0:
                     self.settings, self.stopped, self.steps = reply.settings, reply.stopped, reply.steps
+                    self.standing = reply.standing if reply.HasField("standing") else None
                 complete = True
         if not ended:
             raise Malformed(f"shard {shard} ended a pull without saying so")

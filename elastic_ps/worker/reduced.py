@@ -112,9 +112,9 @@ class Reduced:
 
     # --- what `Engine` asks of an `Exchange`
 
-    def adopt(self, consistency: Consistency) -> None:
+    def adopt(self, consistency: Consistency, codecs: object = None) -> None:
         """There is no other way to make versions with this strategy."""
-        del consistency
+        del consistency, codecs
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
         """The first gradient of a step is there."""

@@ -236,7 +236,15 @@ class Sending:
         if absent:
             return Payload(EMPTY, present=present)
         raw, gradient = self._flat.contribution_bytes(bucket), self._flat.contribution_of(bucket)
-        return self._encoder.encode(bucket, gradient, raw, present, step=step.number, version=step.base)
+        return self._encoder.encode(
+            bucket,
+            gradient,
+            raw,
+            present,
+            step=step.number,
+            version=step.base,
+            into=(step.version, attempt),
+        )
 
     def _traced(
         self, bucket: Bucket, step: Step, attempt: int, payload: Payload

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic_ps.codec.plan import Plan
 from elastic_ps.core.metrics import Metrics, reduce_all
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.training import Consistency
@@ -144,7 +145,7 @@ class Following:
         """Forget the step under way."""
         self.under_way = None
 
-    def adopt(self, consistency: Consistency) -> None:
+    def adopt(self, consistency: Consistency, codecs: Plan | None = None) -> None:
         """Process 0 sends and asks."""
 
     def computes_on(self, version: int) -> None:

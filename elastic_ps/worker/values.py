@@ -32,13 +32,17 @@ class Values:
         self._flat = flat
         self._traffic = traffic or Traffic()
         self._trace = trace or Trace(None, "")
+        self._memory: dict[int, bytearray] = {}  # of each shard, for what is encoded
+        self._changes: dict[int, torch.Tensor] = {}  # of each shard, for a delta
+        self.adopt(plan)
+
+    def adopt(self, plan: Plan) -> None:
+        """Values are encoded as `plan` says from now on; all of them are fetched anew."""
+        buckets, layout = self._flat.layout.buckets, self._flat.layout
         self._plan = plan
-        buckets, layout = flat.layout.buckets, flat.layout
         self._codecs = {b.index: plan.of_values(layout, b) for b in buckets}
         self._deltas = {b.index: plan.of_deltas(layout, b) for b in buckets}
         self._versions: dict[int, int] = {}  # of the values that are there
-        self._memory: dict[int, bytearray] = {}  # of each shard, for what is encoded
-        self._changes: dict[int, torch.Tensor] = {}  # of each shard, for a delta
 
     def receive(
         self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, *, into: torch.Tensor | None = None

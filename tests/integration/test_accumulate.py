@@ -203,7 +203,7 @@ def test_what_an_encoded_step_leaves_over_counts_for_the_next_one_on_the_same_ve
         weights.append(model.weight.detach().flatten().clone())
         exchange = session._engine.exchange
         assert exchange is not None
-        left.extend(exchange._encoder._left_over.values())
+        left.extend(exchange._encoder.left_over.values())
 
     compression = {"codec": "topk", "options": {"ratio": 0.25}}
     commits = alone(tmp_path, script, consistency=accumulate(2), compression=compression)
