@@ -284,7 +284,8 @@ class TuningStatus(CamelModel):
 
     generation: int = Field(default=0, description="The number of the change that is in force.")
     consistency: str = Field(default="", description="The consistency that is in force, in words.")
-    since: int = Field(default=0, description="The version after which it is in force.")
+    compression: str = Field(default="", description="The compression that is in force, in words.")
+    since: int = Field(default=0, description="The version after which both are in force.")
     asked: int = Field(default=0, description="The number of the newest change that was asked for.")
     problem: str = Field(default="", description="Why that one is not in force; empty if it is.")
 
@@ -409,6 +410,10 @@ class ParameterServerStatus(CamelModel):
     )
     consistency: str = Field(
         default="", description="How versions are made at the moment, as the parameter server says."
+    )
+    compression: str = Field(
+        default="",
+        description="How gradients and values are encoded at the moment, as the parameter server says.",
     )
     standbys: int | None = Field(
         default=None,

@@ -7,6 +7,7 @@ shard 0's parameter server looks at it; see `env.ProcessEnvironment.tuning`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from pydantic import Field, ValidationError
 from elastic_ps.errors import InvalidJob
 from elastic_ps.fields import CamelModel, Duration
 from elastic_ps.job import TrainingJobSpec
-from elastic_ps.training import OPTIONS, Consistency
+from elastic_ps.training import AUTO, OPTIONS, Compression, Consistency
 
 
 class Fixed(NamedTuple):
@@ -82,12 +83,14 @@ class Tuning(CamelModel):
         moved: what has become of that since; None for nothing.
         run: of which run of the job; generations of other runs cannot be compared with it.
         since: the version after which it is in force; the parameter server fills it in.
+        compression: None for what the job has been started with: whoever has written this knows of no change.
     """
 
     generation: int = Field(default=0, ge=0)
     run: str = ""
     since: int = Field(default=0, ge=0)
     consistency: Consistency = Field(default_factory=Consistency)
+    compression: Compression | None = None
     checkpoint: Times = Field(default_factory=Times)
     moved: Moved | None = None
 
@@ -96,7 +99,13 @@ class Tuning(CamelModel):
         """What `spec` says."""
         checkpoint = spec.parameter_server.checkpoint
         times = {name: getattr(checkpoint, name) for name in Times.model_fields}
-        return cls(generation=generation, run=run, consistency=spec.consistency, checkpoint=Times(**times))
+        return cls(
+            generation=generation,
+            run=run,
+            consistency=spec.consistency,
+            compression=spec.compression,
+            checkpoint=Times(**times),
+        )
 
     def applied_to(self, spec: TrainingJobSpec) -> TrainingJobSpec:
         """`spec` with these fields in the place of its own."""
@@ -104,7 +113,10 @@ class Tuning(CamelModel):
         server = spec.parameter_server
         checkpoint = server.checkpoint.model_copy(update=times)
         server = server.model_copy(update={"checkpoint": checkpoint})
-        return spec.model_copy(update={"consistency": self.consistency, "parameter_server": server})
+        update: dict[str, Any] = {"consistency": self.consistency, "parameter_server": server}
+        if self.compression is not None:
+            update["compression"] = self.compression
+        return spec.model_copy(update=update)
 
     def replaces(self, other: Tuning) -> bool:
         """Whether this is a later one of the same run."""
@@ -127,17 +139,34 @@ class Tuning(CamelModel):
 
     def after(self, before: Tuning) -> Tuning:
         """This wish, which follows on `before`: what that has moved stays if the consistency is not meant."""
-        if self.consistency != before.wished:
+        wish = self.over(before)
+        if wish.consistency != before.wished:
+            return wish
+        return wish.model_copy(update={"consistency": before.consistency, "moved": before.moved})
+
+    def over(self, before: Tuning) -> Tuning:
+        """The same, with the compression of `before` if this says nothing of it."""
+        if self.compression is not None:
             return self
-        return self.model_copy(update={"consistency": before.consistency, "moved": before.moved})
+        return self.model_copy(update={"compression": before.compression})
 
     def differs(self, other: Tuning) -> bool:
         """Whether it says anything else."""
-        return (self.consistency, self.checkpoint) != (other.consistency, other.checkpoint)
+        return self.needs_term(other) or self.checkpoint != other.checkpoint
 
     def needs_term(self, before: Tuning) -> bool:
         """Whether it takes effect in a new term only, since workers and shards have to know of it."""
-        return self.consistency != before.consistency
+        return bool(self.news(before))
+
+    def news(self, before: Tuning) -> dict[str, tuple[str, str]]:
+        """What takes effect in a new term only: what it is of, how it is, and how it was, in words."""
+        news = {}
+        if self.consistency != before.consistency:
+            news["consistency"] = describe(self.consistency), describe(before.consistency)
+        ours, theirs = self.over(before).compression, before.over(self).compression
+        if ours is not None and theirs is not None and ours != theirs:
+            news["compression"] = describe_compression(ours), describe_compression(theirs)
+        return news
 
     def refusal(self, later: Tuning) -> str:
         """Why a running job cannot change from this to `later`; "" if it can."""
@@ -149,6 +178,12 @@ class Tuning(CamelModel):
                     f"consistency cannot change from ({now}) to ({then}) while the job runs. "
                     f"{part.name} stays what it is: {part.why}. Start a new job for that"
                 )
+        chosen = later.compression.codec if later.compression is not None else ""
+        if later.consistency.deterministic and chosen == AUTO:
+            return (
+                "compression.codec cannot become auto in a job with consistency.deterministic: true, because "
+                "it chooses by measured times; name a codec"
+            )
         return ""
 
     def to_json(self) -> str:
@@ -171,8 +206,29 @@ def describe(consistency: Consistency) -> str:
     return ", ".join(f"{name}: {_plain(value)}" for name, value in {"mode": consistency.mode, **said}.items())
 
 
+def describe_compression(compression: Compression) -> str:
+    """What gradients and values are encoded with, in one line, as in YAML."""
+    said = compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return ", ".join(
+        f"{name}: {json.dumps(value) if isinstance(value, dict | list) else _plain(value)}"
+        for name, value in {"codec": compression.codec, **said}.items()
+    )
+
+
 def _plain(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def without_options_of_other_codecs(
+    compression: Mapping[str, Any], before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A compression as in YAML, without what belongs to the codecs of `before` alone."""
+    foreign = set()
+    if compression.get("codec") != before.get("codec"):
+        foreign |= {"options", "maxError"}
+    if compression.get("values") != before.get("values"):
+        foreign |= {"valuesOptions"}
+    return {name: value for name, value in compression.items() if name not in foreign}
 
 
 def without_options_of_other_modes(consistency: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,6 +94,7 @@ SET_EXAMPLES = """\
 examples:
   elastic-ps set digits consistency.mode=bounded consistency.maxStaleness=8
   elastic-ps set digits consistency.mode=sync
+  elastic-ps set digits compression.codec=topk 'compression.options={ratio: 0.05}'
   elastic-ps set digits parameterServer.checkpoint.interval=5m"""
 
 

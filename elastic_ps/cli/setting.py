@@ -15,12 +15,12 @@ from elastic_ps.errors import UserError
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local.state import JobDirectory, generation_of
 from elastic_ps.status import TuningStatus
-from elastic_ps.tuning import Tuning, without_options_of_other_modes
+from elastic_ps.tuning import Tuning, without_options_of_other_codecs, without_options_of_other_modes
 
 LIMIT = timedelta(seconds=60)
 """For how long the command waits until the change is in force."""
 
-GROUPS = ("consistency", "parameterServer.checkpoint")
+GROUPS = ("consistency", "compression", "parameterServer.checkpoint")
 TIMES = ("interval", "everyVersions", "keep")
 
 
@@ -55,9 +55,11 @@ def _await(directory: JobDirectory, generation: int, before: TrainingJob) -> int
             directory.edit(lambda job: _back(job, generation, before))
             raise UserError(f"{directory.job} is not changed: {tuning.problem}")
         if tuning.generation >= generation:
+            changed_it = Tuning.of(before.spec).news(Tuning.of(directory.read_job().spec))
+            encodes = f", compression is ({tuning.compression})" if "compression" in changed_it else ""
             print(
                 f"{directory.job} has changed; since version {tuning.since}, consistency is "
-                f"({tuning.consistency})"
+                f"({tuning.consistency}){encodes}"
             )
             return 0
         time.sleep(0.1)
@@ -78,11 +80,13 @@ def assignment(text: str) -> tuple[str, Any]:
     group, _, name = path.rpartition(".")
     if path == "worker.replicas":
         raise UserError("the number of workers is changed with `elastic-ps scale JOB --workers N`")
-    if group not in GROUPS or (group != "consistency" and name not in TIMES):
+    if group not in GROUPS or (group == "parameterServer.checkpoint" and name not in TIMES):
         times = ", ".join(f"parameterServer.checkpoint.{each}" for each in TIMES)
         raise UserError(
             f"{path} cannot change while a job runs. What can: the fields of consistency, as in "
-            f"consistency.mode; {times}; and the number of workers, with `elastic-ps scale`"
+            "consistency.mode; those of compression, as in compression.codec=int8 or "
+            f"compression.options='{{block: 128}}'; {times}; and the number of workers, with "
+            "`elastic-ps scale`"
         )
     try:
         return path, yaml.safe_load(value) if value else None
@@ -93,24 +97,35 @@ def assignment(text: str) -> tuple[str, Any]:
 def changed(job: TrainingJob, assigned: Mapping[str, Any]) -> TrainingJob:
     """The job with other values of fields. What belongs to the mode of before alone goes with that mode.
 
+    So do the options of a codec with that codec.
+
     Raises:
         UserError: the values do not fit together, or a running job cannot change so.
     """
     document = job.model_dump(mode="json", by_alias=True, exclude_none=True)
-    mode = job.spec.consistency.mode
+    mode, before = job.spec.consistency.mode, dict(document["spec"]["compression"])
     for path, value in assigned.items():
         *parents, name = path.split(".")
         _within(document["spec"], parents)[name] = value
-    given = {path.rpartition(".")[2] for path in assigned if path.startswith("consistency.")}
-    consistency = {k: v for k, v in document["spec"]["consistency"].items() if v is not None}
+    consistency = _given(document, "consistency")
     if consistency.get("mode", mode) != mode:
         usual = without_options_of_other_modes(consistency)
-        consistency = {k: v for k, v in consistency.items() if k in usual or k in given}
+        consistency = {k: v for k, v in consistency.items() if k in usual or f"consistency.{k}" in assigned}
     document["spec"]["consistency"] = consistency
+    compression = _given(document, "compression")
+    usual = without_options_of_other_codecs(compression, before)
+    document["spec"]["compression"] = {
+        k: v for k, v in compression.items() if k in usual or f"compression.{k}" in assigned
+    }
     after = parse_job(document, source=job.name)
     if refusal := Tuning.of(job.spec).refusal(Tuning.of(after.spec)):
         raise UserError(f"{job.name}: {refusal}")
     return after
+
+
+def _given(document: dict[str, Any], group: str) -> dict[str, Any]:
+    """The fields of a part of the spec that have a value."""
+    return {name: value for name, value in document["spec"][group].items() if value is not None}
 
 
 def _within(document: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:

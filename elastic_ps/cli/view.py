@@ -107,6 +107,7 @@ def frame(status: LocalStatus, record: Record | None = None, *, height: int = 10
             parts.append(
                 Text(f"consistency: {tuning.consistency}, since version {tuning.since}", style="dim")
             )
+            parts.append(Text(f"compression: {tuning.compression}", style="dim"))
         if record is None and tuning.problem:
             parts.append(Text(f"the last change was refused: {tuning.problem}", style="yellow"))
     return Group(*parts)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from elastic_ps.core.ledger import Range
-from elastic_ps.training import Consistency
+from elastic_ps.training import Compression, Consistency
 
 Kind: TypeAlias = Literal[
     "record missing",  # a record's gradient is not in the model
@@ -28,6 +28,7 @@ Kind: TypeAlias = Literal[
     "stale term",  # a parameter server committed after a newer one had started
     "stale incarnation",  # a commit names a step that was sent after a newer process took the worker's place
     "acknowledged step lost",  # a worker saw its step applied, but no commit has it and nothing undid it
+    "mixed compression",  # two processes have encoded or decoded in different ways in one term
     "values differ",  # two processes have different values of one version, or a checkpoint is of another one
     "version size",  # a version was made of other records than the next ones, as many as the job says
     "version gap",  # versions of a term do not follow one another
@@ -136,6 +137,16 @@ class Values:
     checksum: int
 
 
+@dataclass(frozen=True)
+class Coding:
+    """How a process encodes and decodes in a term."""
+
+    time: float
+    process: str
+    term: int
+    compression: Compression
+
+
 @dataclass
 class Histories:
     """What both sides recorded; each list in the order of time."""
@@ -149,6 +160,7 @@ class Histories:
     skipped: list[Range] = field(default_factory=list)
     """Records that scripts left out: they may be missing."""
     values: list[Values] = field(default_factory=list)
+    codings: list[Coding] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -192,6 +204,7 @@ def check(
         *_staleness(histories, max_staleness),
         *_incarnations(histories),
         *_acknowledgements(histories),
+        *_codings(histories),
         *_values(histories),
         *_records(surviving, histories, data),
         *(_sizes(surviving, histories.skipped, data, batch) if data and batch else ()),
@@ -364,8 +377,32 @@ def _acknowledgements(histories: Histories) -> Iterator[Violation]:
         yield Violation("acknowledged step lost", text, seen.time)
 
 
+def _codings(histories: Histories) -> Iterator[Violation]:
+    """In a term, all processes encode and decode in the same way."""
+    first: dict[int, Coding] = {}
+    for coding in histories.codings:
+        other = first.setdefault(coding.term, coding)
+        if coding.compression != other.compression:
+            text = (
+                f"in term {coding.term} {other.process} has compression ({_said(other.compression)}), and "
+                f"{coding.process} has ({_said(coding.compression)})"
+            )
+            yield Violation("mixed compression", text, coding.time)
+
+
+def _said(compression: Compression) -> str:
+    return str(compression.model_dump(mode="json", by_alias=True, exclude_defaults=True) or "none")
+
+
 def _values(histories: Histories) -> Iterator[Violation]:
-    """All processes have the same values of a term's version, and a term continues from those of its base."""
+    """All processes have the same values of a term's version, and a term continues from those of its base.
+
+    Not if it sends values in another way: those that workers have may be rounded.
+    """
+    sends = {
+        coding.term: (coding.compression.values, coding.compression.values_options)
+        for coding in histories.codings
+    }
     known: dict[tuple[int, int], dict[int, Values]] = defaultdict(dict)
     for found in histories.values:
         first = known[found.term, found.version].setdefault(found.bucket, found)
@@ -378,7 +415,8 @@ def _values(histories: Histories) -> Iterator[Violation]:
     restored = {each.term for each in histories.restored}
     made_in: dict[int, int] = {}  # the versions that a term could continue from, and the terms that made them
     for term, base in sorted(bases(histories).items()):
-        before = known[made_in[base], base] if term in restored and base in made_in else {}
+        comparable = term in restored and base in made_in and sends.get(term) == sends.get(made_in[base])
+        before = known[made_in[base], base] if comparable else {}
         for bucket, values in known[term, base].items():
             if bucket in before and before[bucket].checksum != values.checksum:
                 text = (

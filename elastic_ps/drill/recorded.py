@@ -10,6 +10,7 @@ from typing import Any
 from elastic_ps.core.ledger import Range
 from elastic_ps.drill.history import (
     Acknowledged,
+    Coding,
     Committed,
     Histories,
     Joined,
@@ -19,7 +20,7 @@ from elastic_ps.drill.history import (
     StepId,
     Values,
 )
-from elastic_ps.training import Consistency
+from elastic_ps.training import Compression, Consistency
 
 
 def read(directory: Path) -> Histories:
@@ -59,6 +60,9 @@ def _add(histories: Histories, event: dict[str, Any]) -> None:
                 Values(time, event["process"], event["term"], version, bucket, found)
                 for bucket, version, found in event["values"]
             ]
+        case _, "coding":
+            compression = Compression.model_validate(event["compression"])
+            histories.codings.append(Coding(time, event["process"], event["term"], compression))
         case "ps", "start":
             histories.started.append(Started(time, event["term"], _consistency(event)))
         case "ps", "restore":

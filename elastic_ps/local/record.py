@@ -129,9 +129,13 @@ def evaluation_changes(
 
 def tuning_changes(before: TuningStatus, after: TuningStatus) -> Iterator[tuple[str, int, str]]:
     """(kind, version, text) of how the job was changed between two answers, or was not."""
-    if before.consistency and after.consistency != before.consistency:
-        text = f"from version {after.since} on, consistency is ({after.consistency}); it was "
-        yield "changed", after.since, text + f"({before.consistency})"
+    for what, then, now in (
+        ("consistency", before.consistency, after.consistency),
+        ("compression", before.compression, after.compression),
+    ):
+        if then and now != then:
+            text = f"from version {after.since} on, {what} is ({now}); it was ({then})"
+            yield "changed", after.since, text
     if after.problem and after.problem != before.problem:
         yield "warning", after.since, f"the job was not changed: {after.problem}"
 

@@ -1,10 +1,11 @@
 """Changes of a running job: takes over what a person wants, or what an objective needs, at a version.
 
-What only says when checkpoints are written takes effect at once. A change of the consistency takes effect in
-a new term: the version that the model has is written to disk, with the new tuning, and all shards and workers
-continue from it, as they do when a shard has lost the model (docs/protocol.md). So steps that are under way
-are in no version, and their records are handed out again; no message of the old way can be taken for one of
-the new; and a parameter server that is lost meanwhile comes back with the one or the other.
+What only says when checkpoints are written takes effect at once. A change of the consistency, or of the
+compression, takes effect in a new term: the version that the model has is written to disk, with the new
+tuning, and all shards and workers continue from it, as they do when a shard has lost the model
+(docs/protocol.md). So steps that are under way are in no version, and their records are handed out again; no
+message of the old way can be taken for one of the new; and a parameter server that is lost meanwhile comes
+back with the one or the other.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 from datetime import timedelta
 
 from elastic_ps import scales
+from elastic_ps.codec.plan import Plan
 from elastic_ps.core.objective import WINDOW, Objective, ways
 from elastic_ps.core.progress import Distribution
 from elastic_ps.errors import InvalidJob
@@ -22,7 +24,7 @@ from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.state import JobState
 from elastic_ps.server.wishes import Wishes
-from elastic_ps.tuning import Tuning, describe
+from elastic_ps.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +105,9 @@ class Changes:
                 self.problem = self._safekeeping.problem or "the current version could not be written to disk"
             job.changed.notify_all()
         if kept:
-            text = "from version %d on, consistency is %s; before, it was %s"
-            now, then = describe(wanted.consistency), describe(before.consistency)
-            logger.info(text, state.version, now, then)
+            for what, (now, then) in wanted.news(before).items():
+                text = "from version %d on, %s is %s; before, it was %s"
+                logger.info(text, state.version, what, now, then)
             self._driver.drive()
 
     def _read(self) -> tuple[Tuning | None, str]:
@@ -115,6 +117,8 @@ class Changes:
             newest = self._wishes.newest() if self._wishes is not None else None
             if newest is not None:
                 scales.check(newest.consistency.staleness_scale)
+                if newest.compression is not None:
+                    Plan(newest.compression)
         except InvalidJob as error:
             return newest, str(error)
         return newest, ""
@@ -144,10 +148,14 @@ class Changes:
 
     def _unreachable(self, wanted: Tuning, state: JobState) -> str:
         """Why no version could be made as is wanted, as far as is known; the lock is held."""
-        if self._keeper is None and wanted.needs_term(self._job.tuning):
-            return "consistency cannot change in a job that writes no checkpoints"
-        if self._job.spec.all_reduce and wanted.needs_term(self._job.tuning):
-            return "consistency cannot change in a job with strategy all-reduce, which is always sync"
+        what = " and ".join(wanted.news(self._job.tuning))
+        if self._keeper is None and what:
+            return f"{what} cannot change in a job that writes no checkpoints"
+        if self._job.spec.all_reduce and what:
+            return (
+                f"{what} cannot change in a job with strategy all-reduce, which is always sync, and where "
+                "gradients travel as torch.distributed sends them"
+            )
         wanted_steps, ledger = wanted.consistency.gradients or 0, state.ledger
         if ledger is None or not state.batch:
             return ""

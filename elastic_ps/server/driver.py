@@ -21,6 +21,7 @@ from functools import partial
 
 from elastic_ps import scales
 from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.codec.plan import Plan
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fragments import fragments
 from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
@@ -344,13 +345,15 @@ class Driver:
 
         Raises:
             Fenced: a shard obeys a newer term.
-            InvalidJob: see `scales.check`.
+            InvalidJob: see `scales.check` and `Plan`.
         """
         job = self._job
         settings = Settings.from_json(found.state["settings"])
         layout = self._partition(found.specs, settings)
         tuning = tuning_of(found, job.tuning)
         scales.check(tuning.consistency.staleness_scale)
+        if tuning.compression is not None:
+            Plan(tuning.compression)  # before any shard is told
         try:
             for shard in self._shards:
                 shard.configure(

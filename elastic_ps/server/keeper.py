@@ -377,7 +377,7 @@ def tuning_of(found: Manifest, ours: Tuning) -> Tuning:
     have had a newer one.
     """
     said = found.state.get("tuning") or ""
-    recorded = read_tuning(said, source="the checkpoint's tuning") if said else ours
+    recorded = read_tuning(said, source="the checkpoint's tuning").over(ours) if said else ours
     if not ours.replaces(recorded) and recorded.run == ours.run:
         return recorded
     return ours.model_copy(update={"since": found.version}) if ours.needs_term(recorded) else ours

@@ -24,7 +24,7 @@ from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.wishes import Wishes
 from elastic_ps.status import ServerStatus, TuningStatus
 from elastic_ps.telemetry import History
-from elastic_ps.tuning import Tuning, describe
+from elastic_ps.tuning import Tuning, describe, describe_compression
 
 
 class Lead:
@@ -150,6 +150,7 @@ class Lead:
                 tuning=TuningStatus(
                     generation=job.tuning.generation,
                     consistency=describe(job.tuning.consistency),
+                    compression=describe_compression(job.spec.compression),
                     since=job.tuning.since,
                     asked=self._changes.asked,
                     problem=self._changes.problem,

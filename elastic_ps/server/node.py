@@ -58,7 +58,7 @@ class Node:
         consistency: of a term whose configuration does not say another.
         history: where it is recorded which values the shard has got, made and kept; closed by the caller.
         follower: the shard's standby; closed by `close`.
-        codecs: the job's; they say which values workers get. Without them, the shard's own.
+        codecs: likewise; they say which values workers get. Without them, the shard's own.
         optimizers: those that the job may have; torch's without it.
     """
 
@@ -122,11 +122,12 @@ class Node:
     def configure(self, configuration: Configuration, order: OrderId | None = None) -> None:
         """See ShardControl. `order`: which one it is, where it came over the network.
 
-        Raises InvalidModel, CheckpointError, Refused (STALE_TERM).
+        Raises InvalidModel, CheckpointError, Refused (STALE_TERM), InvalidJob: a codec cannot be imported.
         """
         self._obey(configuration.term)
         if self._is_old(order):
             return
+        codecs = self._codecs_of(configuration)
         shard = Shard(
             configuration.layout,
             self.index,
@@ -135,7 +136,7 @@ class Node:
             consistency=configuration.tuning.consistency if configuration.tuning else self._consistency,
             trace=self._trace,
             follows=configuration.follows,
-            codecs=self._codecs,
+            codecs=codecs,
             optimizers=self._optimizers,
         )
         if configuration.load_version is not None:
@@ -149,12 +150,23 @@ class Node:
             before, self._shard = self._shard, shard
             self._term, self._orders = configuration.term, []
             self._begun, self._written = (0, 0), None
+        said = codecs.compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        self._history.record("coding", term=configuration.term, compression=said)
         if configuration.load_version is not None:
             self._record_values(shard)
         if self._follower is not None:
             self._follower.reset(configuration)
         if before is not None:
             before.retire(RefusalCode.STALE_TERM)
+
+    def _codecs_of(self, configuration: Configuration) -> Plan:
+        """The same object in each term that has the same compression."""
+        wanted = configuration.tuning.compression if configuration.tuning is not None else None
+        if wanted is None:
+            return self._codecs
+        with self._lock:
+            known = self._shard.codecs if self._shard is not None else self._codecs
+        return known if known.compression == wanted else Plan(wanted)
 
     def advance(self, advance: Advance, order: OrderId | None = None) -> Report:
         """See ShardControl. `order`: which one it is, where it came over the network.
@@ -265,7 +277,7 @@ class Node:
         if self._history.enabled:
             version, layout = shard.version, shard.layout
             values = [
-                (bucket.index, version, checksum(as_bytes(self._codecs.as_pulled(layout, bucket, flat))))
+                (bucket.index, version, checksum(as_bytes(shard.codecs.as_pulled(layout, bucket, flat))))
                 for bucket, flat in shard.values()
                 if bucket.rule is not Rule.CONSTANT
             ]

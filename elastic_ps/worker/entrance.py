@@ -14,7 +14,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
-from elastic_ps.tuning import describe
+from elastic_ps.tuning import Tuning
 from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Membership
@@ -169,14 +169,22 @@ class Entrance:
             self._adopt(membership)
 
     def _adopt(self, membership: Membership) -> None:
-        """Make versions as this term of the job does; it may be another way than that of the term before."""
+        """Make versions as this term of the job does; it may be another way than that of the term before.
+
+        Raises InvalidJob: a codec of the user's own cannot be imported here.
+        """
         if membership.tuning is None:
             return
-        if membership.tuning.consistency != self.spec.consistency:
+        news = membership.tuning.news(Tuning.of(self.spec))
+        if news:
             self.spec = membership.tuning.applied_to(self.spec)
-            logger.info("consistency is %s now", describe(self.spec.consistency))
+            self._codecs = Plan(self.spec.compression)
+            for what, (now, _) in news.items():
+                logger.info("%s is %s now", what, now)
+        said = self.spec.compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        self._history.record("coding", term=membership.stay.term, compression=said)
         if self.exchange is not None:
-            self.exchange.adopt(self.spec.consistency)
+            self.exchange.adopt(self.spec.consistency, self._codecs if "compression" in news else None)
 
     def _bring(self, flat: Flat, brought: Brought | None) -> None:
         for bucket in flat.layout.buckets:

@@ -277,7 +277,7 @@ def _add_rules(spec: Schema) -> None:
             "message": "unencryptedAllReduce works only with strategy all-reduce",
         },
     ]
-    for name in ("entrypoint", "arguments", *builders.YOUNGER_FIELDS, "compression", "data"):
+    for name in ("entrypoint", "arguments", *builders.YOUNGER_FIELDS, "data"):
         fields[name]["x-kubernetes-validations"] = [_immutable(name)]
     fields["consistency"]["x-kubernetes-validations"] = list(_kept_consistency(fields["consistency"]))
     fields["consistency"]["x-kubernetes-validations"].append(

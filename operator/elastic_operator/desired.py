@@ -71,7 +71,7 @@ def read_desired(
     elif started(job, observed):
         document = _clamp(document, ignored)
     if fixed:
-        fixed = _keep_consistency(document, fixed, observed, ignored)
+        fixed = _keep_tunable(document, fixed, observed, ignored)
         document, _ = documents.known_spec(_keep_fixed(document, fixed, ignored))
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec, policy)
@@ -156,6 +156,10 @@ def restart_of(job: Mapping[str, Any]) -> datetime | None:
     return moment
 
 
+TUNABLE = ("consistency", "compression")
+"""Of the fixed part, what may change in some ways while a job runs."""
+
+
 def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
     """What is trained stays as it was when the job started."""
     kept = builders.overlay_fixed(document, fixed)
@@ -166,7 +170,7 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     except InvalidJob as error:
         ignored.append(f"the spec cannot be followed: {error}")
         return kept
-    others = [field for field in builders.FIXED_FIELDS if field != "consistency"]  # see `_keep_consistency`
+    others = [field for field in builders.FIXED_FIELDS if field not in TUNABLE]  # see `_keep_tunable`
     changed = [field for field in others if asked[field] != fixed[field]]
     before, after = fixed["parameterServer"], asked["parameterServer"]
     fields = sorted(before.keys() | after.keys())
@@ -178,30 +182,37 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
     return kept
 
 
-def _keep_consistency(
+def _keep_tunable(
     document: dict[str, Any], fixed: dict[str, Any], observed: Observed, ignored: list[str]
 ) -> dict[str, Any]:
-    """The fixed part with the consistency that is asked for, if a running job can change to that.
+    """The fixed part with the consistency and compression asked for, if a running job can change to those.
 
-    If not, it keeps the one that its parameter server was told last, or was started with.
+    If not, it keeps those that its parameter server was told last, or was started with.
     """
-    kept = {"entrypoint": "module:function", "consistency": fixed.get("consistency") or {}}
-    wanted = {**kept, "consistency": document.get("consistency") or {}}
+    others = {name: fixed[name] for name in builders.YOUNGER_FIELDS if name in fixed}
+    kept = {"entrypoint": "module:function", **others, **{name: fixed.get(name) or {} for name in TUNABLE}}
+    wanted = {**kept, **{name: document.get(name) or {} for name in TUNABLE}}
     try:
         before = Tuning.of(parse_spec(documents.known_spec(kept)[0], source="spec"))
         asked = Tuning.of(parse_spec(documents.known_spec(wanted)[0], source="spec"))
     except InvalidJob:
         return fixed  # what is wrong with it is said with the rest
-    refusal = before.refusal(asked)
-    if not refusal:
-        return {**fixed, "consistency": asked.consistency.model_dump(mode="json", by_alias=True)}
-    ignored.append(refusal)
     leader = next((pod for pod in observed.of("ps") if pod.index == 0 and pod.tuning), None)
     try:
         told = read_tuning(leader.tuning, source="annotation") if leader is not None else before
     except InvalidJob:
         told = before
-    return {**fixed, "consistency": told.consistency.model_dump(mode="json", by_alias=True)}
+    refusal = before.refusal(asked)
+    if not refusal and told.compression is None and asked.compression != before.compression:
+        refusal = (
+            "compression cannot change yet: the job's parameter server was created by an earlier version of "
+            f"the operator. Ask for a restart with the annotation {names.RESTART_ANNOTATION} first"
+        )
+    if refusal:
+        ignored.append(refusal)
+        asked = told.over(before)
+    tunable = asked.model_dump(mode="json", by_alias=True, include=set(TUNABLE))
+    return {**fixed, **tunable}
 
 
 def tuning_to_tell(job: Mapping[str, Any], desired: Desired, server: Pod) -> str:
@@ -211,6 +222,8 @@ def tuning_to_tell(job: Mapping[str, Any], desired: Desired, server: Pod) -> str
         told = read_tuning(server.tuning, source="annotation")
     except InvalidJob:
         return wanted.to_json()
+    if told.compression is None:  # it may not know of such changes
+        wanted = wanted.model_copy(update={"compression": None})
     return wanted.to_json() if wanted.differs(told) else ""
 
 

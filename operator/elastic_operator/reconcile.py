@@ -278,7 +278,12 @@ def _servers(
         elif pod.active and (why := server_to_renew(pod, desired, observed)):
             yield DeletePod.of(pod, why)
         elif pod.active and pod.tuning and (wanted := tuning_to_tell(job, desired, pod)):
-            yield TunePod(pod.name, pod.uid, wanted, "the job wants another consistency or other checkpoints")
+            yield TunePod(
+                pod.name,
+                pod.uid,
+                wanted,
+                "the job wants another consistency or compression, or other checkpoints",
+            )
 
 
 def _evaluator(

@@ -140,6 +140,7 @@ def with_counts(
             "ready": sum(p.active and p.ready and p.index < shards for p in observed.of("ps")),
             "term": term,
             "consistency": (told.tuning.consistency if told else "") or status.parameter_server.consistency,
+            "compression": (told.tuning.compression if told else "") or status.parameter_server.compression,
             "standbys": None if told is None or not told.standbys else sum(told.standbys),
         }
     )
@@ -166,13 +167,17 @@ def _summary(worker: WorkerStatus, progress: Progress, replicas: int) -> Summary
 def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
     """An Event for each condition that turned True, or is no longer Degraded, since `old`.
 
-    And for what the evaluator has found and has missed since, and for another consistency that is in force.
+    And for what the evaluator has found and has missed since, and for another consistency or compression that
+    is in force.
     """
     notes = list(_evaluated(old.progress.evaluation or EvaluationStatus(), new.progress.evaluation))
     was, now = old.parameter_server, new.parameter_server
     if was.consistency and now.consistency != was.consistency:
         text = f"consistency is ({now.consistency}) now; it was ({was.consistency})"
         notes.append(Note(f"Changed/{now.term}/{now.consistency}", "Normal", "ConsistencyChanged", text))
+    if was.compression and now.compression != was.compression:
+        text = f"compression is ({now.compression}) now; it was ({was.compression})"
+        notes.append(Note(f"Encoded/{now.term}/{now.compression}", "Normal", "CompressionChanged", text))
     for after in new.conditions:
         before = condition(old, after.type)
         since = "first"

@@ -42,11 +42,11 @@ def test_a_job_is_changed_while_it_trains(jobs: Jobs, operator: OperatorProcess,
         },
     }
 
-    def change(consistency: dict[str, Any], words: str) -> None:
-        jobs.patch("changing", {"consistency": consistency})
+    def change(wanted: dict[str, Any], words: str, *, what: str = "consistency") -> None:
+        jobs.patch("changing", {what: wanted})
         wait_for(
-            lambda: jobs.job("changing")["status"]["parameterServer"].get("consistency") == words,
-            what=f"consistency is {words}",
+            lambda: jobs.job("changing")["status"]["parameterServer"].get(what) == words,
+            what=f"{what} is {words}",
             timeout=timedelta(minutes=2),
             explain=lambda: str(jobs.job("changing")["status"]),
         )
@@ -57,13 +57,19 @@ def test_a_job_is_changed_while_it_trains(jobs: Jobs, operator: OperatorProcess,
     before = jobs.identities("changing")
     change({"mode": "bounded", "maxStaleness": 8}, "mode: bounded, maxStaleness: 8")
     change({"mode": "async", "maxStaleness": None}, "mode: async")
+    change({"codec": "int8", "values": "bf16"}, "codec: int8, values: bf16", what="compression")
     assert jobs.identities("changing") == before, "no pod was made again"
     assert not jobs.progress("changing")["finished"], "the job ended too soon; give it more epochs"
     jobs.wait_status("changing", phase="Succeeded", timeout=timedelta(minutes=4))
     status = jobs.job("changing")["status"]
-    assert (status["parameterServer"]["term"], status["worker"]["failures"]) == (3, 0)
+    assert (status["parameterServer"]["term"], status["worker"]["failures"]) == (4, 0)
     found = histories(jobs, tmp_path)
-    assert [each.mode for _, each in sorted(consistencies(found).items())] == ["sync", "bounded", "async"]
+    assert [each.mode for _, each in sorted(consistencies(found).items())] == [
+        "sync",
+        "bounded",
+        "async",
+        "async",
+    ]
     assert check(found, Data(RECORDS, EPOCHS)) == []
     events = jobs.kubectl("get", "events", "-o", "jsonpath={.items[*].reason}").stdout.split()
-    assert "ConsistencyChanged" in events
+    assert {"ConsistencyChanged", "CompressionChanged"} <= set(events)

@@ -134,7 +134,6 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     ("to or from mode local, consistency", {"consistency": {"mode": "local", "steps": 3}}),
     ("strategy", {"strategy": "all-reduce"}),
     ("unencryptedAllReduce", {"unencryptedAllReduce": True}),
-    ("compression", {"compression": {"codec": "fp16"}}),
     ("data", {"data": {"seed": 7}}),
     ("parameterServer.bucketBytes", {"parameterServer": {"bucketBytes": 65536}}),
     ("parameterServer.replicas", {"parameterServer": {"replicas": 2}}),
@@ -158,6 +157,7 @@ FREE: list[dict[str, Any]] = [
     {"consistency": {"backupWorkers": 0, "mode": "bounded", "maxStaleness": 8}},
     {"consistency": {"maxStaleness": 2}},
     {"consistency": {"maxStaleness": None, "mode": "async"}},
+    {"compression": {"codec": "int8", "options": {"block": 128}, "values": "bf16"}},
 ]
 """One after the other, what may become of a job."""
 

@@ -21,7 +21,7 @@ from elastic_ps.local.state import write_atomically
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.telemetry import History, Trace
-from elastic_ps.training import Consistency
+from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport.base import Connection, Server
 from elastic_ps.tuning import Tuning
 from elastic_ps.worker.local_world import Links, LocalWorld
@@ -56,8 +56,14 @@ class Job:
 
     def change(self, generation: int, **consistency: Any) -> None:
         """Let a person want another consistency; `consistency` are its fields, as in YAML."""
-        wanted = Tuning.of(self.spec, generation=generation)
-        wanted = wanted.model_copy(update={"consistency": Consistency.model_validate(consistency)})
+        self._wish(generation, consistency=Consistency.model_validate(consistency))
+
+    def encode(self, generation: int, **compression: Any) -> None:
+        """Let a person want another compression; likewise."""
+        self._wish(generation, compression=Compression.model_validate(compression))
+
+    def _wish(self, generation: int, **update: Any) -> None:
+        wanted = Tuning.of(self.spec, generation=generation).model_copy(update=update)
         write_atomically(self.wishes, wanted.to_json())
 
     def changed(self, generation: int) -> bool:

@@ -19,6 +19,7 @@ from elastic_ps.errors import UserError
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
 from elastic_ps.local.state import write_atomically
+from elastic_ps.training import Compression
 from elastic_ps.tuning import Tuning
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, events, make_mlp, running_job
@@ -43,6 +44,7 @@ class Changing:
     Args:
         plan: the consistencies that it gets.
         kill: called at each change, before the job has been changed.
+        ask: `Job.encode` if it gets compressions.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class Changing:
         data: Numbers,
         plan: list[dict[str, Any]],
         kill: Callable[[Job, int], object] = lambda *_: None,
+        ask: Callable[..., None] = Job.change,
     ) -> None:
-        self.data, self.kill = data, kill
+        self.data, self.kill, self.ask = data, kill, ask
         self.job: Job
         self.plan = list(enumerate(plan, 1))
         self.next = EVERY
@@ -70,8 +73,8 @@ class Changing:
             mse(model, x, y).backward()
             optimizer.step()
 
-    def change(self, generation: int, consistency: dict[str, Any]) -> None:
-        self.job.change(generation, **consistency)
+    def change(self, generation: int, fields: dict[str, Any]) -> None:
+        self.ask(self.job, generation, **fields)
         self.kill(self.job, generation)
         eventually(lambda: self.job.changed(generation), f"change {generation} is in force")
 
@@ -140,6 +143,82 @@ def test_a_parameter_server_that_dies_at_a_change(tmp_path: Path, durability: st
     assert {str(c) for c in consistencies(job)} == {str(c) for c in ({}, BOUNDED, ASYNC)}
 
 
+COMPRESSIONS: list[dict[str, Any]] = [
+    {"codec": "int8", "values": "bf16"},
+    {"codec": "topk", "options": {"ratio": 0.25}, "values": "int8"},
+    {"codec": "tests.unit.test_codecs:Negative", "lossless": "zstd", "values": "topk"},
+    {"codec": "auto", "maxError": 1.0, "rules": [{"match": "*.bias", "codec": "none"}]},
+    {},
+]
+"""Gradients and values change, with deltas and without, to a codec of the user's own and from it."""
+
+
+@pytest.mark.parametrize("mode", [{"mode": "sync"}, {"mode": "local", "steps": 2}], ids=lambda m: m["mode"])
+@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
+def test_the_compression_changes_while_parameter_servers_die_and_workers_join(
+    tmp_path: Path, durability: str, mode: dict[str, Any]
+) -> None:
+    """All processes of a term encode and decode in the same way, and have the same values."""
+    data, changes = Numbers(1000), len(COMPRESSIONS)
+
+    def kill(job: Job, generation: int) -> None:
+        held = job.servers[0].lead
+        if generation == 2:  # it joins just then
+            job.start(2, script)
+        if generation == 3:  # in the middle of the change
+            eventually(lambda: job.changed(3) or held._job.held, "the change has begun")  # type: ignore[union-attr]
+            job.restart(0)
+        if generation == 4:
+            job.restart(1)
+
+    script = Changing(data, COMPRESSIONS, kill, Job.encode)
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        worker={"replicas": 3},
+        consistency=mode,
+        data={"shardRecords": 8},
+        parameterServer={"replicas": 2, "bucketBytes": 1024, "durability": durability},
+    ) as job:
+        script.job = job
+        job.run(script, workers=2)
+        status = job.status()
+    assert not script.plan
+    assert (status.tuning.generation, status.tuning.compression) == (changes, "codec: none")
+    histories = read(job.history)
+    assert check(histories, Data(len(data), 1)) == []
+    by_term = {each.term: each.compression for each in histories.codings}
+    wanted = [Compression(), *map(Compression.model_validate, COMPRESSIONS)]
+    assert [each for each, _ in itertools.groupby(by_term[term] for term in sorted(by_term))] == wanted
+
+
+def test_all_processes_of_a_worker_take_another_compression_over(tmp_path: Path) -> None:
+    data, told = Numbers(400), list[int]()
+
+    def script(session: Session, rank: int) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+        for x, y in session.loader(data, 4):
+            if rank == 0 and session.version >= EVERY and not told:
+                job.encode(1, codec="topk", values="int8")
+                eventually(lambda: job.changed(1), "the change is in force")
+                told.append(session.version)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(
+        tmp_path, checkpoints=tmp_path / "checkpoints", worker={"processes": 2}, data={"shardRecords": 8}
+    ) as job:
+        job.start_processes(0, script)
+        job.join()
+        traffic = job.status().traffic
+    assert told
+    assert traffic.pushed_bytes < traffic.pushed_plain_bytes / 2
+    assert traffic.pulled_bytes < traffic.pulled_plain_bytes
+    assert_nothing_lost(job, data)
+
+
 def test_local_steps_get_more(tmp_path: Path) -> None:
     data = Numbers(600)
     script = Changing(data, [{"mode": "local", "steps": 8, "outer": "average"}])
@@ -160,23 +239,35 @@ def test_local_steps_get_more(tmp_path: Path) -> None:
     assert most == {1: 2 * 4, 2: 8 * 4}
 
 
-REFUSED = [
+REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mode": "sync", "deterministic": True}, "deterministic stays what it is"),
     ({"mode": "local", "steps": 5}, "mode local stays what it is"),
     ({"mode": "accumulate", "gradients": 1000}, "the job has only 100 steps"),
 ]
 
 
+REFUSED_COMPRESSIONS: list[tuple[dict[str, Any], str]] = [
+    ({"codec": "tests.unit.test_codecs:Nobody"}, "tests.unit.test_codecs:Nobody cannot be imported"),
+    ({"codec": "no.such:Codec"}, "no.such:Codec cannot be imported"),
+    ({"codec": "int8", "options": {"blok": 3}}, "does not take the options {'blok': 3}"),
+    ({"values": "bf16", "valuesOptions": {"block": 3}}, "valuesOptions {'block': 3} has no meaning"),
+]
+
+
 def test_a_change_that_cannot_be_is_refused_and_the_job_goes_on(tmp_path: Path) -> None:
     data, told = Numbers(400), list[str]()
+    asked_for: list[tuple[Callable[..., None], dict[str, Any], str]] = [
+        (Job.change, *each) for each in REFUSED
+    ]
+    asked_for += [(Job.encode, *each) for each in REFUSED_COMPRESSIONS]
 
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
         for x, y in session.loader(data, 4):
-            if len(told) < len(REFUSED) and session.version >= EVERY:
-                asked, why = REFUSED[len(told)]
-                job.change(len(told) + 1, **asked)
+            if len(told) < len(asked_for) and session.version >= EVERY:
+                ask, asked, why = asked_for[len(told)]
+                ask(job, len(told) + 1, **asked)
                 told.append(
                     eventually(lambda why=why: why in (p := job.status().tuning.problem) and p, why)  # type: ignore[misc]
                 )
@@ -188,7 +279,7 @@ def test_a_change_that_cannot_be_is_refused_and_the_job_goes_on(tmp_path: Path) 
         job.start(0, script)
         job.join()
         assert job.status().term == 1
-    assert len(told) == len(REFUSED)
+    assert len(told) == len(asked_for)
     assert_nothing_lost(job, data)
 
 
@@ -254,10 +345,15 @@ def test_a_running_job_is_changed_and_begins_so_when_its_parameter_server_is_kil
         assert wanted(launcher, 1) == "mode: bounded, maxStaleness: 3"
         with pytest.raises(UserError, match="deterministic stays"):
             launcher.directory.edit(change("consistency.mode=sync consistency.deterministic=true"))
+        launcher.directory.edit(change("compression.codec=int8 compression.values=int8"))
+        assert wanted(launcher, 2) == "mode: bounded, maxStaleness: 3"
+        server_now = launcher.status().server
+        assert server_now is not None
+        assert server_now.tuning.compression == "codec: int8, values: int8"
         launcher.directory.edit(change("consistency.mode=async"))
         server = next(p.pid for p in launcher.status().processes if p.role == "ps")
         os.kill(server, signal.SIGKILL)
-        assert wanted(launcher, 2) == "mode: async"
+        assert wanted(launcher, 3) == "mode: async"
         assert training(launcher) == before, "the workers' processes are the same"
         launcher.stop("enough")
         launcher.wait()

@@ -19,10 +19,10 @@ from elastic_ps.job import TrainingJobSpec, parse_spec
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.telemetry import History, Trace
-from elastic_ps.training import Consistency
+from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import unary
-from elastic_ps.tuning import Tuning, describe
+from elastic_ps.tuning import Tuning
 from elastic_ps.worker.local_world import Drained
 from elastic_ps.worker.session import Session
 from tests.simulator.network import Network, SimConnection, SimServer, Weather
@@ -39,6 +39,14 @@ CHANGES: list[dict[str, Any]] = [
     {"mode": "accumulate", "gradients": 3},
 ]
 """What a person may want of a running job that is not in mode local."""
+
+COMPRESSIONS: list[dict[str, Any]] = [
+    {},
+    {"codec": "tests.unit.test_codecs:Negative"},
+    {"codec": "tests.unit.test_codecs:Negative", "rules": [{"match": "*0", "codec": "none"}]},
+    {"lossless": "zstd"},
+]
+"""Likewise, in any mode. Nothing is lost with any of them, so the model can be told from the histories."""
 
 PARAMETERS = 4
 MOMENTUM = 0.5
@@ -250,10 +258,21 @@ class Cluster:
         )
 
     def change(self) -> None:
-        """A person wants another consistency; whoever starts the processes hands it over."""
-        given = self.plan.consistency
-        if given.get("deterministic") or self.plan.assigning:
+        """A person wants another consistency or compression; whoever starts the processes hands it over."""
+        given, chance = self.plan.consistency, self.here.random
+        if self.plan.assigning:
             return
+        self.changes += 1
+        if given.get("deterministic") or chance.random() < 0.4:
+            update: dict[str, Any] = {"compression": Compression.model_validate(chance.choice(COMPRESSIONS))}
+        else:
+            update = {"consistency": self._other_consistency()}
+        self.spec = self.spec.model_copy(update=update)
+        self.here.note(f"change {self.changes} to {update}")
+        self.wishes.write_text(Tuning.of(self.spec, generation=self.changes).to_json())
+
+    def _other_consistency(self) -> Consistency:
+        given = self.plan.consistency
         least = (given.get("fragments") or 1) * ((given.get("overlap") or 0) + 1)
         steps = max(self.here.random.choice([1, 2, 5]), least)
         others = CHANGES
@@ -261,11 +280,7 @@ class Cluster:
             others = [{**given, "steps": steps}]
         elif "globalBatchSize" in given:
             others = [{**given, "balance": balance} for balance in ("even", "speed")]
-        wanted = Consistency.model_validate(self.here.random.choice(others))
-        self.changes += 1
-        self.spec = self.spec.model_copy(update={"consistency": wanted})
-        self.here.note(f"change {self.changes} to {describe(wanted)}")
-        self.wishes.write_text(Tuning.of(self.spec, generation=self.changes).to_json())
+        return Consistency.model_validate(self.here.random.choice(others))
 
     def _serve(self, role: Role, index: int) -> bool:
         process = self.here.process

@@ -107,7 +107,7 @@ def grow(cluster: Any) -> None:
 
 
 def change(cluster: Any) -> None:
-    """A person wants another consistency, sometimes another one again soon."""
+    """A person wants another consistency or compression, sometimes another one again soon."""
     random = cluster.here.random
     for _ in range(random.choice([1, 1, 2])):
         if random.random() < 0.5:

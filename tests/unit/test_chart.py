@@ -15,6 +15,7 @@ import yaml
 from helm_python import Chart, HelmError, lint
 
 from elastic_operator import builders, crd, names, settings
+from elastic_operator.desired import TUNABLE
 from elastic_operator.permissions import Permissions
 from elastic_operator.wiring import HEADLESS
 from elastic_ps.job import TrainingJobSpec, load_job
@@ -360,7 +361,7 @@ def test_what_cannot_change_has_a_rule_that_says_so() -> None:
     """Each field that a running job keeps as it was, see docs/operator.md."""
     spec = schema_of_spec(rules=True)["properties"]
     server = spec["parameterServer"]["properties"]
-    fixed = [spec[name] for name in builders.FIXED_FIELDS if name != "consistency"]
+    fixed = [spec[name] for name in builders.FIXED_FIELDS if name not in TUNABLE]
     fixed += [spec[name] for name in builders.YOUNGER_FIELDS]
     fixed += [*(server[name] for name in (*builders.FIXED_PS_FIELDS, "durability"))]
     assert all("self == oldSelf" in str(field["x-kubernetes-validations"]) for field in fixed)

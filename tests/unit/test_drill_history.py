@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.drill.history import (
     Acknowledged,
+    Coding,
     Committed,
     Data,
     Histories,
@@ -32,7 +33,7 @@ from elastic_ps.drill.history import (
 )
 from elastic_ps.drill.recorded import read
 from elastic_ps.telemetry import History
-from elastic_ps.training import Consistency
+from elastic_ps.training import Compression, Consistency
 
 DATA = Data(records=40, epochs=2)
 BUCKETS = 3
@@ -379,3 +380,40 @@ def test_each_term_has_the_bound_of_its_own_consistency() -> None:
     assert [v.kind for v in check(histories, None)] == ["step too stale"]
     allowed = replace(histories, restored=[Restored(5.0, 2, 1, bounded)])
     assert check(allowed, None) == []
+
+
+INT8, ROUNDED = Compression(codec="int8"), Compression(codec="int8", values="bf16")
+
+
+def test_processes_that_encode_in_different_ways_in_one_term_are_found() -> None:
+    def codings(*compressions: Compression) -> list[Coding]:
+        return [Coding(0.1 * i, f"process-{i}", 1 + i // 2, each) for i, each in enumerate(compressions)]
+
+    histories = Simulation(1, 0).run()
+    histories.codings = codings(INT8, INT8, ROUNDED, ROUNDED)
+    assert check(histories, DATA) == []
+    histories.codings = codings(INT8, INT8, ROUNDED, INT8)
+    (violation,) = check(histories, DATA)
+    assert violation.kind == "mixed compression"
+    assert "in term 2 process-2 has" in str(violation)
+    assert "and process-3 has ({'codec': 'int8'})" in str(violation)
+
+
+def test_a_term_that_sends_values_in_another_way_has_other_ones() -> None:
+    """Rounded ones in the place of exact ones. In any other term they are those that it continues from."""
+
+    def histories(*compressions: Compression) -> Histories:
+        return Histories(
+            restored=[Restored(5.0, 2, 1)],
+            committed=[
+                Committed(2.0, 1, 1, {StepId(0, 1, 0): (Range(0, 0, 2),)}, 1.5),
+                Committed(7.0, 2, 2, {StepId(0, 2, 1): (Range(0, 2, 4),)}, 6.5),
+            ],
+            sent=[Sent(1.0, StepId(0, 1, 0), 0, 0), Sent(6.0, StepId(0, 2, 1), 0, 1)],
+            values=[Values(2.0, "ps-0", 1, 1, 0, 111), Values(5.0, "ps-0", 2, 1, 0, 222)],
+            codings=[Coding(0.0, "ps-0", term, each) for term, each in enumerate(compressions, 1)],
+        )
+
+    assert check(histories(INT8, ROUNDED), None) == []
+    for same in ((), (INT8, INT8), (INT8, Compression())):
+        assert [v.kind for v in check(histories(*same), None)] == ["values differ"]

@@ -388,6 +388,8 @@ def test_a_history_tells_the_values_of_each_version_that_was_made_or_kept(tmp_pa
         history.close()
     (file,) = tmp_path.glob("ps-0-*.jsonl")
     events = [json.loads(line) for line in file.read_text().splitlines()]
+    coding = events.pop(0)
+    assert (coding["event"], coding["term"], coding["compression"]) == ("coding", 1, {})
     expected = [trained.index, 1, checksum(as_bytes(torch.full((4,), -1.0)))]
     assert [(event["event"], event["term"], event["values"]) for event in events] == [
         ("values", 1, [expected])

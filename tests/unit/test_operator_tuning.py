@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from elastic_operator import names
 from elastic_operator.plan import TunePod
 from elastic_ps.env import read
 from elastic_ps.job import parse_spec
 from elastic_ps.status import ServerStatus, TuningStatus
+from elastic_ps.training import Compression
 from elastic_ps.tuning import Tuning, read_tuning
 from tests.unit.simulation import Simulation, running
 
@@ -21,8 +24,16 @@ def told(simulation: Simulation) -> Tuning:
     return read_tuning(annotations[names.TUNING_ANNOTATION], source="annotation")
 
 
-def answers(simulation: Simulation, generation: int, consistency: str, problem: str = "") -> None:
-    tuning = TuningStatus(generation=generation, consistency=consistency, asked=generation, problem=problem)
+def answers(
+    simulation: Simulation, generation: int, consistency: str, problem: str = "", codec: str = "none"
+) -> None:
+    tuning = TuningStatus(
+        generation=generation,
+        consistency=consistency,
+        compression=f"codec: {codec}",
+        asked=generation,
+        problem=problem,
+    )
     simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, tuning=tuning)
 
 
@@ -88,6 +99,63 @@ def test_what_cannot_change_is_said_and_the_last_change_stays() -> None:
     assert simulation.condition("Degraded")["status"] == "False"
 
 
+def test_the_compression_changes_as_the_consistency_does() -> None:
+    simulation = running()
+    before = uids(simulation)
+    simulation.edit(compression={"codec": "int8", "rules": [{"match": "*.bias", "codec": "none"}]})
+    assert [type(action) for action in simulation.step().actions] == [TunePod]
+    compression = told(simulation).compression
+    assert compression is not None
+    assert (compression.codec, [rule.match for rule in compression.rules]) == ("int8", ["*.bias"])
+    simulation.settle()
+    assert uids(simulation) == before
+    assert simulation.condition("Degraded").get("status", "False") == "False"
+    del simulation.pods["digits-ps-0"]
+    simulation.settle()
+    assert told(simulation).compression == compression
+    (container,) = simulation.pods["digits-ps-0"]["spec"]["containers"]
+    spec = next(item["value"] for item in container["env"] if item["name"] == "ELASTIC_PS_SPEC")
+    assert parse_spec(json.loads(spec), source="test").compression == compression
+
+
+@pytest.mark.parametrize(
+    ("spec", "wrong", "words"),
+    [
+        ({"consistency": {"deterministic": True}}, {"codec": "auto"}, "by measured times; name a codec"),
+        ({"strategy": "all-reduce"}, {"codec": "int8"}, "does not work with strategy all-reduce"),
+    ],
+)
+def test_a_compression_that_the_job_cannot_have_is_said_and_changes_nothing(
+    spec: dict[str, Any], wrong: dict[str, Any], words: str
+) -> None:
+    simulation = running(**spec)
+    simulation.edit(compression=wrong)
+    simulation.settle()
+    compression = told(simulation).compression
+    assert (compression is not None, compression) == (True, Compression())
+    degraded = simulation.condition("Degraded")
+    assert degraded["status"] == "True"
+    assert words in degraded["message"]
+
+
+def test_a_server_that_an_earlier_operator_has_created_is_told_of_no_compression() -> None:
+    """It would refuse a word that it does not know. What it does know of, it is told."""
+    simulation = running()
+    annotations = simulation.pods["digits-ps-0"]["metadata"]["annotations"]
+    earlier = told(simulation).model_copy(update={"compression": None})
+    annotations[names.TUNING_ANNOTATION] = earlier.to_json()
+    assert "compression" not in annotations[names.TUNING_ANNOTATION]
+    simulation.edit(consistency=BOUNDED)
+    simulation.settle()
+    assert (told(simulation).consistency.max_staleness, told(simulation).compression) == (8, None)
+    simulation.edit(compression={"codec": "int8"})
+    simulation.settle()
+    assert told(simulation).compression is None
+    degraded = simulation.condition("Degraded")
+    assert "compression cannot change yet" in degraded["message"]
+    assert "elastic-ps.dev/restartedAt" in degraded["message"]
+
+
 def test_times_of_checkpoints_are_told_too() -> None:
     simulation = running()
     checkpoint: dict[str, Any] = {"interval": "5m", "everyVersions": 100, "keep": 2}
@@ -106,6 +174,10 @@ def test_what_the_parameter_server_says_is_in_status_and_events() -> None:
     simulation.step()
     assert simulation.status["parameterServer"]["consistency"] == "mode: bounded, maxStaleness: 8"
     assert "ConsistencyChanged" in simulation.notes.values()
+    answers(simulation, 2, "mode: bounded, maxStaleness: 8", codec="int8")
+    simulation.step()
+    assert simulation.status["parameterServer"]["compression"] == "codec: int8"
+    assert "CompressionChanged" in simulation.notes.values()
     answers(simulation, 2, "mode: bounded, maxStaleness: 8", problem="the job has only 100 steps")
     simulation.step()
     degraded = simulation.condition("Degraded")

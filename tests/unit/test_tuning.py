@@ -14,7 +14,7 @@ from elastic_ps.errors import InvalidJob, UserError
 from elastic_ps.job import parse_job, parse_spec
 from elastic_ps.server.keeper import tuning_of
 from elastic_ps.server.wishes import Wishes
-from elastic_ps.training import Consistency
+from elastic_ps.training import Compression, Consistency
 from elastic_ps.tuning import Tuning, describe, read_tuning
 
 ALIKE: list[dict[str, Any]] = [
@@ -145,6 +145,89 @@ def test_a_change_of_mode_drops_what_belonged_to_the_mode_before() -> None:
 def test_what_cannot_be_set_is_said_before_anything_happens(text: str, says: str) -> None:
     with pytest.raises(UserError, match=says.replace("?", r"\?")):
         set_({}, text)
+
+
+def encoded(before: dict[str, Any], *texts: str, **spec: Any) -> dict[str, Any]:
+    fields = {"entrypoint": "train:main", "compression": before, **spec}
+    after = changed(
+        parse_job({**JOB, "spec": fields}, source="test"), dict(assignment(text) for text in texts)
+    )
+    return after.spec.compression.model_dump(by_alias=True, exclude_defaults=True)
+
+
+def test_the_options_of_a_codec_go_with_it() -> None:
+    blocks = {"codec": "int8", "options": {"block": 128}}
+    assert encoded({}, "compression.codec=int8", "spec.compression.options={block: 128}") == blocks
+    assert encoded(blocks, "compression.options={block: 64}") == {"codec": "int8", "options": {"block": 64}}
+    assert encoded(blocks, "compression.codec=topk") == {"codec": "topk"}
+    assert encoded(blocks, "compression.values=bf16") == {**blocks, "values": "bf16"}
+    assert encoded(blocks, "compression.codec=") == {}
+    auto = {"codec": "auto", "maxError": 0.5, "values": "topk", "valuesOptions": {"ratio": 0.5}}
+    assert encoded(auto, "compression.codec=int8", "compression.values=int8") == {
+        "codec": "int8",
+        "values": "int8",
+    }
+    rules = [{"match": "*.bias", "codec": "none"}]
+    assert encoded({}, 'compression.rules=[{match: "*.bias", codec: none}]')["rules"] == [
+        {**rules[0]},
+    ]
+    assert encoded({"lossless": "zstd"}, "compression.lossless=none") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "says"),
+    [
+        ("compression.codec=int9", {}, "there is no codec 'int9'; expected one of none, bf16"),
+        ("compression.maxError=0.1", {}, "maxError 0.1 has no meaning with codec none"),
+        ("compression.values=fp16", {}, "compression.values"),
+        ("compression.lossless=gzip", {}, "compression.lossless"),
+        ("compression.kodek=int8", {}, "did you mean 'codec'?"),
+        ("compression=int8", {}, "compression.codec=int8 or compression.options"),
+        ("compression.options.block=8", {}, "compression.options.block cannot change"),
+        ("compression.codec=auto", {"consistency": {"deterministic": True}}, "name a codec"),
+        ("compression.codec=int8", {"strategy": "all-reduce"}, "does not work with strategy all-reduce"),
+    ],
+)
+def test_a_compression_that_cannot_be_set_is_said_before_anything_happens(
+    text: str, spec: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        encoded({}, text, **spec)
+    assert says in str(refused.value)
+
+
+def compressed(generation: int = 0, **compression: Any) -> Tuning:
+    return Tuning(generation=generation, compression=Compression.model_validate(compression))
+
+
+def test_another_compression_needs_a_term_and_says_so() -> None:
+    before, after = compressed(), compressed(1, codec="topk", options={"ratio": 0.5}, values="bf16")
+    assert after.needs_term(before)
+    assert after.differs(before)
+    assert after.news(before) == {
+        "compression": ('codec: topk, options: {"ratio": 0.5}, values: bf16', "codec: none")
+    }
+    assert before.refusal(after) == ""
+    again = read_tuning(after.to_json(), source="test")
+    assert again == after
+    spec = parse_spec({"entrypoint": "train:main"}, source="test")
+    assert again.applied_to(spec).compression == after.compression
+    assert "by measured times" in tuning(deterministic=True).refusal(
+        tuning(deterministic=True).model_copy(update={"compression": Compression(codec="auto")})
+    )
+
+
+def test_who_says_nothing_of_compression_changes_nothing_of_it() -> None:
+    """As a checkpoint of before it could change, or a word of an older operator."""
+    silent, before = tuning(3, mode="async"), compressed(2, codec="int8")
+    assert not tuning(3).needs_term(before)
+    assert not before.needs_term(tuning(3))
+    assert silent.after(before).compression == before.compression
+    assert tuning_of(
+        found(tuning(5, "a")), before.model_copy(update={"run": "a"})
+    ).compression == Compression(codec="int8")
+    spec = parse_spec({"entrypoint": "train:main", "compression": {"codec": "int8"}}, source="test")
+    assert silent.applied_to(spec).compression == spec.compression
 
 
 def test_what_the_server_has_moved_is_newer_and_stays_with_a_wish_that_does_not_mean_it() -> None:
