@@ -200,6 +200,8 @@ class Trouble:
         self._next = 0.0
         self._frozen: dict[int, float] = {}
         self._kinds: list[Kind] = [k for k in get_args(Kind) if self._possible(k)]
+        changes: list[Kind] = ["change"] * self._kinds.count("change")
+        self._kinds += (len(self._kinds) - 2) * changes  # every other one
 
     def _possible(self, kind: Kind) -> bool:
         if kind == "kill-standby":
