@@ -119,10 +119,8 @@ def wait_training(jobs: Jobs, worker: int, cluster: Cluster) -> None:
     )
 
 
-def test_lost_parameter_server_and_lost_workers(
-    jobs: Jobs, operator: OperatorProcess, local_cluster: Cluster, tmp_path: Path
-) -> None:
-    """One after the other: a parameter server struck off, a worker out of reach for a while, one for good."""
+def start(jobs: Jobs, *, workers: int, **spec: Any) -> None:
+    """Start the job, and wait until so many workers have made some versions."""
     job = {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -135,22 +133,47 @@ def test_lost_parameter_server_and_lost_workers(
                 "checkpoint": {"interval": "3s", "volumeClaim": {"storage": "1Gi"}},
                 "template": template("parameter-server"),
             },
-            "worker": {"replicas": 3, "leaseDuration": "4s", "template": template("worker")},
+            "worker": {"replicas": workers, "leaseDuration": "4s", "template": template("worker")},
             "data": {"shardRecords": 40},
+            **spec,
         },
     }
     jobs.cluster.apply(HISTORIES, CONFIG, job, namespace=jobs.namespace)
-    jobs.wait_status("lost", phase="Running", workers="3/3", timeout=timedelta(minutes=3))
+    jobs.wait_status("lost", phase="Running", workers=f"{workers}/{workers}", timeout=timedelta(minutes=3))
     jobs.wait_version("lost", 50)
-    before = jobs.identities("lost")
-    assert {member["transport"] for member in members(jobs)} == {"tcp"}, "the Service has the data port"
 
+
+def lose_parameter_server(jobs: Jobs) -> None:
+    """Strike its pod off, and wait until another one has begun a new term."""
     jobs.kubectl("delete", "pod", "lost-ps-0", "--force", "--grace-period=0")
     wait_for(
         lambda: jobs.job("lost")["status"]["parameterServer"].get("term") == 2,
         what="another parameter server has begun a new term",
         timeout=MINUTE,
     )
+
+
+def assert_each_record_counted_once(jobs: Jobs, tmp_path: Path) -> None:
+    """Wait for the job's end."""
+    assert not jobs.progress("lost")["finished"], (
+        "the job ended before it had lost enough; give it more epochs"
+    )
+    jobs.wait_status("lost", phase="Succeeded", timeout=timedelta(minutes=4))
+    status = jobs.job("lost")["status"]
+    assert status["parameterServer"]["term"] == 2
+    assert status["progress"]["recordsApplied"] == RECORDS * EPOCHS
+    assert check(histories(jobs, tmp_path), Data(RECORDS, EPOCHS)) == []
+
+
+def test_lost_parameter_server_and_lost_workers(
+    jobs: Jobs, operator: OperatorProcess, local_cluster: Cluster, tmp_path: Path
+) -> None:
+    """One after the other: a parameter server struck off, a worker out of reach for a while, one for good."""
+    start(jobs, workers=3)
+    before = jobs.identities("lost")
+    assert {member["transport"] for member in members(jobs)} == {"tcp"}, "the Service has the data port"
+
+    lose_parameter_server(jobs)
     wait_training(jobs, 1, local_cluster)
 
     local_cluster.cut("lost-worker-1", namespace=jobs.namespace)
@@ -163,16 +186,31 @@ def test_lost_parameter_server_and_lost_workers(
     jobs.wait_replaced("lost", "lost-worker-2", before)
     jobs.wait_status("lost", workers="3/3")
     wait_training(jobs, 2, local_cluster)
-    assert not jobs.progress("lost")["finished"], (
-        "the job ended before it had lost enough; give it more epochs"
-    )
 
-    jobs.wait_status("lost", phase="Succeeded", timeout=timedelta(minutes=4))
+    assert_each_record_counted_once(jobs, tmp_path)
     after = jobs.identities("lost")
     for worker in ("lost-worker-0", "lost-worker-1"):
         assert after[worker] == before[worker], "who trains is not restarted"
-    status = jobs.job("lost")["status"]
-    assert status["parameterServer"]["term"] == 2
-    assert status["worker"]["failures"] == 0
-    assert status["progress"]["recordsApplied"] == RECORDS * EPOCHS
-    assert check(histories(jobs, tmp_path), Data(RECORDS, EPOCHS)) == []
+    assert jobs.job("lost")["status"]["worker"]["failures"] == 0
+
+
+def test_workers_that_add_up_gradients_among_themselves(
+    jobs: Jobs, idle: OperatorProcess, local_cluster: Cluster, tmp_path: Path
+) -> None:
+    """`strategy: all-reduce` beside TLS: their number changes, one is killed, so is the parameter server."""
+    idle.start(f"--tls-secret={jobs.namespace}/authority", "--http-from=[]")
+    start(jobs, workers=2, strategy="all-reduce", unencryptedAllReduce=True)
+    jobs.kubectl("get", "networkpolicy", "lost-workers")
+    before = jobs.identities("lost")
+
+    jobs.kubectl("scale", "tj/lost", "--replicas=3")
+    wait_for(lambda: stays(jobs, 2) == ["training"], what="a third worker trains", timeout=MINUTE)
+    os.kill(local_cluster.pod_pid("lost-worker-1", namespace=jobs.namespace), signal.SIGKILL)
+    wait_training(jobs, 1, local_cluster)
+    lose_parameter_server(jobs)
+    wait_training(jobs, 0, local_cluster)
+    jobs.kubectl("scale", "tj/lost", "--replicas=2")
+    wait_for(lambda: stays(jobs, 2)[-1:] == ["left"], what="the third worker leaves", timeout=MINUTE)
+
+    assert_each_record_counted_once(jobs, tmp_path)
+    assert jobs.identities("lost")["lost-worker-0"] == before["lost-worker-0"], "who trains is not restarted"
