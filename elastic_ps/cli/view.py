@@ -110,6 +110,8 @@ def frame(status: LocalStatus, record: Record | None = None, *, height: int = 10
             parts.append(Text(f"compression: {tuning.compression}", style="dim"))
         if record is None and tuning.problem:
             parts.append(Text(f"the last change was refused: {tuning.problem}", style="yellow"))
+    if status.server is not None and status.server.problem:
+        parts.append(Text(f"problem: {status.server.problem}", style="yellow"))
     return Group(*parts)
 
 

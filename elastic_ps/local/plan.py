@@ -132,6 +132,7 @@ class Desired:
         close_grace: time for a worker to leave when the job is over or stopped.
         checkpoint_grace: time for a parameter server to write its last checkpoint.
         answer_limit: time to wait, after the last worker has ended, for the final state of training.
+        write_limit: time to wait, after that, for the last version to be on disk.
         evaluator_grace: time for the evaluator to end after the last worker has ended; None: there is none.
     """
 
@@ -146,6 +147,7 @@ class Desired:
     close_grace: timedelta = timedelta(seconds=5)
     checkpoint_grace: timedelta = timedelta(seconds=20)
     answer_limit: timedelta = timedelta(seconds=10)
+    write_limit: timedelta = timedelta(minutes=10)
     evaluator_grace: timedelta | None = None
 
 
@@ -174,6 +176,7 @@ class Observed:
         started: when the job was started.
         processes: every process so far, in the order of their start.
         progress: as the parameter server last told it.
+        problem: of the parameter server, as it told it then; "" if there is none.
         asked_at: when that answer was asked for; None before the first one.
         was_finished: the job continues from a checkpoint of a finished one, and has trained nothing since.
         stop: a request to stop.
@@ -183,6 +186,7 @@ class Observed:
     started: float
     processes: Sequence[Process] = ()
     progress: Progress = field(default_factory=Progress)
+    problem: str = ""
     asked_at: float | None = None
     was_finished: bool = False
     stop: StopRequest | None = None
@@ -363,6 +367,11 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
     if progress.finished:
         if _evaluates(desired, observed) and now - last_end <= _grace(desired).total_seconds():
             return None
+        if _unwritten(progress):
+            limit = desired.checkpoint_grace if observed.problem else desired.write_limit
+            if now - last_end <= limit.total_seconds():
+                return None
+            return Verdict("Failed", "NotOnDisk", _not_on_disk(progress, observed.problem))
         reason = "StoppedEarly" if progress.stopped else "Finished"
         message = WAS_FINISHED if observed.was_finished else progress.all_done
         message = progress.why_stopped if progress.stopped else message
@@ -379,6 +388,19 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
         "RecordsLeft",
         f"every worker has ended its script, but only {progress.records_applied} of "
         f"{progress.records_expected} records are in the model. {LEFT_EARLY}",
+    )
+
+
+def _unwritten(progress: Progress) -> bool:
+    """Whether there are versions on disk, but not the last one."""
+    return progress.durable_version is not None and progress.durable_version < progress.version
+
+
+def _not_on_disk(progress: Progress, problem: str) -> str:
+    return (
+        f"the training is done, but its last version {progress.version} is not on disk: "
+        f"{problem or 'it was not written in time'}. The newest one there is version "
+        f"{progress.durable_version}. Make room, and continue from that one"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -57,6 +58,8 @@ class Record:
         for kind, version, text in member_changes(before, status.members):
             self.events.append(Event(elapsed, version, kind, text))
         for kind, version, text in evaluation_changes(self._evaluation(), status.progress.evaluation):
+            self.events.append(Event(elapsed, version, kind, text))
+        for kind, version, text in problem_changes(self.last.problem if self.last else "", status):
             self.events.append(Event(elapsed, version, kind, text))
         if self.last is not None:
             for kind, version, text in tuning_changes(self.last.tuning, status.tuning):
@@ -125,6 +128,19 @@ def evaluation_changes(
             f"{count} checkpoint{'s' if count > 1 else ''} will not be evaluated: the evaluator is too slow, "
         )
         yield "warning", new.version or 0, text + "or dies over them (spec.evaluator.backlog)"
+
+
+def problem_changes(before: str, after: ServerStatus) -> Iterator[tuple[str, int, str]]:
+    """(kind, version, text) of a problem that the parameter server did not have `before`.
+
+    One that differs in numbers only, as the age of a checkpoint, is the same.
+    """
+    if after.problem and _but_for_numbers(after.problem) != _but_for_numbers(before):
+        yield "warning", after.progress.version, f"the parameter server has a problem: {after.problem}"
+
+
+def _but_for_numbers(text: str) -> str:
+    return re.sub(r"\d+", "0", text)
 
 
 def tuning_changes(before: TuningStatus, after: TuningStatus) -> Iterator[tuple[str, int, str]]:

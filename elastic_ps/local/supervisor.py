@@ -309,7 +309,10 @@ class Launcher:
             self._note_whether_finished_before(polled.status)
             self.record.add(polled.status, now - self._observed.started)
             self._observed = replace(
-                self._observed, progress=polled.status.progress, asked_at=polled.asked_at
+                self._observed,
+                progress=polled.status.progress,
+                problem=polled.status.problem,
+                asked_at=polled.asked_at,
             )
         limit = self.job.spec.worker.progress_timeout
         processes = tuple(

@@ -280,6 +280,30 @@ def test_the_end_is_judged_by_an_answer_from_after_the_last_worker() -> None:
     assert [a.verdict.reason for a in late if isinstance(a, Conclude)] == ["NoAnswer"]
 
 
+def test_a_job_whose_last_version_is_not_on_disk_has_failed_and_says_why() -> None:
+    """It may be on the way there when the last worker has ended, and it may take long."""
+    workers = (ended(0, 0), ended(1, 0))
+    unwritten = FINISHED.model_copy(update={"version": 48, "durable_version": 32})
+    full = "cannot write shard-0-of-1.safetensors of version 48: No space left on device"
+
+    def reasons(progress: Progress, problem: str, seconds: float) -> list[str]:
+        seen = observed(*workers, progress=progress, problem=problem, asked_at=NOW + seconds)
+        actions = plan(DESIRED, seen, NOW + seconds)
+        return [action.verdict.reason for action in actions if isinstance(action, Conclude)]
+
+    assert reasons(unwritten, "", 0) == reasons(unwritten, full, 0) == []
+    assert reasons(unwritten, "", 60) == []
+    assert reasons(unwritten, full, 60) == reasons(unwritten, "", 3600) == ["NotOnDisk"]
+    assert reasons(FINISHED.model_copy(update={"version": 48, "durable_version": 48}), full, 0) == [
+        "Finished"
+    ]
+    actions = plan(DESIRED, observed(*workers, progress=unwritten, problem=full, asked_at=NOW + 60), NOW + 60)
+    assert isinstance(actions[0], Conclude)
+    assert actions[0].verdict.phase == "Failed"
+    assert f"version 48 is not on disk: {full}" in actions[0].verdict.message
+    assert "version 32" in actions[0].verdict.message
+
+
 def test_a_worker_that_is_done_is_not_replaced_while_others_go_on() -> None:
     assert plan(DESIRED, observed(worker(0), ended(1, 0), progress=HALF), NOW) == []
 

@@ -46,6 +46,15 @@ def test_workers_that_came_and_went_are_told_once() -> None:
     assert list(member_changes(after, after)) == []
 
 
+def test_a_problem_of_the_parameter_server_is_told_once_though_its_numbers_change() -> None:
+    record = Record()
+    for problem in ("", "No space left", "No space left", "", "it is 70 s old", "it is 71 s old"):
+        record.add(status(1).model_copy(update={"problem": problem}), elapsed=1.0)
+    told = [(event.kind, event.text) for event in record.events]
+    said = "the parameter server has a problem: "
+    assert told == [("warning", f"{said}No space left"), ("warning", f"{said}it is 70 s old")]
+
+
 def test_a_long_run_is_recorded_coarsely_from_its_beginning_to_its_end() -> None:
     record = Record()
     last = 10 * MAX_POINTS

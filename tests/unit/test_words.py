@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from elastic_ps.cli import words
+from elastic_ps.cli.view import frame
 from elastic_ps.local import LocalStatus
 from elastic_ps.local.plan import Process
 from elastic_ps.local.snapshot import state_of
@@ -40,6 +43,17 @@ def test_what_is_on_disk_and_since_when(version: int | None, phase: Phase, text:
     )
     status = LocalStatus.model_construct(phase=phase, server=server)
     assert words.on_disk(status) == text
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_the_status_says_what_problem_the_parameter_server_has(ready: bool) -> None:
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=ready, problem="No space left on device")
+    status = LocalStatus(
+        job="j", phase="Running", launcher_pid=1, started=0, updated=0, workers=1, server=server
+    )
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(frame(status))
+    assert "problem: No space left on device" in console.export_text()
 
 
 @pytest.mark.parametrize(
