@@ -59,8 +59,10 @@ class Codec(abc.ABC):
         unbiased: the mean of what `decode` gives back, over the generator's numbers, is what was encoded.
         feedback: what is lost is added to the next step's gradient; for codecs that are biased.
         by_piece: each parameter is encoded by itself, as a matrix; see `for_matrix`.
+        version: of what it sends. A worker that has another one than the parameter server ends when it joins.
     """
 
+    version = ""
     lossless = False
     unbiased = False
     feedback = False

@@ -76,8 +76,10 @@ class Plan:
         self._lossless = compression.lossless
         allowed = MAX_ERROR if compression.max_error is None else compression.max_error
         self.auto = Auto(allowed) if compression.codec == AUTO else None
-        self._default = compression.codec, self.auto or make(compression.codec, compression.options)
-        self._rules = [(rule.match, rule.codec, make(rule.codec, rule.options)) for rule in compression.rules]
+        self._default = _named(compression.codec, self.auto or make(compression.codec, compression.options))
+        self._rules = [
+            (rule.match, *_named(rule.codec, make(rule.codec, rule.options))) for rule in compression.rules
+        ]
         self.name, _ = self._followed(*self._default)
         chosen = compression.values
         changes = chosen in DELTAS
@@ -97,6 +99,12 @@ class Plan:
         if self._lossless == NONE:
             return name, codec
         return f"{name}+{self._lossless}", LOSSLESS[self._lossless](codec or Plain())
+
+    @property
+    def names(self) -> list[str]:
+        """Of all codecs, sorted; of the user's own with their versions. `none` if there are no others."""
+        names = {self.name, self.values, self.deltas, *(name for _, name, _ in self._rules)}
+        return sorted(names - {NONE}) or [NONE]
 
     @property
     def encodes(self) -> bool:
@@ -179,6 +187,11 @@ def _changes(layout: Layout, bucket: Bucket) -> bool:
     """Whether an optimizer steps the bucket, in single precision."""
     frozen = all(layout.tensors[piece.tensor].frozen for piece in bucket.pieces)
     return bucket.rule is Rule.GRADIENT and not frozen and bucket.dtype == "float32"
+
+
+def _named(name: str, codec: Codec | None) -> tuple[str, Codec | None]:
+    """A codec and its name, which says its version if it has one."""
+    return (f"{name} version {codec.version}" if codec is not None and codec.version else name), codec
 
 
 def make(name: str, options: Mapping[str, Any]) -> Codec | None:

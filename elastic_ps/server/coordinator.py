@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from elastic_ps.codec.plan import Plan
 from elastic_ps.core.consistency import After, Contribution, Entry
 from elastic_ps.core.ledger import LedgerError, Range
 from elastic_ps.core.membership import Stay
@@ -47,6 +48,7 @@ class Joined:
     initialise: bool
     settings: Settings
     tuning: Tuning
+    codecs: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -180,8 +182,8 @@ class Coordinator:
         state = self.job.state
         assert state.model is not None
         initialise = not state.initialised and state.initialiser == stay.worker
-        layout, tuning = state.model.layout, self.job.tuning
-        return Joined(stay, state.term, state.version, layout, initialise, state.settings, tuning)
+        layout, tuning, codecs = state.model.layout, self.job.tuning, Plan(self.job.spec.compression).names
+        return Joined(stay, state.term, state.version, layout, initialise, state.settings, tuning, codecs)
 
     def initialised(self, worker: int, incarnation: int) -> None:
         """The first worker has sent its values: they are kept, and the model can be trained.

@@ -51,20 +51,21 @@ class Decoder:
 
         Only then it takes one of the places: a push that waits for its turn keeps none from others. Values
         that a script assigns are sent as they are, whatever the job's codec is; so is a gradient that is not
-        finite.
+        finite. A push that does not say so comes from a worker that has no codec where the job has one.
 
         Raises:
             Refused: MALFORMED: another codec than the job's, or what was sent does not fit it.
         """
-        if request.codec == NONE and not request.runs:
+        runs = self._runs(layout, bucket)
+        as_it_is = request.plain or not runs or not incoming.size
+        if request.codec == NONE and not request.runs and as_it_is:
             yield incoming
             return
-        runs = self._runs(layout, bucket)
         theirs, ours = [run.codec for run in request.runs], [run.name for run in runs]
         if request.codec != self._plan.name or theirs != ours:
             raise _refused(
                 request,
-                f"codec {request.codec!r} ({', '.join(theirs)}); this job uses {self._plan.name!r} "
+                f"codec {request.codec!r} ({', '.join(theirs) or NONE}); this job uses {self._plan.name!r} "
                 f"({', '.join(ours) or NONE}) here. All processes of a job need the same spec.compression",
             )
         if incoming.size > 2 * max(bucket.nbytes, 4 * bucket.elements) + MORE:

@@ -430,6 +430,7 @@ class Service:
                 lease_ms=round(self._members.job.lease.total_seconds() * 1000),
                 settings=joined.settings.to_json(),
                 tuning=joined.tuning.to_json(),
+                codecs=joined.codecs,
             )
         )
 

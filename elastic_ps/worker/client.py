@@ -196,6 +196,7 @@ class Client:
             lease=timedelta(milliseconds=reply.lease_ms),
             settings=Settings.from_json(reply.settings),
             tuning=read_tuning(reply.tuning, source="the parameter server") if reply.tuning else None,
+            codecs=tuple(reply.codecs),
         )
 
     def initialise(self, bucket: int, shard: int, values: memoryview, *, version: int | None = None) -> None:
@@ -404,6 +405,7 @@ class Client:
             present=payload.present,
             codec=payload.codec,
             runs=payload.runs,
+            plain=payload.plain,
         )
         if ending is not None:
             request.finish.CopyFrom(self._finish(step, attempt, ending))

@@ -35,7 +35,9 @@ class Stay:
 class Membership:
     """What the parameter server says to a worker that it has admitted.
 
-    `tuning`: how versions are made; None for what this worker was told when it was started.
+    Attributes:
+        tuning: how versions are made; None for what this worker was told when it was started.
+        codecs: the names that `Plan` has for the codecs of this term; none if it does not say.
     """
 
     stay: Stay
@@ -45,6 +47,7 @@ class Membership:
     lease: timedelta
     settings: Settings
     tuning: Tuning | None
+    codecs: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,14 @@ class Payload:
         codec: the name of the job's codec; `none` if the bucket is sent as it is.
         runs: how it is encoded.
         present: for each piece, whether it has a gradient; empty: all have.
+        plain: it is sent as it is, also if the job has a codec for the bucket.
     """
 
     body: memoryview
     codec: str = NONE
     runs: Sequence[pb.Run] = ()
     present: Sequence[bool] = ()
+    plain: bool = False
 
 
 class Encoder:
@@ -198,7 +200,7 @@ class Encoder:
                 n: {**self._residual.state(bucket.index, n), "version": version} for n in range(len(runs))
             }
         if not (runs or waiting is not None) or not _is_encodable(gradient):
-            return Payload(raw, present=present)
+            return Payload(raw, present=present, plain=bool(runs))
         made = _Made(waiting, gradient, _absent(bucket, present))
         if not runs:
             payload = Payload(as_bytes(made.plain(slice(0, bucket.elements))), present=present)

@@ -11,7 +11,7 @@ import torch
 
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import Refused
+from elastic_ps.errors import InvalidJob, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.tuning import Tuning
@@ -171,7 +171,7 @@ class Entrance:
     def _adopt(self, membership: Membership) -> None:
         """Make versions as this term of the job does; it may be another way than that of the term before.
 
-        Raises InvalidJob: a codec of the user's own cannot be imported here.
+        Raises InvalidJob: a codec of the user's own cannot be imported here, or is another than the job's.
         """
         if membership.tuning is None:
             return
@@ -181,10 +181,20 @@ class Entrance:
             self._codecs = Plan(self.spec.compression)
             for what, (now, _) in news.items():
                 logger.info("%s is %s now", what, now)
+        self._require_same_codecs(membership)
         said = self.spec.compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self._history.record("coding", term=membership.stay.term, compression=said)
         if self.exchange is not None:
             self.exchange.adopt(self.spec.consistency, self._codecs if "compression" in news else None)
+
+    def _require_same_codecs(self, membership: Membership) -> None:
+        ours, theirs = self._codecs.names, list(membership.codecs)
+        if theirs and ours != theirs:
+            raise InvalidJob(
+                f"worker {self._client.worker} has the codecs {', '.join(ours)}; this job has "
+                f"{', '.join(theirs)}. All processes of a job need the same code: start this worker from the "
+                "image, or the files, that the parameter server was started from"
+            )
 
     def _bring(self, flat: Flat, brought: Brought | None) -> None:
         for bucket in flat.layout.buckets:

@@ -303,6 +303,6 @@ class Sending:
         """
         for bucket in self._pushed:
             self._history.record("push", **step.pushed(bucket.index, attempt))
-            payload = Payload(self._flat.contribution_bytes(bucket))
+            payload = Payload(self._flat.contribution_bytes(bucket), plain=True)
             self._client.push(bucket.index, bucket.shard, step, attempt, payload, None)
         self._client.finish(step, attempt, Ending(ranges=(), settings="", metrics={}, assigns=True))

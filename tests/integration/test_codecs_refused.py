@@ -11,7 +11,8 @@ import torch
 
 from elastic_ps.codec.base import Codec, Encoded
 from elastic_ps.codec.builtin import TopK
-from elastic_ps.errors import Refused
+from elastic_ps.codec.plan import Plan
+from elastic_ps.errors import InvalidJob, Refused
 from elastic_ps.training import Compression
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
@@ -52,8 +53,16 @@ class Elsewhere(TopK):
         super().decode(Encoded({**encoded.tensors, "places": places}), out)
 
 
+class Versioned(Longer):
+    """A user's own, which says what it sends."""
+
+    version = "1"
+
+
 HERE = "tests.integration.test_codecs_refused"
 TORN = {"codec": f"{HERE}:Elsewhere", "rules": [{"match": "*bias", "codec": "none"}]}
+OWN = {"codec": f"{HERE}:Versioned"}
+OF_A_RULE = {"codec": "none", "rules": [{"match": "*bias", **OWN}]}
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -66,43 +75,55 @@ TORN = {"codec": f"{HERE}:Elsewhere", "rules": [{"match": "*bias", "codec": "non
             r"cannot be decoded: RuntimeError: .*size",
         ),
         (TORN, {**TORN, "options": {"away": 1 << 20}}, r"cannot be decoded: .*places from 1048\d+ to 10"),
-        ({"codec": "none"}, {"codec": "bf16"}, r"'bf16'.*the same spec.compression"),
+        ({"codec": "none"}, {"codec": "bf16"}, r"has the codecs bf16; this job has none\. .*same code"),
+        (OWN, {"codec": "none"}, r"has the codecs none; this job has .*Versioned version 1\."),
+        (OF_A_RULE, {"codec": "none"}, r"has the codecs none; this job has .*Versioned version 1\."),
+        (OWN, OWN, r"Versioned version 2; this job has .*Versioned version 1\."),
     ],
-    ids=["another shape", "torn", "mixed"],
+    ids=["another shape", "torn", "with a codec", "without", "without a rule", "another version"],
 )
 def test_the_worker_is_named_and_the_others_train_everything(
-    tmp_path: Path, usual: dict[str, Any], of_worker_1: dict[str, Any], words: str, shards: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    usual: dict[str, Any],
+    of_worker_1: dict[str, Any],
+    words: str,
+    shards: int,
 ) -> None:
-    """Nothing of what it has sent is in the model."""
+    """Its code makes something else of the job's compression. Nothing of what it has sent is in the model."""
     data, models = Numbers(120), Models()
     joined = threading.Event()
 
     def script(session: Session) -> None:
         model = make_mlp()
-        optimizer = session.optimizer(sgd(model), model)
+        try:
+            optimizer = session.optimizer(sgd(model), model)
+        finally:
+            if session.worker == 1:
+                joined.set()
         models[session.worker] = model
-        if session.worker == 1:
-            joined.set()
         for x, y in session.loader(data, 4):
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
             if session.worker == 0 and session.version == 3:
-                joined.wait(LIMIT)
+                assert joined.wait(LIMIT)
 
     def differing(session: Session) -> None:
-        with pytest.raises(Refused, match=f"(?s)worker 1 .*{words}"):
+        with pytest.raises((Refused, InvalidJob), match=f"(?s)worker 1 .*{words}"):
             script(session)
 
     server = {"replicas": shards, "bucketBytes": 1024}
     with running_job(tmp_path, compression=usual, parameterServer=server) as job:
-        spec = job.spec
         job.start(0, script)
         job.until(lambda: job.version >= 3, "version 3")
-        job.spec = spec.model_copy(update={"compression": Compression.model_validate(of_worker_1)})
+        with monkeypatch.context() as patch:
+            patch.setattr(Versioned, "version", "2")
+            other = Plan(Compression.model_validate(of_worker_1))
+        monkeypatch.setattr("elastic_ps.worker.entrance.Plan", lambda _: other)
         job.start(1, differing)
         job.join()
-        commits = job.commits()
+        commits, spec = job.commits(), job.spec
     assert_each_record_once(commits, records=len(data), epochs=1)
     assert {c["worker"] for commit in commits for c in commit["contributions"]} == {0}
     assert_equal_up_to_round_off(models[0], make_mlp(), lambda m: replay(commits, data, m, sgd, spec))

@@ -56,7 +56,12 @@ class Worker:
         return self.decoded(payload), payload
 
     def decoded(self, payload: Payload) -> list[float]:
-        request = pb.PushRequest(codec=payload.codec, runs=payload.runs, caller=pb.Caller(worker=3))
+        request = pb.PushRequest(
+            codec=payload.codec,
+            runs=payload.runs,
+            caller=pb.Caller(worker=3),
+            plain=payload.plain,
+        )
         body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
         with self.decoder.open(request, LAYOUT, BUCKET, body) as incoming:
             assert incoming.size == BUCKET.nbytes
@@ -253,6 +258,44 @@ def test_another_codec_than_the_jobs_is_refused() -> None:
     assert "same spec.compression" in refused(worker, payload)
 
 
+@pytest.mark.parametrize("rules", [[], [{"match": "bias", "codec": "int8"}]], ids=["all", "of a rule"])
+def test_a_gradient_without_a_codec_is_refused_where_the_job_has_one(rules: list[dict[str, str]]) -> None:
+    job = plan(codec="none", rules=rules) if rules else plan(codec="int8")
+    worker = Worker(plan(codec="none"), server=job)
+    worker.encoder.begin(0)
+    gradient = torch.ones(8)
+    payload = worker.encoder.encode(BUCKET, gradient, as_bytes(gradient), (), step=0, version=0)
+    said = refused(worker, payload)
+    assert "codec 'none' (none)" in said
+    assert "int8" in said
+    assert "same spec.compression" in said
+
+
+class Renewed(Codec):
+    """A user's own, whose version says what it sends."""
+
+    version = "1"
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        return Encoded({"all": tensor})
+
+    def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
+        out.copy_(encoded.tensors["all"])
+
+
+def test_another_version_of_the_users_codec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "tests.unit.test_encoder:Renewed"
+    older = plan(codec=name)
+    monkeypatch.setattr(Renewed, "version", "2")
+    worker = Worker(older, server=plan(codec="int8", rules=[{"match": "*", "codec": name}]))
+    worker.encoder.begin(0)
+    gradient = torch.ones(8)
+    payload = worker.encoder.encode(BUCKET, gradient, as_bytes(gradient), (), step=0, version=0)
+    said = refused(worker, payload)
+    assert f"{name} version 1" in said
+    assert f"{name} version 2" in said
+
+
 def test_what_does_not_fit_is_refused_with_the_workers_name() -> None:
     worker = Worker()
     worker.encoder.begin(0)
@@ -422,7 +465,7 @@ def test_no_more_than_some_are_decoded_at_a_time() -> None:
 def test_values_that_a_script_assigns_are_sent_as_they_are() -> None:
     worker = Worker()
     values = torch.arange(8.0)
-    assert worker.decoded(Payload(as_bytes(values))) == values.tolist()
+    assert worker.decoded(Payload(as_bytes(values), plain=True)) == values.tolist()
 
 
 class Slow(Codec):
