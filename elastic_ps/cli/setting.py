@@ -55,16 +55,24 @@ def _await(directory: JobDirectory, generation: int, before: TrainingJob) -> int
             directory.edit(lambda job: _back(job, generation, before))
             raise UserError(f"{directory.job} is not changed: {tuning.problem}")
         if tuning.generation >= generation:
-            changed_it = Tuning.of(before.spec).news(Tuning.of(directory.read_job().spec))
-            encodes = f", compression is ({tuning.compression})" if "compression" in changed_it else ""
-            print(
-                f"{directory.job} has changed; since version {tuning.since}, consistency is "
-                f"({tuning.consistency}){encodes}"
-            )
+            now = Tuning.of(directory.read_job().spec)
+            print(f"{directory.job} has changed; {in_force(tuning, now, Tuning.of(before.spec))}")
             return 0
         time.sleep(0.1)
     print(f"{directory.job}: the parameter server takes the change over as soon as it can")
     return 0
+
+
+def in_force(status: TuningStatus, now: Tuning, before: Tuning) -> str:
+    """What of `now` is another than before, in words."""
+    words = {"consistency": status.consistency, "compression": status.compression}
+    changed_it = now.news(before)
+    parts = [f"{name} is ({text})" for name, text in words.items() if name in changed_it]
+    said = [f"since version {status.since}, {', '.join(parts)}"] if parts else []
+    if now.checkpoint != before.checkpoint:
+        times = now.checkpoint.model_dump(mode="json", by_alias=True, exclude_none=True)
+        said.append(f"checkpoints are ({', '.join(f'{name}: {value}' for name, value in times.items())})")
+    return "; ".join(said)
 
 
 def assignment(text: str) -> tuple[str, Any]:

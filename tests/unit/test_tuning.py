@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from elastic_ps.checkpoint.manifest import Manifest
-from elastic_ps.cli.setting import assignment, changed
+from elastic_ps.cli.setting import assignment, changed, in_force
 from elastic_ps.errors import InvalidJob, UserError
 from elastic_ps.job import parse_job, parse_spec
 from elastic_ps.server.keeper import tuning_of
 from elastic_ps.server.wishes import Wishes
+from elastic_ps.status import TuningStatus
 from elastic_ps.training import Compression, Consistency
-from elastic_ps.tuning import Tuning, describe, read_tuning
+from elastic_ps.tuning import Times, Tuning, describe, describe_compression, read_tuning
 
 ALIKE: list[dict[str, Any]] = [
     {},
@@ -250,3 +251,22 @@ def test_what_the_server_has_moved_is_newer_and_stays_with_a_wish_that_does_not_
     other = tuning(2, "run", mode="sync")
     assert other.after(moved) == other
     assert other.replaces(moved)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"checkpoint": Times(keep=5)}, "checkpoints are (interval: 30s, keep: 5)"),
+        ({"compression": Compression(codec="int8")}, "since version 7, compression is (codec: int8)"),
+        (
+            {"consistency": Consistency(mode="async"), "checkpoint": Times(interval=timedelta(seconds=2))},
+            "since version 7, consistency is (mode: async); checkpoints are (interval: 2s, keep: 3)",
+        ),
+    ],
+)
+def test_a_change_is_told_in_words_and_nothing_else_is(fields: dict[str, Any], said: str) -> None:
+    before = Tuning(compression=Compression())
+    now = before.model_copy(update=fields)
+    compression = describe_compression(now.compression) if now.compression is not None else ""
+    status = TuningStatus(since=7, consistency=describe(now.consistency), compression=compression)
+    assert in_force(status, now, before) == said
