@@ -183,10 +183,12 @@ def pod(
     *,
     avoid: Sequence[str] = (),
     wiring: Wiring = HEADLESS,
+    number: int | None = None,
 ) -> Manifest:
     """The pod of one shard, standby or worker, or of the evaluator: the user's template over the default.
 
-    `avoid`: nodes that the scheduler shall take only if there is no other.
+    `avoid`: nodes that the scheduler shall take only if there is no other. `number`: of what shard 0
+    is told; None for the job's generation.
     """
     name = job["metadata"]["name"]
     own = template(spec, role)
@@ -206,7 +208,8 @@ def pod(
         names.TEMPLATE_ANNOTATION: template_hash(spec, role),
     }
     if (role, index) == ("ps", 0):
-        metadata["annotations"][names.TUNING_ANNOTATION] = tuning(job, spec).to_json()
+        word = Tuning.of(spec, generation=generation(job) if number is None else number)
+        metadata["annotations"][names.TUNING_ANNOTATION] = word.to_json()
     for container in pod_spec["containers"]:
         if container["name"] == names.CONTAINER[role]:
             given = with_threads(container.get("env") or [], container.get("resources") or {})
@@ -216,9 +219,9 @@ def pod(
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
 
 
-def tuning(job: Mapping[str, Any], spec: TrainingJobSpec) -> Tuning:
-    """What of the job may change while it runs, for shard 0's parameter server."""
-    return Tuning.of(spec, generation=job["metadata"].get("generation") or 0)
+def generation(job: Mapping[str, Any]) -> int:
+    """The number of the resource's newest spec; it only grows."""
+    return int(job["metadata"].get("generation") or 0)
 
 
 def with_tolerations(given: list[Manifest]) -> list[Manifest]:

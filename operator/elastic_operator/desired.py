@@ -29,6 +29,8 @@ class Desired:
         replicas: wanted workers, within the bounds.
         ignored: why `spec` is not quite what the resource says; empty if it is.
         restart: what was made before then is to be made again; None if nobody has asked for that.
+        generation: the number of what shard 0 is told; 0 if it is not known what the job wants, because the
+            spec cannot be followed and the pod is gone that was told before. Then a checkpoint's word counts.
         wiring: how its processes find each other.
     """
 
@@ -37,6 +39,7 @@ class Desired:
     replicas: int
     ignored: tuple[str, ...] = ()
     restart: datetime | None = None
+    generation: int = 0
     wiring: Wiring = HEADLESS
 
     def outdated(self, pod: Pod) -> bool:
@@ -70,8 +73,9 @@ def read_desired(
         document = _keep_workers(document, fixed["worker"]["replicas"], ignored)
     elif started(job, observed):
         document = _clamp(document, ignored)
+    known = True
     if fixed:
-        fixed = _keep_tunable(document, fixed, observed, ignored)
+        fixed, known = _keep_tunable(document, fixed, observed, ignored)
         document, _ = documents.known_spec(_keep_fixed(document, fixed, ignored))
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec, policy)
@@ -86,6 +90,7 @@ def read_desired(
         replicas=spec.worker.replicas,
         ignored=tuple(ignored),
         restart=restart,
+        generation=builders.generation(job) if known else 0,
         wiring=wiring.of(name, observed.services, secured=secured),
     )
 
@@ -184,47 +189,68 @@ def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: lis
 
 def _keep_tunable(
     document: dict[str, Any], fixed: dict[str, Any], observed: Observed, ignored: list[str]
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], bool]:
     """The fixed part with the consistency and compression asked for, if a running job can change to those.
 
-    If not, it keeps those that its parameter server was told last, or was started with.
+    If not, it keeps those that its parameter server was told last; it was started with them, if that is not
+    known. Returns also whether it is known what the job wants.
     """
     others = {name: fixed[name] for name in builders.YOUNGER_FIELDS if name in fixed}
     kept = {"entrypoint": "module:function", **others, **{name: fixed.get(name) or {} for name in TUNABLE}}
     wanted = {**kept, **{name: document.get(name) or {} for name in TUNABLE}}
-    try:
-        before = Tuning.of(parse_spec(documents.known_spec(kept)[0], source="spec"))
-        asked = Tuning.of(parse_spec(documents.known_spec(wanted)[0], source="spec"))
-    except InvalidJob:
-        return fixed  # what is wrong with it is said with the rest
-    leader = next((pod for pod in observed.of("ps") if pod.index == 0 and pod.tuning), None)
-    try:
-        told = read_tuning(leader.tuning, source="annotation") if leader is not None else before
-    except InvalidJob:
-        told = before
-    refusal = before.refusal(asked)
-    if not refusal and told.compression is None and asked.compression != before.compression:
-        refusal = (
-            "compression cannot change yet: the job's parameter server was created by an earlier version of "
-            f"the operator. Ask for a restart with the annotation {names.RESTART_ANNOTATION} first"
-        )
+    before, asked, told = _tuning_of(kept), _tuning_of(wanted), _told(observed)
+    if before is None:
+        return fixed, True  # what is wrong with it is said with the rest; likewise below
+    refusal = _refusal(before, asked, told) if asked is not None else ""
     if refusal:
         ignored.append(refusal)
-        asked = told.over(before)
-    tunable = asked.model_dump(mode="json", by_alias=True, include=set(TUNABLE))
-    return {**fixed, **tunable}
+    follows = asked is not None and not refusal
+    meant = asked if asked is not None and follows else (told or before).over(before)
+    tunable = meant.model_dump(mode="json", by_alias=True, include=set(TUNABLE))
+    return {**fixed, **tunable}, follows or told is not None
 
 
-def tuning_to_tell(job: Mapping[str, Any], desired: Desired, server: Pod) -> str:
-    """What shard 0 is to be told that the job wants, as JSON; "" if it was told that already."""
-    wanted = builders.tuning(job, desired.spec)
+def _tuning_of(document: dict[str, Any]) -> Tuning | None:
+    """What a part of a spec says; None if it cannot be followed."""
+    try:
+        return Tuning.of(parse_spec(documents.known_spec(document)[0], source="spec"))
+    except InvalidJob:
+        return None
+
+
+def _told(observed: Observed) -> Tuning | None:
+    """What shard 0 was told last; None if that is not known: the pod is gone, or was made without a word."""
+    leader = next((pod for pod in observed.of("ps") if pod.index == 0 and pod.tuning), None)
+    try:
+        told = read_tuning(leader.tuning, source="annotation") if leader is not None else None
+    except InvalidJob:
+        return None
+    return told if told is not None and told.generation else None
+
+
+def _refusal(before: Tuning, asked: Tuning, told: Tuning | None) -> str:
+    """Why a job cannot change to what is asked for; "" if it can."""
+    unheard = told is not None and told.compression is None and asked.compression != before.compression
+    return before.refusal(asked) or (
+        "compression cannot change yet: the job's parameter server was created by an earlier version of "
+        f"the operator. Ask for a restart with the annotation {names.RESTART_ANNOTATION} first"
+        if unheard
+        else ""
+    )
+
+
+def tuning_to_tell(desired: Desired, server: Pod) -> str:
+    """What shard 0 is to be told that the job wants, as JSON; "" if it was told, or if that is not known."""
+    if not desired.generation:
+        return ""
+    wanted = Tuning.of(desired.spec, generation=desired.generation)
     try:
         told = read_tuning(server.tuning, source="annotation")
     except InvalidJob:
         return wanted.to_json()
     if told.compression is None:  # it may not know of such changes
         wanted = wanted.model_copy(update={"compression": None})
-    return wanted.to_json() if wanted.differs(told) else ""
+    return wanted.to_json() if wanted.differs(told) or not told.generation else ""
 
 
 def _keep_workers(document: dict[str, Any], replicas: int, ignored: list[str]) -> dict[str, Any]:

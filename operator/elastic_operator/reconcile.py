@@ -277,7 +277,7 @@ def _servers(
             yield DeletePod.of(pod, "it has ended and is created again")
         elif pod.active and (why := server_to_renew(pod, desired, observed)):
             yield DeletePod.of(pod, why)
-        elif pod.active and pod.tuning and (wanted := tuning_to_tell(job, desired, pod)):
+        elif pod.active and pod.tuning and (wanted := tuning_to_tell(desired, pod)):
             yield TunePod(
                 pod.name,
                 pod.uid,
@@ -365,7 +365,9 @@ def _create(
     reason: str,
 ) -> Create:
     avoid = sorted(filter(None, status.worker.invalid_on))
-    manifest = builders.pod(job, desired.spec, role, index, avoid=avoid, wiring=desired.wiring)
+    manifest = builders.pod(
+        job, desired.spec, role, index, avoid=avoid, wiring=desired.wiring, number=desired.generation
+    )
     return Create("Pod", names.pod(desired.name, role, index), manifest, reason)
 
 

@@ -99,6 +99,53 @@ def test_what_cannot_change_is_said_and_the_last_change_stays() -> None:
     assert simulation.condition("Degraded")["status"] == "False"
 
 
+WRONG: list[dict[str, Any]] = [
+    {"consistency": {"mode": "local", "steps": 5}},
+    {"consistency": {"mode": "bounded"}},
+    {"consistency": {"mode": "nonsense"}},
+    {"compression": {"codec": "int8", "maxError": 0.5}},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_spec_that_cannot_be_followed_takes_no_change_back(wrong: dict[str, Any]) -> None:
+    simulation = running()
+    simulation.edit(consistency=BOUNDED, compression={"codec": "int8"})
+    simulation.settle()
+    before = told(simulation)
+    simulation.edit(**wrong)
+    simulation.settle()
+    assert told(simulation) == before
+    assert simulation.condition("Degraded")["status"] == "True"
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_server_that_comes_back_under_such_a_spec_keeps_what_its_checkpoint_says(
+    wrong: dict[str, Any],
+) -> None:
+    """What it was told before went with its pod. A word with the number 0 is older than any checkpoint's."""
+    simulation = running()
+    started = told(simulation)
+    simulation.edit(consistency=BOUNDED, compression={"codec": "int8"})
+    simulation.settle()
+    simulation.edit(**wrong)
+    simulation.settle()
+    del simulation.pods["digits-ps-0"]
+    simulation.settle()
+    assert told(simulation) == started.model_copy(update={"generation": 0})
+    checkpoint = {"interval": "5m", "volumeClaim": {}}
+    simulation.edit(parameterServer={"checkpoint": checkpoint})
+    simulation.settle()
+    assert told(simulation).generation == 0, "nor is it told anything as long as that is so"
+    simulation.edit(consistency={"mode": "sync"}, compression={})
+    simulation.settle()
+    assert told(simulation).generation == 5, "it is told what it began with, as it may have gone on otherwise"
+    assert (told(simulation).consistency, told(simulation).compression) == (
+        started.consistency,
+        started.compression,
+    )
+
+
 def test_the_compression_changes_as_the_consistency_does() -> None:
     simulation = running()
     before = uids(simulation)
