@@ -362,12 +362,21 @@ class Coordinator:
         if wrong := state.match_ledger(records, epochs, batch):
             raise Refused(RefusalCode.INVALID, wrong)
 
-    def release(self, worker: int, incarnation: int, *, call: int, abandoned: bool = False) -> None:
+    def release(
+        self,
+        worker: int,
+        incarnation: int,
+        *,
+        call: int,
+        abandoned: bool = False,
+        skipped: Sequence[Range] = (),
+    ) -> None:
         """A worker gives back its records; rounds no longer wait for it. It stays a member. See `take`."""
         with self.job.settled() as state:
             stay = self._check(worker, incarnation)
             if not state.calls.begin(incarnation, call):
                 return
+            self._skip(state, stay, skipped)
             state.stop_computing(stay, abandoned=abandoned)
             state.starved.discard(worker)
             self.job.told()

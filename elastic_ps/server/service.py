@@ -477,7 +477,11 @@ class Service:
         request = parse(pb.ReleaseRequest, incoming.header)
         caller = self._check(request.caller, incoming)
         self._members.release(
-            caller.worker, caller.incarnation, call=caller.call, abandoned=request.abandoned
+            caller.worker,
+            caller.incarnation,
+            call=caller.call,
+            abandoned=request.abandoned,
+            skipped=ranges_from_message(request.skipped),
         )
         yield _done()
 

@@ -239,12 +239,14 @@ class ChiefReply(_message.Message):
     def __init__(self, chief: bool = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("caller", "abandoned")
+    __slots__ = ("caller", "abandoned", "skipped")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     ABANDONED_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     abandoned: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., abandoned: bool = ...) -> None: ...
+    skipped: _containers.RepeatedCompositeFieldContainer[Range]
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
 
 class BeginRequest(_message.Message):
     __slots__ = ("caller", "version", "step")

@@ -274,10 +274,19 @@ class Client:
         request = pb.GoneRequest(job=self.stay.job, worker=self.worker, instance=self.instance)
         self._ask(0, "Gone", request, pb.Done)
 
-    def release(self, *, abandoned: bool = False) -> None:
-        """Give back the records, without leaving. `abandoned`: a step has begun and will not be finished."""
-        caller = self.stay.caller(next(self._calls))
-        self._ask(0, "Release", pb.ReleaseRequest(caller=caller, abandoned=abandoned), pb.Done)
+    def release(self, *, abandoned: bool = False, skipped: Sequence[Range] = ()) -> None:
+        """Give back the records, without leaving.
+
+        Args:
+            abandoned: a step has begun and will not be finished.
+            skipped: records among these that nobody is to train.
+        """
+        request = pb.ReleaseRequest(
+            caller=self.stay.caller(next(self._calls)),
+            abandoned=abandoned,
+            skipped=ranges_to_message(skipped),
+        )
+        self._ask(0, "Release", request, pb.Done)
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Values outside a step."""

@@ -174,10 +174,11 @@ class Records:
         """
         if not self._worker.entered:
             raise UsageError("call session.optimizer(...) before session.pause()")
-        if self._worker.in_step or self._batches.computed or self._batches.undecided:
+        in_step = self._worker.in_step and not self._worker.abandoned
+        if in_step or self._batches.computed or self._batches.undecided:
             raise UsageError(
-                "session.pause() was called in the middle of a step. Call it after optimizer.step(), before "
-                "the next batch is loaded"
+                "session.pause() was called in the middle of a step. Call it after optimizer.step(), or "
+                "after optimizer.skip() if this batch makes no step, before the next batch is loaded"
             )
         if self.computing:
             self._worker.generation += 1  # what was fetched ahead goes to others, too
@@ -196,7 +197,8 @@ class Records:
                 if not abandoned:
                     self._exchange().hand_over()
                 self._world.decide(
-                    "the end of its loop over the loader", lambda: self._client.release(abandoned=abandoned)
+                    "the end of its loop over the loader",
+                    lambda: self._client.release(abandoned=abandoned, skipped=self._batches.skipped),
                 )
                 self._stopped.heed()
                 worker.abandoned = False

@@ -301,8 +301,9 @@ class Session:
         """Let the other workers train on without this one, until it loads its next batch. Blocks for a call.
 
         For what takes long in the middle of an epoch, such as an evaluation: otherwise the others wait for
-        this worker's next step. Call it after `optimizer.step()`. The records that this worker holds go to
-        others, and its next batch is of the newest version. The model keeps its values until then.
+        this worker's next step. Call it after `optimizer.step()`, or after `optimizer.skip()` if no step is
+        made with the batch. The other records that this worker holds go to others, and its next batch is of
+        the newest version. The model keeps its values until then.
 
         Raises:
             UsageError: in the middle of a step.

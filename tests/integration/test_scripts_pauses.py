@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Indexes, Numbers, Tally, make_mlp, running_job
@@ -87,3 +89,40 @@ def test_in_the_middle_of_a_step_it_is_refused(tmp_path: Path) -> None:
         job.start(0, script)
         job.join()
         assert_each_record_once(job.commits(), records=20, epochs=1)
+
+
+@pytest.mark.parametrize("computes", [True, False], ids=["after backward", "before"])
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves the loop", "pauses"])
+def test_what_was_skipped_before_it_counts_as_skipped_once(
+    tmp_path: Path, computes: bool, leaves: bool
+) -> None:
+    """Nobody trains it, also if some of its gradients had been sent."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
+        loader = session.loader(Numbers(40), 4)
+        steps = 0
+        while steps < 7:
+            for x, y in loader:
+                skips = steps in (1, 3, 4)
+                steps += 1
+                if computes or not skips:
+                    mse(model, x, y).backward()
+                if not skips:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    continue
+                optimizer.zero_grad()
+                optimizer.skip()
+                if leaves:
+                    break
+                session.pause()
+
+    server = {"bucketBytes": 1024}
+    with running_job(tmp_path, worker={"replicas": 1}, parameterServer=server) as job:
+        job.start(0, script)
+        job.join()
+        progress = job.status().progress
+    assert (progress.records_applied, progress.records_skipped) == (28, 12)
+    assert check(read(tmp_path / "history"), Data(40, 1)) == []
