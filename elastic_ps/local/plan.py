@@ -39,6 +39,7 @@ class Process:
         output: the last lines it wrote, of a process that failed.
         useful: whether it has done anything for the job: a step that is in the model, or an answer.
         stuck: why it has to be killed, of a worker that the parameter server has given up and that lives on.
+        overstays: why it has to be killed, of a worker that keeps a job open whose training is done.
         stopped: since when a signal (SIGSTOP) has kept it from running, of a job whose training is done.
     """
 
@@ -54,6 +55,7 @@ class Process:
     output: str = ""
     useful: bool = False
     stuck: str = ""
+    overstays: str = ""
     stopped: float | None = None
 
     @property
@@ -78,6 +80,8 @@ class Process:
             return None
         if self.stuck:
             return "failed"
+        if self.overstays:
+            return "killed"
         if self.asked is not None or self.exit == EXIT_LEFT:
             return "left"
         if self.exit == 0:
@@ -446,8 +450,8 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
             reason = f"pid {before.pid} {describe_exit(before.exit or 0)}"
             yield Start("worker", index, reason, before.pid)
     for process in latest.values():
-        if process.alive and process.stuck and not process.killed:
-            yield Kill(process.pid, process.stuck)
+        if process.alive and (process.stuck or process.overstays) and not process.killed:
+            yield Kill(process.pid, process.stuck or process.overstays)
         elif process.alive and (process.index >= desired.workers or process.asked is not None):
             yield from _end(process, desired.leave_grace, f"the job asks for {desired.workers} workers", now)
 

@@ -58,19 +58,33 @@ def member_of(worker: int, pid: int, server: ServerStatus | None) -> Member | No
     return next((m for m in reversed(members) if m.worker == worker and m.pid == pid), None)
 
 
-def stuck(process: Process, server: ServerStatus | None, progress_timeout: timedelta, *, now: float) -> str:
-    """Why a worker has to be killed that the parameter server has given up; "" if it has not.
-
-    Or one that never joined, or has left, if it is stopped when the training is done.
-    """
-    if process.role != "worker" or not process.alive or process.asked is not None:
+def stuck(process: Process, server: ServerStatus | None, progress_timeout: timedelta) -> str:
+    """Why a worker of a job that trains has to be killed: the parameter server has given it up; "" if not."""
+    if not _works(process) or (server is not None and server.progress.finished):
         return ""
-    finished = server is not None and server.progress.finished
+    member = member_of(process.index, process.pid, server)
+    return "" if member is None else member.to_be_killed(progress_timeout, finished=False)
+
+
+def overstays(
+    process: Process, server: ServerStatus | None, progress_timeout: timedelta, *, now: float
+) -> str:
+    """Why a worker has to be killed that keeps a job open whose training is done; "" if it has not.
+
+    The parameter server has given it up, or it is stopped: then it may never have joined, or have left.
+    """
+    if not _works(process) or server is None or not server.progress.finished:
+        return ""
     stopped = 0.0 if process.stopped is None else now - process.stopped
-    if finished and stopped > FINISHED_GRACE.total_seconds():
+    if stopped > FINISHED_GRACE.total_seconds():
         return f"the training is done, and it has been stopped by a signal (SIGSTOP) for {stopped:.0f} s"
     member = member_of(process.index, process.pid, server)
-    return "" if member is None else member.to_be_killed(progress_timeout, finished=finished)
+    return "" if member is None else member.to_be_killed(progress_timeout, finished=True)
+
+
+def _works(process: Process) -> bool:
+    """Whether it is a worker that nobody has asked to end."""
+    return process.role == "worker" and process.alive and process.asked is None
 
 
 def useful(process: Process, server: ServerStatus | None, ready: Container[int]) -> bool:

@@ -41,7 +41,7 @@ from elastic_ps.local.processes import (
     with_threads,
 )
 from elastic_ps.local.record import Record
-from elastic_ps.local.snapshot import phase_of, process_statuses, stuck, useful
+from elastic_ps.local.snapshot import overstays, phase_of, process_statuses, stuck, useful
 from elastic_ps.local.state import JobDirectory, LocalStatus, generation_of, is_stopped, start_time
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.status import ServerStatus
@@ -321,7 +321,8 @@ class Launcher:
                 ready=process.role == "ps" and process.index in polled.ready,
                 useful=process.useful or useful(process, polled.status, polled.ready),
                 stopped=self._stopped(process, now),
-                stuck=process.stuck or stuck(process, polled.status, limit, now=now),
+                stuck=process.stuck or stuck(process, polled.status, limit),
+                overstays=process.overstays or overstays(process, polled.status, limit, now=now),
             )
             for process in self._observed.processes
         )

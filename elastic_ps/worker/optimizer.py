@@ -141,9 +141,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if not (set_to_none and type(self._wrapped).zero_grad is torch.optim.Optimizer.zero_grad):
             self._wrapped.zero_grad(set_to_none)
             return
-        for (
-            group
-        ) in self._wrapped.param_groups:  # as torch does, whose call takes as long as a small step's hooks
+        # As torch does; but its call takes as long as the hooks of a small step.
+        for group in self._wrapped.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 

@@ -199,9 +199,9 @@ def _find(name: str, known: Sequence[_Named], what: str) -> _Named:
     if found := by_key.get(_key(name)):
         return found
     near = difflib.get_close_matches(_key(name), by_key, n=1, cutoff=0.5)
-    hint = f"did you mean {by_key[near[0]].name}? " if near else ""
+    hint = f"did you mean {by_key[near[0]].name}? There" if near else "there"
     names = ", ".join(each.name for each in known)
-    raise UserError(f"there is no {what} {name!r}; {hint}There are: {names}")
+    raise UserError(f"there is no {what} {name!r}; {hint} are: {names}")
 
 
 def _key(name: str) -> str:

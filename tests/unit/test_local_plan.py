@@ -29,7 +29,7 @@ from elastic_ps.local.plan import (
     plan,
     restart_delay,
 )
-from elastic_ps.local.snapshot import stuck, useful
+from elastic_ps.local.snapshot import overstays, stuck, useful
 from elastic_ps.status import Member, Progress, ServerStatus
 
 NOW = 1000.0
@@ -146,12 +146,12 @@ def test_who_has_been_given_up_and_lives_on_is_stuck(
     )
     status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=[member])
     limit = timedelta(seconds=timeout)
-    assert bool(stuck(process, status, limit, now=NOW)) == kill
+    assert bool(stuck(process, status, limit)) == kill
     again = member.model_copy(update={"incarnation": 4, "state": "training", "gone_seconds": None})
     joined_again = status.model_copy(update={"members": [member, again]})
-    assert not stuck(process, joined_again, limit, now=NOW)
-    assert not stuck(replace(process, pid=102), status, limit, now=NOW)
-    assert not stuck(replace(process, asked=NOW), status, limit, now=NOW), "it is leaving anyway"
+    assert not stuck(process, joined_again, limit)
+    assert not stuck(replace(process, pid=102), status, limit)
+    assert not stuck(replace(process, asked=NOW), status, limit), "it is leaving anyway"
 
 
 @pytest.mark.parametrize(("finished", "gone", "kill"), [(False, 999, ""), (True, 59, ""), (True, 61, "61 s")])
@@ -163,7 +163,7 @@ def test_a_worker_that_does_not_answer_keeps_a_finished_job_open_for_a_minute(
     members = [lost.model_copy(update={"gone_seconds": gone})]
     progress = FINISHED if finished else HALF
     status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=members, progress=progress)
-    why = stuck(worker(1), status, timedelta(seconds=timeout), now=NOW)
+    why = overstays(worker(1), status, timedelta(seconds=timeout), now=NOW)
     assert ("the training is done" in why and kill in why) if kill else why == ""
 
 
@@ -177,9 +177,22 @@ def test_a_worker_that_is_stopped_keeps_a_finished_job_open_for_a_minute(
     members = [] if state is None else [member]
     status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=members, progress=FINISHED)
     process = worker(1, stopped=stopped)
-    assert ("SIGSTOP" in stuck(process, status, timedelta(0), now=NOW)) == kill
+    assert ("SIGSTOP" in overstays(process, status, timedelta(0), now=NOW)) == kill
     goes_on = status.model_copy(update={"progress": HALF})
-    assert stuck(process, goes_on, timedelta(0), now=NOW) == ""
+    assert overstays(process, goes_on, timedelta(0), now=NOW) == ""
+
+
+def test_a_worker_that_keeps_a_finished_job_open_is_killed_and_replaced_and_counts_as_no_failure() -> None:
+    """What its script does at the end, such as saving, is still to be done."""
+    strict = replace(DESIRED, backoff_limit=0)
+    actions = plan(strict, observed(ended(0, 0), worker(1, overstays="stopped"), progress=FINISHED), NOW)
+    assert actions == [Kill(101, "stopped")]
+    killed = ended(1, -9, overstays="stopped", asked=NOW - 2, killed=True)
+    assert killed.ending == "killed"
+    seen = observed(ended(0, 0), killed, progress=FINISHED)
+    assert failures(seen) == []
+    [action] = plan(strict, seen, NOW)
+    assert isinstance(action, Start)
 
 
 def test_a_worker_that_someone_else_asked_to_leave_is_not_done_and_is_replaced() -> None:

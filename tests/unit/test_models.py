@@ -223,7 +223,7 @@ def test_an_unknown_name_gives_the_nearest_and_all() -> None:
         UserError, match=r"no network 'ResNet19'; did you mean ResNet1\S+\? There are: LeNet, ResNet18,"
     ):
         find_network("ResNet19")
-    with pytest.raises(UserError, match=r"no network 'xyzzy'; There are: LeNet"):
+    with pytest.raises(UserError, match=r"no network 'xyzzy'; there are: LeNet"):
         find_network("xyzzy")
     with pytest.raises(UserError, match=r"no data set 'digit'; did you mean digits\? There are: digits"):
         find_dataset("digit")
