@@ -10,6 +10,9 @@ import torch
 
 from elastic_ps.codec.base import Codec, Encoded, Sparse
 
+FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+"""What codecs compute in, whatever defaults a script has set for its model."""
+
 
 def _require(name: str, tensor: torch.Tensor, dtype: torch.dtype, elements: int) -> torch.Tensor:
     """Raises ValueError unless the tensor is one of these."""
@@ -94,7 +97,8 @@ class _Integers(Codec):
         random.manual_seed(0)
         # Each number between 0 and 1 once, so that their mean is exact, in an order without a pattern; twice,
         # so that there is a piece of any length that begins anywhere.
-        noise = (torch.randperm(_NOISE, generator=random) + 0.5) / _NOISE
+        places = torch.randperm(_NOISE, generator=random, device="cpu")
+        noise = (places.to(torch.float32) + 0.5) / _NOISE
         self._noise = torch.cat((noise, noise))
 
     def _round(
@@ -108,10 +112,14 @@ class _Integers(Codec):
         missing = -tensor.numel() % self._block
         blocks = torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
         blocks = blocks.view(-1, self._block)
-        integers, scales = torch.empty(blocks.shape, dtype=dtype), torch.empty(len(blocks))
+        integers, scales = (
+            torch.empty(blocks.shape, dtype=dtype, device="cpu"),
+            torch.empty(len(blocks), **FLOATS),
+        )
         rows = _NOISE // self._block
-        starts = torch.randint(_NOISE, (-(-len(blocks) // rows),), generator=random).tolist()
-        work = torch.empty(rows, self._block)
+        pieces = -(-len(blocks) // rows)
+        starts = torch.randint(_NOISE, (pieces,), generator=random, device="cpu").tolist()
+        work = torch.empty(rows, self._block, **FLOATS)
         for number, start in enumerate(starts):
             part = slice(number * rows, (number + 1) * rows)
             values, scale = blocks[part], scales[part]
@@ -227,7 +235,7 @@ class TopK(Codec):
         if tensor.numel() < 16 * _SAMPLE or ratio * _SAMPLE < 16:
             places = size.topk(count, sorted=False).indices
         else:  # Lin et al. 2018, "Deep Gradient Compression": the limit is that of a sample
-            sample = size[torch.randint(size.numel(), (_SAMPLE,), generator=random)]
+            sample = size[torch.randint(size.numel(), (_SAMPLE,), generator=random, device="cpu")]
             limit = sample.topk(math.ceil(ratio * _SAMPLE)).values[-1]
             places = (size >= limit).nonzero().view(-1)
             if len(places) > count:

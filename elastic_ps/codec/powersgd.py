@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from elastic_ps.codec.base import Codec, Encoded
+from elastic_ps.codec.builtin import FLOATS
 
 FACTORS = ("p", "q")
 
@@ -46,10 +47,10 @@ class PowerSGD(Codec):
         matrix = tensor.view(self._rows, self._columns)
         scale = float(tensor.abs().max())
         if not scale:  # what was found before stays
-            empty = (torch.zeros(self._rows, self._rank), torch.zeros(self._columns, self._rank))
-            return Encoded({name: each.view(-1) for name, each in zip(FACTORS, empty, strict=True)})
+            lengths = (self._rows * self._rank, self._columns * self._rank)
+            return Encoded({n: torch.zeros(each, **FLOATS) for n, each in zip(FACTORS, lengths, strict=True)})
         matrix = matrix / scale  # so that no product of large or small numbers leaves float32's range
-        start = torch.randn(self._columns, self._rank, generator=random)
+        start = torch.randn(self._columns, self._rank, generator=random, **FLOATS)
         if (before := state.get("q")) is not None:
             start = torch.where(before.any(0), before, start)  # else a column of zeros would stay so
         p, _ = torch.linalg.qr(matrix @ start)

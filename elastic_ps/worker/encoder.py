@@ -205,7 +205,7 @@ class Encoder:
         if not runs:
             payload = Payload(as_bytes(made.plain(slice(0, bucket.elements))), present=present)
         else:
-            random = torch.Generator()
+            random = torch.Generator("cpu")
             what = f"{self._who}/{version}/{before}/{bucket.index}"
             digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
             random.manual_seed(int.from_bytes(digest, "little"))
@@ -327,6 +327,7 @@ class _Made:
         for piece in self._absent_in(elements):
             rest[piece] = 0.0 if self._waiting is None else self._waiting[elements][piece]
         if self.rest is None:
-            self.rest = torch.zeros(len(self._gradient)) if len(rest) < len(self._gradient) else rest
+            whole = len(rest) == len(self._gradient)
+            self.rest = rest if whole else torch.zeros_like(self._gradient, dtype=torch.float32)
         if self.rest is not rest:
             self.rest[elements] = rest

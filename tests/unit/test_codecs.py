@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -58,6 +59,38 @@ def gradient(elements: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     random = torch.Generator()
     random.manual_seed(seed)
     return torch.randn(elements, generator=random) * scale
+
+
+@contextmanager
+def defaults(dtype: torch.dtype, device: str) -> Iterator[None]:
+    """As a script may set them for its model."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_what_a_script_sets_as_defaults_is_not_for_codecs(name: str, dtype: torch.dtype) -> None:
+    """The same bytes come; `meta` stands in for a GPU."""
+
+    def encoded(values: torch.Tensor) -> list[bytes]:
+        random = torch.Generator("cpu")
+        codec: Codec | None = make(name, {})
+        assert codec is not None
+        if codec.by_piece:
+            codec = codec.for_matrix(200, 500)
+            assert codec is not None
+        return [bytes(part) for part in pack(codec.encode(values, {}, random.manual_seed(1))).body]
+
+    for values in (gradient(100_000, 0), torch.zeros(100_000)):
+        plain = encoded(values)
+        with defaults(dtype, "meta"):
+            assert encoded(values) == plain
 
 
 def test_all_names_are_known() -> None:
