@@ -333,14 +333,14 @@ class BucketValues:
         """What a worker can add to the values that it has, of version `held`; None: it needs all of them."""
         return None if held is None or self.delta is None or held < self.delta.since else self.delta
 
-    def _parts(self, present: list[int]) -> list[list[int]]:
+    def _parts(self, present: Sequence[int]) -> list[frozenset[int]]:
         """The pieces to step, in parts: torch's fused SGD fails if some have a momentum and some not."""
         assert self._optimizer is not None
         state = self._optimizer.state
         if len(state) == len(self._parameters) and all(state.values()):
-            return [present] if present else []
-        new = [index for index in present if not state.get(self._parameters[index])]
-        return [part for part in (new, [index for index in present if index not in new]) if part]
+            return [frozenset(present)] if present else []
+        new = frozenset(index for index in present if not state.get(self._parameters[index]))
+        return [part for part in (new, frozenset(present) - new) if part]
 
     def _limit(self) -> None:
         """Bring the values within the limits of their parameter groups."""
