@@ -124,7 +124,7 @@ class _Arrived(NamedTuple):
                 raise Malformed(f"{plain.numel()} elements; expected {self.run.length}")
             own.copy_(plain)
             return
-        out = own if own.dtype is torch.float32 else torch.empty(self.run.length)
+        out = own if own.dtype is torch.float32 else torch.empty(self.run.length, dtype=torch.float32)
         self.codec.decode(self.encoded, out)
         if out is not own:
             own.copy_(out)

@@ -404,6 +404,32 @@ def test_what_a_half_precision_model_rounds_away_waits_too() -> None:
     assert torch.allclose(sent, gradient.double() * steps, rtol=0, atol=2)
 
 
+@pytest.mark.parametrize("codec", ["int8", "topk", "signsgd"])
+def test_a_half_precision_script_may_set_that_dtype_as_default(codec: str) -> None:
+    """Also in the parameter server's process, which imports the module of a codec of the user's own."""
+    bucket, used = replace(BUCKET, dtype="bfloat16"), plan(codec=codec)
+    layout = replace(LAYOUT, buckets=(bucket,))
+    encoder, decoder = Encoder(layout, used, worker=3, seed=0), Decoder(used)
+    gradient = torch.ones(8, dtype=torch.bfloat16)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        encoder.begin(0)
+        payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=0, version=0)
+        request = pb.PushRequest(codec=payload.codec, runs=payload.runs)
+        body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
+        with decoder.open(request, layout, bucket, body) as incoming:
+            view = incoming.view()
+            assert view is not None
+            sent = as_tensor(view, torch.bfloat16).clone()
+        encoder.applied()
+    finally:
+        torch.set_default_dtype(before)
+    left = encoder.left_over.get(bucket.index, torch.zeros(8))
+    assert left.dtype is torch.float32
+    assert torch.allclose(sent.float() + left, torch.ones(8), rtol=0, atol=0.01)
+
+
 @pytest.mark.parametrize(
     ("dtype", "codec", "options"),
     [
