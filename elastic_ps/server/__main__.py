@@ -24,6 +24,8 @@ LOOK = 0.1
 def main() -> int:
     """Serve until SIGTERM or SIGINT, or until another one has taken over.
 
+    HTTP is served until the process has ended: each probe that nobody answers becomes a Warning event.
+
     Returns the exit status, see `elastic_ps.env`.
     """
     process.end_on_request(0)
@@ -76,7 +78,6 @@ def main() -> int:
     _leave_last_words(server)  # also before, since closing may take longer than it is given
     server.close()
     _leave_last_words(server)
-    http.close()
     process.end_soon()  # mutant: equal
     return env.EXIT_FENCED if fenced else 0
 
@@ -88,4 +89,4 @@ def _leave_last_words(server: ParameterServer) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.end_now(main())

@@ -95,3 +95,17 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     )  # fmt: skip
     pages = 10 * (40 << 20) // resource.getpagesize()
     assert (int(faults.stdout) > pages / 50) == gives_back
+
+
+def test_a_process_that_ends_now_has_said_all_and_does_nothing_else() -> None:
+    program = """
+import atexit, sys
+from elastic_ps import process
+
+atexit.register(print, "tidied up")
+print("out")
+print("err", file=sys.stderr)
+process.end_now(3)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")

@@ -31,6 +31,14 @@ from elastic_ps.server.__main__ import main
 process.TERMINATION_LOG = Path(sys.argv[1])
 sys.exit(main())
 """
+AFTERWARDS = """
+import sys, urllib.request
+from elastic_ps.server.__main__ import main
+status = main()
+with urllib.request.urlopen(f"http://{sys.argv[1]}/healthz", timeout=5) as answer:
+    print("afterwards:", answer.status, file=sys.stderr)
+sys.exit(status)
+"""
 ASKED_AT_ONCE = """
 import os, signal, sys
 from elastic_ps import process
@@ -52,6 +60,7 @@ class Process:
         checkpoints: Path | None = None,
     ) -> None:
         address, self._http = free_addresses(2)
+        program = [part.replace("HTTP", self._http) for part in program]
         environment = ProcessEnvironment(
             job="job",
             spec=TrainingJobSpec.model_validate({"entrypoint": "train:main"}),
@@ -89,6 +98,19 @@ def test_it_serves_until_it_is_asked_to_end(tmp_path: Path, number: signal.Signa
         process.child.send_signal(number)
         assert process.child.wait(60) == 0
         assert "asked to stop" in process.said
+    finally:
+        process.child.kill()
+        process.child.wait()
+
+
+def test_it_answers_probes_as_long_as_the_process_lives(tmp_path: Path) -> None:
+    """The kubelet writes a Warning event for each one that nobody answers."""
+    process = Process(tmp_path, program=("-c", AFTERWARDS, "HTTP"))
+    try:
+        eventually(lambda: "serves on" in process.said, f"it serves: {process.said}")
+        process.child.terminate()
+        assert process.child.wait(60) == 0
+        assert "afterwards: 200" in process.said
     finally:
         process.child.kill()
         process.child.wait()
