@@ -252,7 +252,7 @@ class Engine:
         self._closed = True
         for call in self.at_close:
             call()
-        if self.exchange is not None and not self.in_step:
+        if self.exchange is not None:
             self.client.hasten()
             try:
                 self.exchange.hand_over()

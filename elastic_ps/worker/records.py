@@ -99,7 +99,7 @@ class Records:
         while True:
             worker.leave_if_asked()
             try:
-                if wait and self.computing and not worker.in_step:
+                if wait and self.computing:
                     self._exchange().hand_over()
                 granted = self._world.decide(
                     "the loader, where it gets records",
@@ -194,8 +194,7 @@ class Records:
             self.computing = False
             try:
                 abandoned = worker.in_step
-                if not abandoned:
-                    self._exchange().hand_over()
+                self._exchange().hand_over()
                 self._world.decide(
                     "the end of its loop over the loader",
                     lambda: self._client.release(abandoned=abandoned, skipped=self._batches.skipped),

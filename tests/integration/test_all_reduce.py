@@ -452,6 +452,32 @@ def test_a_script_may_pause_evaluate_and_stop(tmp_path: Path, caplog: pytest.Log
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_that_skip_their_last_steps_hand_the_version_over_too(tmp_path: Path, workers: int) -> None:
+    data, models = Numbers(60), Models()
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = make_mlp()
+        optimizer = session.optimizer(adam(model), model)
+        loader, last = session.loader(data, 5, epochs=2), False
+        while not last:
+            last = True
+            for step, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                if step == 3:
+                    last = False
+                    optimizer.skip()
+                    break
+                optimizer.step()
+            session.pause()
+            time.sleep(0.1 * session.worker)
+
+    with running(tmp_path) as job:
+        job.run(script, workers=workers)
+        assert job.status().term == 1, "no version was lost"
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_gradient_that_is_not_finite_is_refused_where_it_is_made(tmp_path: Path, overlap: bool) -> None:
     def script(session: Session) -> None:
