@@ -86,10 +86,14 @@ class Record:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Records applied per second of training, or None if it was too short to say."""
+        """Records applied per second of training, or None if it was too short to say.
+
+        Or if the model went back to where it was at first, or before: then that is no speed.
+        """
         if self.training_seconds <= 0:
             return None
-        return (self.points[-1].records - self.points[0].records) / self.training_seconds
+        records = self.points[-1].records - self.points[0].records
+        return records / self.training_seconds if records > 0 else None
 
     def loss_curve(self) -> list[tuple[int, float]]:
         """Loss by version, as fine as it is known."""

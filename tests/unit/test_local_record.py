@@ -72,6 +72,13 @@ def test_records_of_a_run_that_went_before_do_not_count_as_speed() -> None:
     assert record.samples_per_second == pytest.approx(400)
 
 
+def test_a_run_whose_model_went_back_to_its_beginning_has_no_speed() -> None:
+    record = Record()
+    record.add(status(1000), elapsed=5.0)
+    record.add(status(900), elapsed=7.0)
+    assert record.samples_per_second is None
+
+
 def test_number_of_workers_by_version() -> None:
     members = [member(0), member(1, joined=0, left=30), member(2, joined=10), member(3, joined=10, left=50)]
     assert worker_steps(members, 50) == [(0, 2), (10, 4), (30, 3), (50, 3)]
