@@ -140,6 +140,19 @@ class Progress(CamelModel):
             f"{self.records_expected} records in the model: {self.stopped}"
         )
 
+    @property
+    def unwritten(self) -> bool:
+        """Whether there are versions on disk, but not the last one."""
+        return self.durable_version is not None and self.durable_version < self.version
+
+    def not_on_disk(self, problem: str) -> str:
+        """That training is done and `unwritten`, because of a `problem` if one is known."""
+        return (
+            f"the training is done, but its last version {self.version} is not on disk: "
+            f"{problem or 'it was not written in time'}. The newest one there is version "
+            f"{self.durable_version}. Make room, and continue from that one"
+        )
+
 
 LEFT_EARLY = (
     "To stop early, a script must call session.stop(reason) before it leaves the loop over its loader; "

@@ -371,11 +371,11 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
     if progress.finished:
         if _evaluates(desired, observed) and now - last_end <= _grace(desired).total_seconds():
             return None
-        if _unwritten(progress):
+        if progress.unwritten:
             limit = desired.checkpoint_grace if observed.problem else desired.write_limit
             if now - last_end <= limit.total_seconds():
                 return None
-            return Verdict("Failed", "NotOnDisk", _not_on_disk(progress, observed.problem))
+            return Verdict("Failed", "NotOnDisk", progress.not_on_disk(observed.problem))
         reason = "StoppedEarly" if progress.stopped else "Finished"
         message = WAS_FINISHED if observed.was_finished else progress.all_done
         message = progress.why_stopped if progress.stopped else message
@@ -392,19 +392,6 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
         "RecordsLeft",
         f"every worker has ended its script, but only {progress.records_applied} of "
         f"{progress.records_expected} records are in the model. {LEFT_EARLY}",
-    )
-
-
-def _unwritten(progress: Progress) -> bool:
-    """Whether there are versions on disk, but not the last one."""
-    return progress.durable_version is not None and progress.durable_version < progress.version
-
-
-def _not_on_disk(progress: Progress, problem: str) -> str:
-    return (
-        f"the training is done, but its last version {progress.version} is not on disk: "
-        f"{problem or 'it was not written in time'}. The newest one there is version "
-        f"{progress.durable_version}. Make room, and continue from that one"
     )
 
 

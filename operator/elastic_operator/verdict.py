@@ -15,6 +15,12 @@ from elastic_operator.status import condition, holds, with_condition
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.status import LEFT_EARLY, TrainingJobStatus
 
+WRITE_LIMIT = timedelta(minutes=10)
+"""For how long the last version may be on its way to the disk after the last worker has ended."""
+
+TROUBLED_WRITE_LIMIT = timedelta(seconds=20)
+"""The same if the parameter server has a problem; the workers have waited for it already."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -54,6 +60,8 @@ def _workers_done(
             left = last + evaluator.finish_timeout - now
         if left > timedelta(0):
             return None
+        if progress.unwritten:
+            return _without_last_version(status, observed, now)
         message = progress.why_stopped if progress.stopped else progress.all_done
         if evaluator is not None and _evaluates(observed):
             seconds = evaluator.finish_timeout.total_seconds()
@@ -75,6 +83,16 @@ def _workers_done(
             f"{progress.records_expected} records are in the model. {LEFT_EARLY}",
         ),
     )
+
+
+def _without_last_version(status: TrainingJobStatus, observed: Observed, now: datetime) -> Verdict | None:
+    """How a job ends whose training is done: the parameter server is given time to write the last version."""
+    problem = observed.word.problem if observed.word is not None else ""
+    limit = TROUBLED_WRITE_LIMIT if problem else WRITE_LIMIT
+    last = max((pod.ended for pod in observed.of("worker") if pod.ended), default=now)
+    if now - last <= limit:
+        return None
+    return Verdict("Failed", Problem("NotOnDisk", status.progress.not_on_disk(problem)))
 
 
 def _evaluates(observed: Observed) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from datetime import timedelta
 from typing import Any
@@ -222,6 +223,35 @@ def test_a_job_that_a_script_has_stopped_succeeds_with_the_reason() -> None:
     assert succeeded["message"] == (
         "a script stopped the training at version 3, with 4 of 10 records in the model: no improvement"
     )
+
+
+@pytest.mark.parametrize(("problem", "minutes"), [("No space left on device", 1), ("", 11)])
+def test_a_job_whose_last_version_is_not_on_disk_fails(problem: str, minutes: int) -> None:
+    """Its workers have waited for that; if it counted as done, its volume would hold an older model."""
+    simulation = running()
+
+    def durable(version: int) -> ServerStatus:
+        told = Progress(
+            version=9, records_expected=10, records_applied=10, finished=True, durable_version=version
+        )
+        return ServerStatus(
+            job="digits", shard=0, shards=1, term=1, ready=True, progress=told, problem=problem
+        )
+
+    simulation.server = durable(4)
+    simulation.end("digits-worker-0", 0)
+    simulation.step()
+    assert not simulation.status.get("completionTime"), "it may be written yet"
+    written = copy.deepcopy(simulation)
+    written.server = durable(9)
+    written.settle()
+    assert written.status["phase"] == "Succeeded"
+    simulation.now += timedelta(minutes=minutes)
+    simulation.settle()
+    failed = simulation.condition("Failed")
+    assert failed["reason"] == "NotOnDisk"
+    assert (problem or "not written in time") in failed["message"]
+    assert "version 4" in failed["message"]
 
 
 @pytest.mark.parametrize(("policy", "left"), [("Running", 1), ("None", 2), ("All", 0)])
