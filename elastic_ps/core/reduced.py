@@ -34,7 +34,8 @@ class ReducedRounds(SyncRounds):
     """Synchronous rounds of a group of workers.
 
     Attributes:
-        holders: the workers of the open round that have its version, as far as is known.
+        holders: the workers of the open round that have its version, as far as is known, and have not told
+            that they stop.
         lacking: in the open attempt, some worker may have to get the version first, so that all meet at
             `Place.STATE`. It does not change within an attempt, so that all of the group do the same.
         arrived: for each place, the workers that have come there, and whether they have the version.
@@ -90,6 +91,14 @@ class ReducedRounds(SyncRounds):
     def together(self, place: Place) -> bool:
         """Whether all that make the round have come to the place."""
         return self.expected <= self.arrived.get(place, {}).keys()
+
+    def part(self, worker: int) -> bool:
+        """`worker`, which has the version, stops. Returns whether no other one that stays has it.
+
+        From then on it is none of the holders, so that of several that stop at once the last one is told.
+        """
+        self.holders.discard(worker)
+        return not self.holders
 
     @property
     def source(self) -> int | None:

@@ -136,7 +136,7 @@ class Meeting:
         with self._job.settled() as state:
             self._job.state.members.check(worker, incarnation, self._job.clock())
             rounds, _ = _of(state)
-            return rounds.version == version and not state.values_are_here and not rounds.holders - {worker}
+            return rounds.version == version and rounds.part(worker) and not state.values_are_here
 
     def sent(self, worker: int, incarnation: int, *, version: int) -> None:
         """A worker has sent the values of `version`, and the shard has them all.

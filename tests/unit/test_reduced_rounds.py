@@ -127,6 +127,16 @@ def test_a_worker_that_comes_back_may_have_kept_the_version() -> None:
     assert rounds.source == 0
 
 
+def test_of_workers_that_stop_at_once_the_last_one_hands_the_version_over() -> None:
+    """Each was told that another one has it, and so none sent it."""
+    rounds = rounds_of(0, 1, 2)
+    make(rounds, 0, 1, 2)
+    assert [rounds.part(worker) for worker in (2, 0, 1)] == [False, False, True]
+    assert rounds.part(1), "it asks again, because the answer was lost"
+    rounds.meet(0, Place.GRADIENTS, holds=True)
+    assert not rounds.part(1), "worker 0 goes on"
+
+
 def test_two_groups_never_have_the_same_attempt() -> None:
     """Whatever happens: who is told of a version and an attempt is told of the same workers."""
     for seed in range(300):
