@@ -78,8 +78,9 @@ def hanging_job(tmp_path: Path, how: str, *, limit: str = "4s") -> TrainingJob:
     spec = {
         "entrypoint": "tests.integration.scripts.steady:main",
         "arguments": {
-            "records": 1200,
+            "records": 1200 if how == "looping" else 4000,  # who is killed when all is trained has not failed
             "seconds": 0.01,
+            "hurry": str(tmp_path / "never"),
             "stuck": str(tmp_path / "stuck"),
             "frozen": how == "frozen",
         },
