@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_ps.codec.base import Codec, Encoded, Part, pack, unpack
@@ -300,15 +300,17 @@ def powersgd(rows: int, columns: int, rank: int = 2) -> Codec:
     seed=st.integers(0, 1 << 30),
     scale=st.sampled_from([1e-40, 1e-20, 1.0, 1e30]),
 )
+@example(rows=8, columns=59, seed=33887, scale=1e-40)
 def test_a_matrix_of_low_rank_arrives_as_it_is(rows: int, columns: int, seed: int, scale: float) -> None:
-    """Any other one loses a part of itself."""
+    """Any other one loses a part of itself. Numbers below float32's normal ones have four or five digits."""
     codec = powersgd(rows, columns)
+    nothing = 1e-3 if scale > torch.finfo(torch.float32).tiny else 0.05
     low = gradient(rows * 2, seed).view(rows, 2) @ gradient(columns * 2, seed + 1).view(2, columns)
     for matrix, exact in ((low.view(-1), True), (gradient(rows * columns, seed), False)):
         tensor = matrix * scale
         result = through(codec, tensor, seed)
         lost = float((result.double() - tensor.double()).norm() / tensor.double().norm())
-        assert lost < (1e-3 if exact else 1 + 1e-3)
+        assert lost < (nothing if exact else 1 + 1e-3)
         assert float((result - tensor).abs().max()) <= codec.error_bound(tensor) * (1 + 1e-3)
     assert not through(codec, torch.zeros(rows * columns), seed).any()
 
