@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +29,6 @@ from elastic_ps.worker.local_world import Links, LocalWorld
 from elastic_ps.worker.session import Session
 from tests.integration.transports import BY_NAME
 from tests.polling import LIMIT, eventually, while_moving
-
-_SEEDING = threading.Lock()
 
 
 def make_spec(**fields: Any) -> TrainingJobSpec:
@@ -327,10 +326,12 @@ class Tally(torch.nn.Module):
 
 
 def make_mlp(widths: Sequence[int] = (6, 16, 16, 1), seed: int = 0) -> torch.nn.Sequential:
-    """A multi-layer perceptron; the same seed gives the same values."""
-    with _SEEDING, torch.random.fork_rng():  # the workers' threads share torch's generator
-        torch.manual_seed(seed)
-        layers: list[torch.nn.Module] = []
-        for a, b in itertools.pairwise(widths):
-            layers += [torch.nn.Linear(a, b), torch.nn.Tanh()]
-        return torch.nn.Sequential(*layers[:-1])
+    """A multi-layer perceptron; the same seed gives the same values, whatever other threads draw."""
+    random = torch.Generator().manual_seed(seed)
+    layers: list[torch.nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        linear = torch.nn.Linear(a, b)
+        torch.nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=random)
+        torch.nn.init.uniform_(linear.bias, -1 / math.sqrt(a), 1 / math.sqrt(a), generator=random)
+        layers += [linear, torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers[:-1])
