@@ -96,10 +96,16 @@ def test_certificates_end_during_a_run_and_nobody_notices(issuing: OperatorProce
             assert after[worker] == before[worker], "it was not restarted"
         assert jobs.job("digits")["status"]["worker"]["failures"] == 0
         warnings = jobs.cluster.get("-n", jobs.namespace, "events", "--field-selector=type=Warning")["items"]
-        told_of = {(event["reason"], event["message"]) for event in warnings}
-        # A pod that ends is not ready any more, and may be told so.
+        # A pod that ends is not ready any more, and may be told so. A busy kubelet says that its cache is
+        # late, and mounts the volume a moment later.
+        alive = {uid for uid, _ in after.values()}
+        told_of = {
+            (event["involvedObject"]["name"], event["reason"], event["message"])
+            for event in warnings
+            if event["involvedObject"]["uid"] in alive and "failed to sync" not in event["message"]
+        }
         wrong = ("Startup probe", "Liveness probe", "elastic-ps-tls")
-        assert {each for each in told_of if any(words in each[1] for words in wrong)} == set()
+        assert {each for each in told_of if any(words in each[2] for words in wrong)} == set()
     finally:
         issuing.close()
         print(issuing.log.read_text()[-4000:])
