@@ -32,6 +32,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
+import psutil
 import torch
 
 from benchmarks.soak_modes import MODES
@@ -164,6 +165,7 @@ def make_job(plan: Plan, *, records: int, seconds: float, results: Path) -> Trai
         "arguments": {"records": records, "seconds": seconds, "results": str(results)},
         "worker": {
             "replicas": WORKERS,
+            "processes": mode.processes,
             "minReplicas": mode.consistency.get("quorum", 1),
             "maxReplicas": MOST_WORKERS,
             "leaseDuration": f"{LEASE:g}s",
@@ -246,6 +248,15 @@ class Trouble:
         return _signal(pid, signal.SIGSTOP)
 
     def _pid(self, role: Role, index: int) -> int | None:
+        """Of a process of this kind; of a worker with several processes, one of those that train."""
+        pid = self._started(role, index)
+        if pid is not None and role == "worker" and self._mode.processes > 1:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                pids = sorted(child.pid for child in psutil.Process(pid).children())
+                return self._random.choice(pids) if pids else None
+        return pid
+
+    def _started(self, role: Role, index: int) -> int | None:
         return next(
             (
                 p.pid

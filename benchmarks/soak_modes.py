@@ -31,12 +31,14 @@ class Mode:
         counted: what its model says.
         rescaled: the number of workers may change while it runs.
         changes: other consistencies, as in YAML, that the running job may be changed to and from.
+        processes: how many each worker has.
     """
 
     consistency: Mapping[str, Any]
     counted: Counted = "versions"
     rescaled: bool = True
     changes: tuple[Mapping[str, Any], ...] = ()
+    processes: int = 1
 
 
 def half(staleness: int) -> float:
@@ -55,8 +57,8 @@ SWITCHED: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def _local(counted: Counted, **said: Any) -> Mode:
-    return Mode({"mode": "local", "steps": STEPS, **said}, counted)
+def _local(counted: Counted, *, processes: int = 1, **said: Any) -> Mode:
+    return Mode({"mode": "local", "steps": STEPS, **said}, counted, processes=processes)
 
 
 MODES: Mapping[str, Mode] = {
@@ -81,6 +83,7 @@ MODES: Mapping[str, Mode] = {
     "local, quorum": _local("trained", quorum=2, grace="auto"),
     "local, delayed": _local("trained", outer="delayed"),
     "local, downpour": _local("steps", outer="downpour"),
+    "local, processes": _local("steps", outer="downpour", overlap=1, processes=2),
     "local, easgd": _local("trained", outer="easgd"),
     "local, overlap": _local("steps", outer="downpour", overlap=2),
     "local, fragments": _local("histories", fragments=2),

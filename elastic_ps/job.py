@@ -209,7 +209,8 @@ class Worker(CamelModel):
         le=64,
         description="How many processes each worker has, on one host. They share each batch, add up their "
         "gradients among themselves, and take part in the job as one worker. So the parameter server has "
-        "that many times fewer workers to serve. If one process dies, the worker does.",
+        "that many times fewer workers to serve. In mode local they make the same local steps. If one "
+        "process dies, the worker does.",
     )
     lease_duration: Duration = Field(
         default=timedelta(seconds=10),
@@ -398,15 +399,6 @@ class TrainingJobSpec(CamelModel):
                 f"replicas {replicas} is above consistency.globalBatchSize {size}, so some workers would "
                 "have no record of any version"
             )
-
-    @model_validator(mode="after")
-    def _check_processes(self) -> TrainingJobSpec:
-        if self.worker.processes > 1 and self.consistency.mode == "local":
-            raise ValueError(
-                f"worker.processes {self.worker.processes} does not work with consistency.mode local, where "
-                "each process would make steps by itself; use processes: 1 and more replicas"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_same_bits(self) -> TrainingJobSpec:

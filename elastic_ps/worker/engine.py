@@ -137,7 +137,7 @@ class Engine:
             client,
             member,
             self.world,
-            lambda: self.slices.weights(self.batches.computed),
+            self._weights,
             lambda: self.make_step(),
             host=host,
             trace=trace,
@@ -426,6 +426,17 @@ class Engine:
 
     # --- steps that this worker makes by itself, in mode `local`
 
+    def weights(self) -> list[float]:
+        """For each process of this worker, its share of the records of the local step that is to be made.
+
+        Raises UsageError if it belongs to no batch.
+        """
+        self._require_batch()
+        return self._weights()
+
+    def _weights(self) -> list[float]:
+        return self.slices.weights(self.batches.computed)
+
     def keep_step(self) -> None:
         """The script's own optimizer has made a step. Raises UsageError if it belongs to no batch."""
         self._require_batch()
@@ -454,7 +465,9 @@ class Engine:
         """
         base = self.version
         try:
-            return self.client.begin(self.new_step(base))[0]
+            return self.world.decide(
+                "where an exchange begins", lambda: self.client.begin(self.new_step(base))[0]
+            )
         except Refused as refusal:
             if refusal.code is RefusalCode.LATE:
                 return base  # so is the exchange
@@ -482,7 +495,7 @@ class Engine:
         exchange = self._exchange()
         step, ending, settings = self._ended()
         self.batches.step_made()
-        self.flight = Flight(lambda: exchange.finish(ending, publish=False), settings, step.number)
+        self.flight = Flight(exchange.depart(ending), settings, step.number)
 
     def land(self) -> bool:
         """Wait for the version of the exchange that departed. Blocks. Raises as `finish_step`.
@@ -491,8 +504,9 @@ class Engine:
         """
         flight = self.flight
         assert flight is not None
+        exchange = self._exchange()
         try:
-            return self._await(flight.land, flight.settings, flight.number)
+            return self._await(lambda: exchange.land(flight.land), flight.settings, flight.number)
         finally:
             self.ground()
 

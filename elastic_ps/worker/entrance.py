@@ -130,7 +130,8 @@ class Entrance:
         )
         make: Callable[..., Exchange] = Exchange
         if not self._world.alone:
-            make = partial(Leading, self._world, self._weights)
+            same = self.spec.consistency.mode == "local"
+            make = partial(Leading, self._world, self._weights, same=same)
         return make(
             self._client,
             flat,

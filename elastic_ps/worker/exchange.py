@@ -17,8 +17,9 @@ it pulls: it may have to compute another one on the same version.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from functools import partial
 
 from elastic_ps.codec import checksum
 from elastic_ps.codec.plan import Plan
@@ -232,6 +233,17 @@ class Exchange:
             self._history.record("applied", **step.applied(ending))
         self.computes_on(step.version + 1)
         return True
+
+    def depart(self, ending: Ending) -> Callable[[], bool]:
+        """What ends the step on another thread: `finish`, without giving the values to the model."""
+        return partial(self.finish, ending, publish=False)
+
+    def land(self, landed: Callable[[], bool]) -> bool:
+        """The training thread waits with `landed` for what `depart` has returned. Blocks.
+
+        Returns whether the version is in flat memory. Raises what `landed` raises.
+        """
+        return landed()
 
     def _push_alone(self, step: Step, ending: Ending) -> bool:
         """Push the rest, and block until the step is in a version. False: another one is to be computed."""

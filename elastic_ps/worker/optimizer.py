@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.assigning import assign
+from elastic_ps.worker.averaged import Averaged
 from elastic_ps.worker.brought import state_dict_of
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.gradients import Gradients
@@ -49,6 +50,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._engine = engine
         self._flat = flat
         self._local = LocalSteps(flat, engine) if engine.spec.consistency.mode == "local" else None
+        together = self._local is not None and not engine.world.alone
+        self._averaged = Averaged(flat, engine) if together else None
         self._stepping = False
         self._steps_here = self._local is not None or engine.spec.all_reduce
         self._gradients = Gradients(flat, engine, overlap=overlap and self._local is None, check=check)
@@ -89,7 +92,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 sent.
             Refused, ConnectionLost: the parameter server did not accept the step.
 
-        In mode `local` the wrapped optimizer makes a step; only an exchange blocks.
+        In mode `local` the wrapped optimizer makes a step; only an exchange blocks. Of several processes of a
+        worker all make the same step, with the mean of their gradients, so each step waits for all of them.
         """
         if self._local is not None and not self._engine.batches.lost:
             return self._step_here(self._local, closure)
@@ -109,6 +113,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def _step_here(self, local: LocalSteps, closure: Callable[[], Any] | None) -> Any:
         self._flat.check()
+        if self._averaged is not None and closure is not None:
+            closure = self._averaged.of(closure)
+        elif self._averaged is not None:
+            self._averaged.take()
         loss = self._make_step(closure)
         self._gradients.reset()
         local.step_made()

@@ -4,6 +4,9 @@ Gradients lie in memory that the processes share (`LocalWorld.allocate`), and so
 parameters. So nothing is copied from process to process: the others say which buckets are ready, process 0
 adds them up, one bucket after the other, while backward goes on; and a version that process 0 has pulled is
 there for all.
+
+In mode `local` the processes have made the same local steps (`averaged`), so all of them have changed the
+parameters by the same. Process 0 pushes its own change then, and adds up buffers only.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from elastic_ps.worker.model import Flat
 
 _STEP = "optimizer.step()"
 _FETCH = "where a version is read"
+_LAND = "where the version of an exchange is taken over"
 
 
 class _Where(NamedTuple):
@@ -37,6 +41,7 @@ class _Where(NamedTuple):
     version: int
     settings: str
     stopped: str
+    steps: int
 
 
 class Leading(Exchange):
@@ -45,6 +50,7 @@ class Leading(Exchange):
     Args:
         world: of several processes.
         weights: for each process, its share of the samples of the step that begins.
+        same: all processes have the same in buckets of gradients, so that one of them stands for all.
         given: what `Exchange` takes.
     """
 
@@ -55,12 +61,19 @@ class Leading(Exchange):
         client: Any,
         flat: Flat,
         *given: Any,
+        same: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(client, flat, *given, **options)
         self._world, self._weights = world, weights
+        self._steps = 0
         links = [link.gradients for link in world.links]
-        self._sums = _Sums(flat, links, super().ready)
+        self._sums = _Sums(flat, links, super().ready, same=same)
+
+    @property
+    def steps(self) -> int:
+        """See `Exchange`. As all processes know it: an exchange may be under way that has been told more."""
+        return self._steps
 
     def close(self) -> None:
         """See `Exchange`."""
@@ -81,13 +94,33 @@ class Leading(Exchange):
 
         def finish(reported: list[Metrics]) -> _Where:
             self._sums.wait()
-            shares = zip(reported, self._sums.weights, strict=True)
-            weighed = [each._replace(weight=share) for each, share in shares]
-            reductions = {name: how for each in reversed(reported) for name, how in each.reductions.items()}
-            merged = replace(ending, metrics=reduce_all(weighed), reductions=reductions)
-            return self._where(super(Leading, self).finish(merged, publish=publish))
+            return self._where(super(Leading, self).finish(self._merged(ending, reported), publish=publish))
 
         return self._world.consult(_STEP, _reported(ending), finish).made
+
+    def depart(self, ending: Ending) -> Callable[[], bool]:
+        """See `Exchange`. All processes have to be here."""
+        merged: list[Ending] = []
+        self._world.consult(
+            _STEP, _reported(ending), lambda reported: merged.append(self._merged(ending, reported))
+        )
+
+        def finish() -> bool:
+            self._sums.wait()
+            return super(Leading, self).finish(merged[0], publish=False)
+
+        return finish
+
+    def land(self, landed: Callable[[], bool]) -> bool:
+        """See `Exchange`. All processes have to be here."""
+        return self._world.decide(_LAND, lambda: self._where(landed())).made
+
+    def _merged(self, ending: Ending, reported: list[Metrics]) -> Ending:
+        """The step's end, with what each of the processes has reported."""
+        shares = zip(reported, self._sums.weights, strict=True)
+        weighed = [each._replace(weight=share) for each, share in shares]
+        reductions = {name: how for each in reversed(reported) for name, how in each.reductions.items()}
+        return replace(ending, metrics=reduce_all(weighed), reductions=reductions)
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:
         """See `Exchange`. All processes have to be here."""
@@ -99,7 +132,8 @@ class Leading(Exchange):
         self._world.decide(_FETCH, fetch)
 
     def _where(self, made: bool) -> _Where:
-        return _Where(made, self.version, self.settings, self.stopped)
+        self._steps = self.receiving.steps
+        return _Where(made, self.version, self.settings, self.stopped, self._steps)
 
 
 class Following:
@@ -111,12 +145,14 @@ class Following:
         self.version = 0
         self.settings = ""
         self.stopped = ""
+        self.steps = 0
         self.under_way: Step | None = None
+        self._besides: Set[int] = frozenset()
         self._world, self._flat = world, flat
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
         """The first gradient of a step is there."""
-        self.under_way = step
+        self.under_way, self._besides = step, besides
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """This process's part of a bucket is complete."""
@@ -128,22 +164,43 @@ class Following:
 
     def finish(self, ending: Ending) -> bool:
         """See `Leading`."""
-        return self._learn(self._world.consult(_STEP, _reported(ending), _nothing))
+        where: _Where = self._world.consult(_STEP, _reported(ending), _process_0_calls)
+        return self._learn(where, self._besides)
+
+    def depart(self, ending: Ending) -> Callable[[], bool]:
+        """See `Leading`. Here nothing goes on meanwhile."""
+        self._world.consult(_STEP, _reported(ending), _process_0_calls)
+        return lambda: True
+
+    def land(self, landed: Callable[[], bool]) -> bool:  # noqa: ARG002
+        """See `Leading`. The script gives the values to the model."""
+        where: _Where = self._world.consult(_LAND, None, _process_0_calls)
+        return self._learn(where)
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
         """See `Leading`."""
-        self._learn(self._world.consult(_FETCH, None, _nothing))
+        where: _Where = self._world.consult(_FETCH, None, _process_0_calls)
+        self._learn(where, besides)
 
-    def _learn(self, where: _Where) -> bool:
+    def _learn(self, where: _Where, besides: Set[int] | None = None) -> bool:
+        """Take over what process 0 was told. Returns whether the version was made.
+
+        Args:
+            besides: the buckets that the model gets no values of; None: it gets none of any, for now.
+        """
         self.version, self.settings, self.stopped = where.version, where.settings, where.stopped
+        self.steps = where.steps
         self.under_way = None
-        if where.made:
-            self._flat.publish()
+        if where.made and besides is not None:
+            self._flat.publish(besides=besides)
         return where.made
 
     def reset(self) -> None:
         """Forget the step under way."""
         self.under_way = None
+
+    def give_up(self) -> None:
+        """Process 0 waits."""
 
     def adopt(self, consistency: Consistency, codecs: Plan | None = None) -> None:
         """Process 0 sends and asks."""
@@ -158,8 +215,8 @@ class Following:
         """Nothing is to be freed."""
 
 
-def _nothing(_: list[Any]) -> _Where:
-    raise AssertionError("process 0 calls")
+def _process_0_calls(_: list[Any]) -> Any:
+    raise AssertionError("not here")
 
 
 def _reported(ending: Ending) -> Metrics:
@@ -181,15 +238,22 @@ class _Sums:
     Args:
         links: to the other processes, which say what they have.
         done: called with a bucket whose sum lies in process 0's contribution.
+        same: see `Leading`.
 
     Attributes:
         weights: of the processes in the step under way.
     """
 
     def __init__(
-        self, flat: Flat, links: Sequence[Connection], done: Callable[[Bucket, Sequence[bool]], None]
+        self,
+        flat: Flat,
+        links: Sequence[Connection],
+        done: Callable[[Bucket, Sequence[bool]], None],
+        *,
+        same: bool,
     ) -> None:
         self.weights: Sequence[float] = ()
+        self._same = same
         self._flat, self._links, self._done = flat, links, done
         self._told: list[dict[tuple[int, int], list[bool]]] = [{} for _ in links]
         self._changed = threading.Condition()
@@ -248,13 +312,7 @@ class _Sums:
     def _add_up(self, part: _Part, present: Sequence[Sequence[bool]]) -> None:
         own, *others = self._flat.contributions_of(part.bucket)
         if part.bucket.rule is Rule.GRADIENT:
-            weighed = [
-                (each, w)
-                for each, w, has in zip(others, self.weights[1:], present[1:], strict=True)
-                if any(has)
-            ]
-            add_gradients(own, self.weights[0], weighed)
-            self._flat.written(part.bucket)
+            self._add_gradients(part.bucket, own, others, present)
         elif part.bucket.rule is Rule.MEAN:
             add_means(own, list(zip(others, self.weights[1:], strict=True)))
         elif part.bucket.rule is Rule.MAXIMUM:
@@ -263,6 +321,19 @@ class _Sums:
                     torch.maximum(own, other, out=own)
         # Of what is broadcast, process 0's counts: it has the lowest index.
         self._done(part.bucket, [any(each) for each in zip(*present, strict=True)])
+
+    def _add_gradients(
+        self,
+        bucket: Bucket,
+        own: torch.Tensor,
+        others: Sequence[torch.Tensor],
+        present: Sequence[Sequence[bool]],
+    ) -> None:
+        if self._same:
+            return
+        shares = zip(others, self.weights[1:], present[1:], strict=True)
+        add_gradients(own, self.weights[0], [(each, share) for each, share, has in shares if any(has)])
+        self._flat.written(bucket)
 
 
 def add_gradients(own: torch.Tensor, weight: float, others: Sequence[tuple[torch.Tensor, float]]) -> None:

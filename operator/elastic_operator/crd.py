@@ -269,10 +269,6 @@ def _add_rules(spec: Schema) -> None:
             "record of any version",
         },
         {
-            "rule": "self.worker.processes == 1 || self.consistency.mode != 'local'",
-            "message": "worker.processes above 1 does not work with consistency.mode local",
-        },
-        {
             "rule": "!self.unencryptedAllReduce || self.strategy == 'all-reduce'",
             "message": "unencryptedAllReduce works only with strategy all-reduce",
         },

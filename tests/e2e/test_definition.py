@@ -23,10 +23,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("worker.replicas is below worker.minReplicas", {"worker": {"replicas": 1, "minReplicas": 2}}),
     ("worker.replicas is above worker.maxReplicas", {"worker": {"replicas": 3, "maxReplicas": 2}}),
     (
-        "worker.processes above 1 does not work with consistency.mode local",
-        {"worker": {"processes": 2}, "consistency": LOCAL},
-    ),
-    (
         "consistency.backupWorkers and deterministic cannot be combined",
         {"consistency": {"deterministic": True, "backupWorkers": 1}},
     ),

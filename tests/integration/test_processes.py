@@ -15,11 +15,11 @@ import psutil
 import pytest
 import torch
 
-from elastic_ps.errors import InvalidJob, ModelMismatch, UsageError
+from elastic_ps.errors import ModelMismatch, UsageError
 from elastic_ps.local import Launcher, Options
 from elastic_ps.worker import local_world
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, make_spec, running_job
+from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.histories import check_histories
 from tests.integration.launching import gone, make_job, version_of, wait_for_end, wait_for_workers
 from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
@@ -337,8 +337,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with running_job(tmp_path, worker={"processes": 2}) as job:
         job.start_processes(0, script)
         job.join()
-    with pytest.raises(InvalidJob, match=r"does not work with consistency\.mode local"):
-        make_spec(worker={"processes": 2}, consistency={"mode": "local", "steps": 4})
 
 
 def test_another_model_in_another_process_is_named(tmp_path: Path) -> None:
