@@ -369,9 +369,9 @@ def test_a_process_that_is_killed_ends_its_learner_whose_records_others_train(tm
             "worker": {"replicas": 2, "processes": 2},
             "consistency": local(4, "average"),
         },
-        records=800,
+        records=1200,
         batch_size=4,
-        seconds=0.05,
+        seconds=0.4,
         hurry=str(hurry),
     )
     with Launcher(job, Options(root=tmp_path / "state", history=tmp_path / "history")) as launcher:
@@ -388,4 +388,4 @@ def test_a_process_that_is_killed_ends_its_learner_whose_records_others_train(tm
         wait_for_end(launcher)
         outcome = launcher.outcome()
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
-    histories.check_histories(tmp_path / "history", records=800, epochs=1)
+    histories.check_histories(tmp_path / "history", records=1200, epochs=1)
