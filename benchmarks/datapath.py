@@ -160,12 +160,12 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Ten
     optimizer.step()
 
 
-def train_with_parameter_server(case: str, directory: str) -> None:
-    """What a worker of the job runs."""
+def train_with_parameter_server(case: str, directory: str, steps: int | None = None) -> None:
+    """What a worker of the job runs. `steps`: as many as the case says, if it is not given."""
     import elastic_ps
 
     torch.set_num_threads(1)
-    chosen = CASES[case]
+    chosen = CASES[case]._replace(steps=steps or CASES[case].steps)
     session = elastic_ps.connect()
     model, shape, classes = make_model(chosen.model)
     optimizer = session.optimizer(make_optimizer(chosen.optimizer, model), model)

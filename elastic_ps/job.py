@@ -132,6 +132,11 @@ class Checkpoint(CamelModel):
 
 Durability: TypeAlias = Literal["checkpoint", "standby"]
 
+BUCKET_BYTES = 4 * 1024 * 1024
+"""Bytes of a bucket if the job does not say."""
+SMALLEST_BUCKET = 1024
+"""Bytes of a bucket, at least."""
+
 
 class ParameterServer(CamelModel):
     """The processes that hold the model."""
@@ -140,10 +145,11 @@ class ParameterServer(CamelModel):
         default=1, ge=1, le=64, description="The number of shards. Each holds a part of the model."
     )
     bucket_bytes: int = Field(
-        default=4 * 1024 * 1024,
-        ge=1024,
+        default=BUCKET_BYTES,
+        ge=0,
         le=256 * 1024 * 1024,
-        description="The size of a bucket in bytes. Tensors are sent in buckets of about this size.",
+        description="The size of a bucket in bytes, at least 1024. Tensors are sent in buckets of about this "
+        "size. With 0 it is chosen when the job begins: the first worker measures its network.",
     )
     send_ahead: bool = Field(
         default=True,
@@ -179,6 +185,20 @@ class ParameterServer(CamelModel):
         default_factory=dict,
         description="A PodTemplateSpec. It is merged over the operator's default template.",
     )
+
+    @model_validator(mode="after")
+    def _check_buckets(self) -> ParameterServer:
+        if 0 < self.bucket_bytes < SMALLEST_BUCKET:
+            raise ValueError(
+                f"bucketBytes is {self.bucket_bytes}; expected at least {SMALLEST_BUCKET}, or 0, with which "
+                "the size is chosen when the job begins"
+            )
+        return self
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of a slice of what scripts keep with `session.server`, at most. It is never chosen."""
+        return self.bucket_bytes or BUCKET_BYTES
 
 
 MOST_WORKERS = 10_000
@@ -407,6 +427,11 @@ class TrainingJobSpec(CamelModel):
                 "compression.codec auto cannot be combined with consistency.deterministic: true, because it "
                 "chooses by measured times; name a codec"
             )
+        if self.consistency.deterministic and not self.parameter_server.bucket_bytes:
+            raise ValueError(
+                "parameterServer.bucketBytes 0 cannot be combined with consistency.deterministic: true, "
+                "because the size is chosen by measured times; name a size, or leave it out"
+            )
         return self
 
 
@@ -418,6 +443,8 @@ def _needs_parameter_server(spec: TrainingJobSpec) -> tuple[str, str] | None:
             f"parameterServer.replicas {server.replicas}",
             "each worker has the whole model, and makes the step",
         )
+    if not server.bucket_bytes:
+        return "parameterServer.bucketBytes 0", "the network between the workers is another one"
     if server.durability == "standby":
         return (
             "parameterServer.durability standby",

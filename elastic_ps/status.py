@@ -205,9 +205,12 @@ class TrafficStatus(CamelModel):
         default=0.0, description="How long the workers took to encode gradients and to decode values."
     )
     codec: str = Field(default="", description="With the codec auto: what the workers have chosen.")
+    bucket_bytes: int | None = Field(
+        default=None, description="With parameterServer.bucketBytes 0: the size of buckets that was chosen."
+    )
 
     @classmethod
-    def of(cls, counts: Traffic) -> TrafficStatus | None:
+    def of(cls, counts: Traffic, *, bucket_bytes: int = 0) -> TrafficStatus | None:
         """None if nothing was sent."""
         if not (counts.pushed_plain_bytes or counts.pulled_plain_bytes):
             return None
@@ -218,6 +221,7 @@ class TrafficStatus(CamelModel):
             pulled_ratio=round(counts.pulled_bytes / max(1, counts.pulled_plain_bytes), 4),
             codec_seconds=round(counts.encode_seconds + counts.decode_seconds, 3),
             codec=counts.codec,
+            bucket_bytes=bucket_bytes or None,
         )
 
 
@@ -339,6 +343,10 @@ class ServerStatus(CamelModel):
     standbys: list[bool] = Field(
         default_factory=list,
         description="With durability standby: whether each shard's standby has every round.",
+    )
+    bucket_bytes: int = Field(
+        default=0,
+        description="With parameterServer.bucketBytes 0: the size of buckets that was chosen. 0: none was.",
     )
     members: list[Member] = Field(
         default_factory=list,

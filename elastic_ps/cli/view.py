@@ -100,7 +100,7 @@ def frame(status: LocalStatus, record: Record | None = None, *, height: int = 10
         parts.append(Text(words.ONLY_TENSORS))
     elif status.server is not None and status.server.ready:
         parts += [_bar(status), _numbers(status, record)]
-        if record is None and (network := words.traffic(status.server.traffic)):
+        if record is None and (network := words.traffic(status.server.traffic, status.server.bucket_bytes)):
             parts.append(Text(network, style="dim"))
         tuning = status.server.tuning
         if record is None and tuning.generation:

@@ -122,7 +122,7 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "speed", f"{outcome.record.samples_per_second:,.0f} samples/s over {seconds} of training"
     if transports := {member.transport for member in server.members} - {""}:
         yield "transport", ", ".join(sorted(transports))
-    if network := traffic(server.traffic):
+    if network := traffic(server.traffic, server.bucket_bytes):
         yield "network", network
     name = "workers"
     for member in sorted(server.members, key=lambda each: (each.worker, each.joined_version)):
@@ -142,8 +142,11 @@ def _evaluated(evaluation: EvaluationStatus) -> Iterator[tuple[str, str]]:
         yield "warning", f"{left} of {left + evaluation.evaluated} checkpoints were not evaluated"
 
 
-def traffic(counts: Traffic) -> str:
-    """`310.2 MB of gradients (26.1% of plain), 1.2 GB of values`; "" if nothing was sent."""
+def traffic(counts: Traffic, bucket_bytes: int = 0) -> str:
+    """`310.2 MB of gradients (26.1% of plain), 1.2 GB of values`; "" if nothing was sent.
+
+    `bucket_bytes`: the size of buckets that was chosen; 0 for none.
+    """
     ways = [
         ("gradients", counts.pushed_bytes, counts.pushed_plain_bytes),
         ("values", counts.pulled_bytes, counts.pulled_plain_bytes),
@@ -152,6 +155,8 @@ def traffic(counts: Traffic) -> str:
     said = [f"{size(sent)} of {name}{shares[name]}" for name, sent, plain in ways if plain]
     if said and counts.codec:
         said.append(f"sent as {counts.codec}")
+    if said and bucket_bytes:
+        said.append(f"in buckets of {bucket_bytes // 1024} KiB")
     seconds = counts.encode_seconds + counts.decode_seconds
     return ", ".join([*said, f"{seconds:.1f} s to encode and decode"] if seconds else said)
 

@@ -20,6 +20,7 @@ from elastic_ps.core.metrics import keep
 from elastic_ps.core.partition import Layout, TensorSpec, difference
 from elastic_ps.core.reduced import Peer
 from elastic_ps.core.settings import Settings, read_settings
+from elastic_ps.core.sizing import Link
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
@@ -109,14 +110,18 @@ class Coordinator:
         call: int = 0,
         follows: int = 0,
         peer: Peer | None = None,
+        measures: bool = False,
+        link: Link | None = None,
     ) -> Joined | None:
-        """Admit a worker; None while another one initialises the model (ask again).
+        """Admit a worker; None while another one initialises the model, or if it `has_to_measure`: ask again.
 
         Args:
             again: the process was a member before, and its model is not the one that it began with any more.
             instance, call: which process it is, and which of its joins; see `Membership.known`.
             follows: its stay before; see `Stay`.
             peer: what the other workers have to know of it, with `strategy: all-reduce`.
+            measures: whether the worker can measure its network.
+            link: what it has found; None before it has measured.
 
         Raises:
             Refused: MODEL_MISMATCH; SUPERSEDED; STALE_CALL; INVALID: also if the model is lost, without a
@@ -139,9 +144,11 @@ class Coordinator:
                     RefusalCode.INVALID,
                     "the parameter server has lost the model and has no checkpoint to continue from",
                 )
+            if measures and self.has_to_measure(link):
+                return None
             self.job.configuring = configure = self.job.state.model is None
         if configure:
-            self._driver.configure(tensors, optimizer, settings)
+            self._driver.configure(tensors, optimizer, settings, link)
         with self.job.settled() as state:
             if known := state.members.known(worker, instance, call):
                 return self._joined(known)
@@ -173,6 +180,12 @@ class Coordinator:
         logger.info(text, worker, pid, host, joined.version, transport)
         self._driver.drive()
         return joined
+
+    def has_to_measure(self, link: Link | None) -> bool:
+        """Whether the next worker brings the model, and the size of buckets is chosen by its network."""
+        with self.job.lock:
+            chooses = not self.job.spec.parameter_server.bucket_bytes
+            return chooses and link is None and self.job.state.model is None
 
     def _may_join(self) -> bool:
         return not self.job.configuring and self.job.state.may_join

@@ -26,6 +26,7 @@ from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fragments import fragments
 from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
 from elastic_ps.core.settings import MAX_NORM, Settings
+from elastic_ps.core.sizing import Link, bucket_bytes
 from elastic_ps.errors import (
     CheckpointError,
     Fenced,
@@ -36,6 +37,7 @@ from elastic_ps.errors import (
     TransportError,
     UserError,
 )
+from elastic_ps.job import BUCKET_BYTES
 from elastic_ps.server import kept
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import PATIENCE, Keeper, tuning_of
@@ -161,13 +163,20 @@ class Driver:
             except (Refused, TransportError, TimeoutError) as error:
                 logger.info("a shard could not be told that it may end: %s", error)
 
-    def configure(self, tensors: tuple[TensorSpec, ...], optimizer: str, settings: Settings) -> None:
-        """Lay the first worker's model out over the shards. Raises Refused (INVALID), TransportError."""
+    def configure(
+        self, tensors: tuple[TensorSpec, ...], optimizer: str, settings: Settings, link: Link | None = None
+    ) -> None:
+        """Lay the first worker's model out over the shards. Raises Refused (INVALID), TransportError.
+
+        Args:
+            link: by which the size of buckets is chosen, if the job leaves that open.
+        """
         job = self._job
         model: Model | None = None
+        chosen = 0
         self._ordered = 0  # versions are counted anew
         try:
-            layout = self._partition(tensors, settings)
+            layout, chosen = self._laid_out(tensors, settings, link)
             for shard in self._shards:
                 shard.configure(Configuration(layout, optimizer, settings, job.term, None, tuning=job.tuning))
             model = Model(layout, optimizer)
@@ -176,12 +185,31 @@ class Driver:
         finally:
             with job.lock:
                 job.state.model, job.configuring = model, False
+                job.state.bucket_bytes = chosen
                 job.state.settings = Settings(settings.groups, settings.schedulers, first=settings.groups)
                 job.told()
 
-    def _partition(self, tensors: tuple[TensorSpec, ...], settings: Settings) -> Layout:
-        """Raises InvalidModel if rows whose norm is limited are cut, or there are not so many fragments."""
-        size = self._job.spec.parameter_server.bucket_bytes
+    def _laid_out(
+        self, tensors: tuple[TensorSpec, ...], settings: Settings, link: Link | None
+    ) -> tuple[Layout, int]:
+        """The first layout, and the size of buckets that was chosen; 0 for none. Raises as `_partition`."""
+        if link is not None and not self._job.spec.parameter_server.bucket_bytes:
+            size, why = bucket_bytes(link)
+            try:
+                layout = self._partition(tensors, settings, size)
+            except InvalidModel as problem:
+                logger.info("buckets have the usual size, and not %d KiB: %s", size // 1024, problem)
+            else:
+                logger.info("buckets have %d KiB: %s", size // 1024, why)
+                return layout, size
+        return self._partition(tensors, settings), 0
+
+    def _partition(self, tensors: tuple[TensorSpec, ...], settings: Settings, chosen: int = 0) -> Layout:
+        """Raises InvalidModel if rows whose norm is limited are cut, or there are not so many fragments.
+
+        `chosen`: the size of buckets, in bytes, if the job leaves that open; 0 for the usual one.
+        """
+        size = self._job.spec.parameter_server.bucket_bytes or chosen or BUCKET_BYTES
         parts = self._job.spec.consistency.fragments or 1
         layout = partition(tensors, bucket_bytes=size, shards=len(self._shards), parts=parts)
         fragments(layout, parts)
@@ -349,7 +377,7 @@ class Driver:
         """
         job = self._job
         settings = Settings.from_json(found.state["settings"])
-        layout = self._partition(found.specs, settings)
+        layout = self._partition(found.specs, settings, found.state.get("bucket_bytes", 0))
         tuning = tuning_of(found, job.tuning)
         scales.check(tuning.consistency.staleness_scale)
         if tuning.compression is not None:

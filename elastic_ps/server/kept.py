@@ -55,6 +55,7 @@ def to_checkpoint(state: JobState) -> dict[str, Any]:
         "round": state.last_round,
         "stopped": state.stopped,
         "assigned": state.assigned,
+        "bucket_bytes": state.bucket_bytes,
         "chiefs": [list(each) for each in state.chiefs.items()],
         "tuning": state.tuning.to_json() if state.tuning is not None else "",
     }
@@ -105,6 +106,7 @@ def from_checkpoint(
     state.last_round = saved.get("round", {})
     state.stopped = saved.get("stopped", "")
     state.assigned = saved.get("assigned", 0)
+    state.bucket_bytes = saved.get("bucket_bytes", 0)
     state.chiefs = dict(saved["chiefs"])
     state.told = dict.fromkeys(state.chiefs)
     state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])

@@ -155,6 +155,7 @@ class Lead:
                     asked=self._changes.asked,
                     problem=self._changes.problem,
                 ),
+                bucket_bytes=state.bucket_bytes,
                 standbys=[standing is Standing.FOLLOWING for standing in self._driver.standings],
                 members=[reported.member(state, stay, now) for stay in state.members.stays()],
             )

@@ -25,6 +25,7 @@ OF_WORKERS = frozenset(
         "Leave",
         "Meet",
         "OptimizerState",
+        "Probe",
         "Pull",
         "PullTensor",
         "Push",

@@ -108,7 +108,7 @@ class ParameterServer:
         self._tensors = Tensors(
             index,
             shards,
-            bucket_bytes=spec.parameter_server.bucket_bytes,
+            bucket_bytes=spec.parameter_server.slice_bytes,
             most_bytes=spec.parameter_server.tensor_bytes,
             clock=time.monotonic,
         )
@@ -137,7 +137,7 @@ class ParameterServer:
             raise
 
     def _answering_about_tensors(self, environment: ProcessEnvironment) -> Calls:
-        size = environment.spec.parameter_server.bucket_bytes
+        size = environment.spec.parameter_server.slice_bytes
         return TensorService(environment.job, self._tensors, bucket_bytes=size).methods
 
     def _take_the_lead(

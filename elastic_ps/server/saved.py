@@ -18,8 +18,9 @@ from elastic_ps.codec.optimizers import WIDE, Kind, Optimizers, usual_state
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
+from elastic_ps.core.sizing import LARGEST, SMALLEST
 from elastic_ps.errors import CheckpointCorrupt, UserError
-from elastic_ps.job import Data, TrainingJobSpec
+from elastic_ps.job import BUCKET_BYTES, Data, TrainingJobSpec
 from elastic_ps.server import kept
 from elastic_ps.server.state import INCARNATIONS_PER_TERM, Model
 from elastic_ps.tuning import read_tuning
@@ -39,6 +40,7 @@ class _Saved(BaseModel):
     chiefs: list[tuple[int, int]]
     stopped: str = ""
     assigned: int = 0
+    bucket_bytes: int = 0
     tuning: str = ""
 
 
@@ -77,7 +79,9 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
             raise ValueError(f"the numbers of a member are impossible: {stay}")
     if not 0 <= saved.assigned <= manifest.version:
         raise ValueError(f"values cannot have been assigned in version {saved.assigned}")
-    size = spec.parameter_server.bucket_bytes
+    if saved.bucket_bytes % SMALLEST or not 0 <= saved.bucket_bytes <= LARGEST:
+        raise ValueError(f"buckets of {saved.bucket_bytes} bytes are never chosen")
+    size = spec.parameter_server.bucket_bytes or saved.bucket_bytes or BUCKET_BYTES
     layout = partition(manifest.specs, bucket_bytes=size, shards=1)  # mutant: equal
     # What the job says otherwise of records is a person's mistake, and not the checkpoint's.
     consistency = spec.consistency.model_copy(update={"global_batch_size": None})

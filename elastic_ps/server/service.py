@@ -20,6 +20,7 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core.consistency import After, Contribution
 from elastic_ps.core.reduced import Peer, Place
 from elastic_ps.core.sequence import PushKey
+from elastic_ps.core.sizing import Link
 from elastic_ps.errors import CheckpointError, InvalidJob, Malformed, RefusalCode, Refused
 from elastic_ps.server import permissions
 from elastic_ps.server.coordinator import Coordinator
@@ -49,6 +50,9 @@ from elastic_ps.transport.convert import (
 
 M = TypeVar("M", bound=Message)
 
+PROBE = 4 * 1024 * 1024
+"""Bytes of the body of a Probe, at most."""
+
 Calls = Mapping[str, Callable[[Incoming], Iterator[Frame]]]
 """What answers calls, by their names."""
 
@@ -62,6 +66,16 @@ def parse(kind: type[M], header: bytes) -> M:
         return kind.FromString(header)
     except DecodeError as error:
         raise Malformed(f"not a {kind.__name__}: {error}") from error
+
+
+def _link(request: pb.JoinRequest) -> Link | None:
+    """What the worker has found of its network, if it has. Raises Malformed."""
+    if not request.HasField("link"):
+        return None
+    link = Link(request.link.rate, request.link.seconds)
+    if not all(math.isfinite(each) and each >= 0 for each in link):
+        raise Malformed(f"Join: no network is like {link}")
+    return link
 
 
 def require_job(named: str, job: str) -> None:
@@ -109,6 +123,7 @@ class Service:
         self._coding: _Coding | None = None
         self._coordinator, self._standby = coordinator, standby
         self._join_header, self._model_known = 0, False
+        self._waste = bytearray()  # what a Probe brings goes here, also of several at the same time
         self._methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {**(beside or {})}
         if coordinator is None:
             self._methods |= {"Configure": self._configure, "Advance": self._advance}
@@ -125,6 +140,7 @@ class Service:
         if coordinator is not None:
             self._methods |= {
                 "Join": self._join,
+                "Probe": self._probe,
                 "InitDone": self._init_done,
                 "Take": self._take,
                 "Release": self._release,
@@ -401,6 +417,7 @@ class Service:
     def _join(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.JoinRequest, incoming.header)
         caller = self._check(request.caller, incoming, joined=False)
+        link = _link(request)
         joined = self._members.join(
             caller.worker,
             pid=request.pid,
@@ -414,9 +431,12 @@ class Service:
             call=caller.call,
             follows=caller.incarnation,
             peer=Peer(request.address, request.torch),
+            measures=request.measures,
+            link=link,
         )
         if joined is None:
-            yield _frame(pb.JoinReply(pending=True))
+            measure = request.measures and self._members.has_to_measure(link)
+            yield _frame(pb.JoinReply(pending=True, measure=measure))
             return
         self._join_header = max(self._join_header, len(incoming.header))
         self._model_known |= not joined.initialise
@@ -433,6 +453,15 @@ class Service:
                 codecs=joined.codecs,
             )
         )
+
+    def _probe(self, incoming: Incoming) -> Iterator[Frame]:
+        self._check(parse(pb.ProbeRequest, incoming.header).caller, incoming, joined=False)
+        if incoming.size > PROBE:
+            raise Malformed(f"Probe: a body of {incoming.size} bytes; the limit is {PROBE}")
+        if incoming.size:
+            self._waste = self._waste or bytearray(PROBE)
+            incoming.read_into(memoryview(self._waste)[: incoming.size])
+        yield _done()
 
     def _init_done(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.InitDoneRequest, incoming.header)

@@ -80,6 +80,7 @@ class JobState:
         ledger: None before a worker has named its data set.
         stopped: why a script has ended the training; "" if none has. No more records are handed out then, and
             training is over when nobody takes part in the open round.
+        bucket_bytes: the size of buckets that was chosen for this job; 0 for none.
         assigned: the last version that was made of values that a script assigned; 0 for none.
         chiefs: for each epoch, the worker to evaluate and save at its end: the first that asks. The chief of
             the last epoch is that of the job's end, also if a script has stopped the job before.
@@ -110,6 +111,7 @@ class JobState:
     resumed: bool = False
     settings: Settings = field(default_factory=lambda: Settings(groups=()))
     stopped: str = ""
+    bucket_bytes: int = 0
     assigned: int = 0
     chiefs: dict[int, int] = field(default_factory=dict)
     told: dict[int, Stay | None] = field(default_factory=dict)

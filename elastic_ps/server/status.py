@@ -119,6 +119,8 @@ def metrics(status: ServerStatus) -> str:
             status.checkpoint_pause_seconds,
         ),
     }
+    if status.bucket_bytes:
+        values["bucket_bytes"] = ("gauge", "The size of buckets that was chosen.", status.bucket_bytes)
     if (stale := progress.staleness) is not None:
         of = "Versions between a step's own and the one that it went into, over all steps:"
         values |= {

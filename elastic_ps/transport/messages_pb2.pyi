@@ -88,7 +88,7 @@ class Range(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("caller", "pid", "host", "tensors", "optimizer", "again", "instance", "address", "torch")
+    __slots__ = ("caller", "pid", "host", "tensors", "optimizer", "again", "instance", "address", "torch", "measures", "link")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,8 @@ class JoinRequest(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     TORCH_FIELD_NUMBER: _ClassVar[int]
+    MEASURES_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     pid: int
     host: str
@@ -107,10 +109,20 @@ class JoinRequest(_message.Message):
     instance: str
     address: str
     torch: str
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., again: bool = ..., instance: _Optional[str] = ..., address: _Optional[str] = ..., torch: _Optional[str] = ...) -> None: ...
+    measures: bool
+    link: Link
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., again: bool = ..., instance: _Optional[str] = ..., address: _Optional[str] = ..., torch: _Optional[str] = ..., measures: bool = ..., link: _Optional[_Union[Link, _Mapping]] = ...) -> None: ...
+
+class Link(_message.Message):
+    __slots__ = ("rate", "seconds")
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    rate: float
+    seconds: float
+    def __init__(self, rate: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("term", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending", "tuning", "codecs")
+    __slots__ = ("term", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending", "tuning", "codecs", "measure")
     TERM_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +133,7 @@ class JoinReply(_message.Message):
     PENDING_FIELD_NUMBER: _ClassVar[int]
     TUNING_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
+    MEASURE_FIELD_NUMBER: _ClassVar[int]
     term: int
     incarnation: int
     version: int
@@ -131,7 +144,14 @@ class JoinReply(_message.Message):
     pending: bool
     tuning: str
     codecs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, term: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: bool = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: bool = ..., tuning: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
+    measure: bool
+    def __init__(self, term: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: bool = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: bool = ..., tuning: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., measure: bool = ...) -> None: ...
+
+class ProbeRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
 
 class InitRequest(_message.Message):
     __slots__ = ("caller", "bucket", "version")

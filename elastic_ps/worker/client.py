@@ -45,6 +45,7 @@ from elastic_ps.transport.convert import (
 from elastic_ps.tuning import read_tuning
 from elastic_ps.worker.dialogue import Answers, Ending, Granted, Membership, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Payload
+from elastic_ps.worker.probe import measure
 from elastic_ps.worker.traffic import Traffic
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class Client:
         self._patience = patience
         self._closed = threading.Event()
         self._noticed = 0.0
+        self._link: pb.Link | None = None  # once it has been measured
 
     @property
     def term(self) -> int:
@@ -170,6 +172,8 @@ class Client:
             instance=self.instance,
             address=self.address,
             torch=torch.__version__.partition("+")[0],
+            measures=True,
+            link=self._link,
         )
         while True:
             try:
@@ -185,6 +189,9 @@ class Client:
                 raise
             if not reply.pending:
                 break
+            if reply.measure:
+                self._link = pb.Link(**measure(self._probe)._asdict())
+                request.link.CopyFrom(self._link)
         self.stay = Stay(self.stay.job, self.worker, reply.term, reply.incarnation)
         self._calls, self._pending = itertools.count(1), 0
         self.traffic.reset()
@@ -198,6 +205,18 @@ class Client:
             tuning=read_tuning(reply.tuning, source="the parameter server") if reply.tuning else None,
             codecs=tuple(reply.codecs),
         )
+
+    def _probe(self, nbytes: int) -> float:
+        """Send shard 0 so many bytes; returns how many seconds that took. Blocks."""
+        header = pb.ProbeRequest(caller=self.stay.caller()).SerializeToString()
+        frame = Frame(header, memoryview(bytes(nbytes)))
+
+        def attempt() -> float:
+            started = time.monotonic()
+            _only(self._call(0, "Probe", frame))
+            return time.monotonic() - started
+
+        return self._retry(attempt)
 
     def initialise(self, bucket: int, shard: int, values: memoryview, *, version: int | None = None) -> None:
         """Send a bucket's first values.

@@ -10,8 +10,9 @@ from typing import cast
 import torch
 
 from elastic_ps.codec.plan import Plan
+from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import InvalidJob, Refused
+from elastic_ps.errors import InvalidJob, ModelMismatch, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.tuning import Tuning
@@ -67,6 +68,7 @@ class Entrance:
         self.done = False
         self._client, self._member, self._world, self._weights = client, member, world, weights
         self._make_step, self._host = make_step, host
+        self._layout: Layout | None = None  # of the memory that the model has; None before `enter`
         self._store: Store | None = None  # where the other workers find this one, if they speak to each other
         self._trace, self._history = trace, history
         self._codecs = Plan(spec.compression)
@@ -89,6 +91,7 @@ class Entrance:
         self.schedule = Schedule(optimizer, own=local)
         membership = self._member.join(described, self.schedule.current())
         self._adopt(membership)
+        self._layout = membership.layout
         flat = Flat(
             membership.layout,
             described.tensors,
@@ -172,8 +175,16 @@ class Entrance:
     def _adopt(self, membership: Membership) -> None:
         """Make versions as this term of the job does; it may be another way than that of the term before.
 
-        Raises InvalidJob: a codec of the user's own cannot be imported here, or is another than the job's.
+        Raises:
+            InvalidJob: a codec of the user's own cannot be imported here, or is another than the job's.
+            ModelMismatch: the model is cut up in another way than before.
         """
+        if self._layout not in (None, membership.layout):
+            raise ModelMismatch(
+                "the parameter server was lost before it had kept the model, and has cut it into other "
+                "buckets now: parameterServer.bucketBytes is 0, and another worker has measured its network. "
+                "Start this worker again"
+            )
         if membership.tuning is None:
             return
         news = membership.tuning.news(Tuning.of(self.spec))

@@ -325,7 +325,7 @@ class Session:
                 "session.server is for workers with one process. Set worker.processes: 1, and more replicas"
             )
         if self._tensors is None:
-            size = self.spec.parameter_server.bucket_bytes
+            size = self.spec.parameter_server.slice_bytes
             self._tensors = Tensors(self._client, bucket_bytes=size)
         return self._tensors
 

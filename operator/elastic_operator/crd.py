@@ -395,6 +395,9 @@ def _add_rules(spec: Schema) -> None:
     ]
     for name in ("replicas", "bucketBytes", "durability"):
         server[name]["x-kubernetes-validations"] = [_immutable(f"parameterServer.{name}")]
+    server["bucketBytes"]["x-kubernetes-validations"].append(
+        {"rule": "self == 0 || self >= 1024", "message": "parameterServer.bucketBytes is 0, or at least 1024"}
+    )
 
 
 def _kept_consistency(consistency: Schema) -> Iterator[Schema]:

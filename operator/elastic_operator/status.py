@@ -134,7 +134,7 @@ def with_counts(
         if told.ready and not status.completion_time:
             # Last words are without them.
             progress = told.progress.model_copy(update={"metrics": told.progress.metrics or progress.metrics})
-            traffic = TrafficStatus.of(told.traffic) or traffic
+            traffic = TrafficStatus.of(told.traffic, bucket_bytes=told.bucket_bytes) or traffic
     server = status.parameter_server.model_copy(
         update={
             "ready": sum(p.active and p.ready and p.index < shards for p in observed.of("ps")),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 NEEDS = {
+    "buckets": "iproute2",
     "fleet": "unshare",
     "goodput_torchft": "benchmarks.goodput",
     "network": "iproute2",

@@ -100,7 +100,7 @@ def test_the_status_says_how_many_bytes_all_workers_have_sent() -> None:
     second = sender(1, pushed_bytes=60, pulled_bytes=200, decode_seconds=0.25, codec="topk")
     tell(simulation, first, second)
     simulation.settle()
-    expected = {
+    expected: dict[str, Any] = {
         "pushedBytes": 160,
         "pushedRatio": 0.2,
         "pulledBytes": 400,
@@ -108,6 +108,11 @@ def test_the_status_says_how_many_bytes_all_workers_have_sent() -> None:
         "codecSeconds": 1.75,
         "codec": "int8, topk",
     }
+    assert simulation.status["traffic"] == expected
+    assert simulation.server is not None
+    simulation.server = simulation.server.model_copy(update={"bucket_bytes": 65536})
+    simulation.settle()
+    expected["bucketBytes"] = 65536
     assert simulation.status["traffic"] == expected
     tell(simulation, sender(0, pushed_plain_bytes=0, pulled_plain_bytes=0))
     simulation.settle()

@@ -98,6 +98,12 @@ def test_metrics_count_what_the_status_says() -> None:
         'elastic_ps_push_seconds{job="job"}': "0.0",
     }, "no loss was reported"
     assert "# TYPE elastic_ps_version counter" in lines
+    chosen = metrics(status.model_copy(update={"bucket_bytes": 65536})).splitlines()
+    assert set(chosen) - set(lines) == {
+        "# HELP elastic_ps_bucket_bytes The size of buckets that was chosen.",
+        "# TYPE elastic_ps_bucket_bytes gauge",
+        'elastic_ps_bucket_bytes{job="job"} 65536',
+    }
     stale = status.progress.model_copy(update={"staleness": Staleness(p50=1, p99=6, max=9)})
     lines = metrics(status.model_copy(update={"progress": stale})).splitlines()
     found = [line for line in lines if line.startswith("elastic_ps_staleness")]

@@ -82,7 +82,10 @@ def test_the_codecs_that_workers_have_chosen_are_said_once() -> None:
         Traffic(pushed_bytes=1, pushed_plain_bytes=2, codec=name) for name in ("topk", "", "int8", "topk")
     ]
     together = sum(chosen, Traffic())
-    assert words.traffic(together) == "4 B of gradients (50.0% of plain), sent as int8, topk"
+    said = "4 B of gradients (50.0% of plain), sent as int8, topk"
+    assert words.traffic(together) == said
+    assert words.traffic(together, 64 * 1024) == f"{said}, in buckets of 64 KiB"
+    assert words.traffic(Traffic(), 64 * 1024) == "", "nothing was sent"
 
 
 def test_a_job_that_only_uses_tensors_has_no_progress_to_tell() -> None:

@@ -1,0 +1,119 @@
+"""Buckets whose size is chosen when the job begins: it stays, whatever is lost."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ps.core.sizing import Link
+from elastic_ps.errors import ModelMismatch
+from elastic_ps.worker import client
+from elastic_ps.worker.probe import measure
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Job, Numbers, make_mlp, running_job
+from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.integration.trained import Models, sgd
+from tests.polling import LIMIT
+
+WIDTHS = (6, 200, 200, 1)
+"""A model of 168 kB."""
+SLOW, FAST = Link(12.5e6, 0.0), Link(1.25e9, 0.0)
+TIMES = {"everyVersions": 4, "interval": "1h"}
+
+
+def never(_: object) -> Link:
+    raise AssertionError("no worker measures when the model is there")
+
+
+def buckets(job: Job) -> int:
+    model = job.coordinator.job.state.model
+    assert model is not None
+    return len(model.layout.buckets)
+
+
+@pytest.mark.parametrize(
+    ("transport", "durability"),
+    [("inproc", "checkpoint"), ("grpc", "checkpoint"), ("tcp", "checkpoint"), ("inproc", "standby")],
+)
+def test_a_job_keeps_the_size_that_was_chosen_also_if_the_server_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, durability: str
+) -> None:
+    data, models = Numbers(240), Models()
+    found: list[Link] = []
+
+    def slow(call: Any) -> Link:
+        found.append(measure(call))
+        return SLOW
+
+    monkeypatch.setattr(client, "measure", slow)
+
+    def script(session: Session) -> None:
+        model = make_mlp(WIDTHS)
+        optimizer = session.optimizer(sgd(model), model)
+        models[session.worker] = model
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    checkpoints = tmp_path / "checkpoints"
+    server = {"bucketBytes": 0, "durability": durability, "checkpoint": TIMES}
+    with running_job(tmp_path, transport=transport, checkpoints=checkpoints, parameterServer=server) as job:
+        job.start(0, script)
+        job.until(lambda: (job.status().progress.durable_version or 0) >= 4, "a checkpoint")
+        monkeypatch.setattr(client, "measure", never)
+        job.start(1, script)
+        before = buckets(job)
+        job.restart(0)
+        job.join()
+        assert job.status().term == 2
+        assert (job.status().bucket_bytes, buckets(job)) == (64 * 1024, before)
+        commits = job.commits()
+    assert before == 4
+    (link,) = found
+    assert link.rate > 0
+    assert link.seconds > 0
+    assert_each_record_once(_of_the_end(commits), records=len(data), epochs=1)
+    kept = _of_the_end(commits)
+    assert_equal_up_to_round_off(models[0], make_mlp(WIDTHS), lambda m: replay(kept, data, m, sgd, job.spec))
+
+
+def _of_the_end(commits: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that are in the model at the end: of each version the last one."""
+    last = {commit["version"]: commit for commit in commits}
+    return [last[version] for version in sorted(last)]
+
+
+def test_a_worker_ends_whose_model_was_cut_in_other_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a checkpoint a lost job begins anew, and another worker may be the first then."""
+    data, entered, begun = Numbers(240), threading.Event(), threading.Event()
+
+    def first(session: Session) -> None:
+        model = make_mlp(WIDTHS)
+        optimizer = session.optimizer(sgd(model), model)
+        entered.set()
+        assert begun.wait(LIMIT)
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    def second(session: Session) -> None:
+        model = make_mlp(WIDTHS)
+        session.optimizer(sgd(model), model)
+        begun.set()
+
+    with running_job(tmp_path, parameterServer={"bucketBytes": 0}) as job:
+        monkeypatch.setattr(client, "measure", lambda _: SLOW)
+        job.start(0, first)
+        job.until(entered.is_set, "the first worker brings the model")
+        monkeypatch.setattr(client, "measure", lambda _: FAST)
+        job.restart(0)
+        job.start(1, second)
+        with pytest.raises(ModelMismatch, match="has cut it into other buckets"):
+            job.join()

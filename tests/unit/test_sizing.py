@@ -1,0 +1,193 @@
+"""The size of buckets: what is measured, what follows from it, and who is asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ps.core.partition import Rule, TensorSpec
+from elastic_ps.core.settings import Settings
+from elastic_ps.core.sizing import BUCKET_SECONDS, LARGEST, SHARE, SMALLEST, Link, bucket_bytes
+from elastic_ps.errors import Malformed
+from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server.coordinator import Joined
+from elastic_ps.server.lead import Lead
+from elastic_ps.server.service import PROBE
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.worker.probe import BODIES, EMPTY_CALLS, LONG, measure
+from tests.unit.coordinator_rig import Notes
+from tests.unit.service_rig import Worker, environment, serving
+from tests.unit.test_lead import leading
+
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("mbit", "seconds", "kib"),
+    [
+        (10, 0.0, 64),
+        (100, 0.0, 64),
+        (200, 0.0, 128),
+        (1_000, 0.0, 640),
+        (10_000, 0.0, 4096),
+        (100_000, 0.0, 4096),
+        (1_000, 0.0001, 640),  # a switch
+        (1_000, 0.02, 1280),  # another city: two buckets fill the network until an answer comes
+        (1_000, 0.1, 4096),
+        (0, 0.0, 64),
+    ],
+)
+def test_the_size_follows_from_the_network(mbit: float, seconds: float, kib: int) -> None:
+    size, why = bucket_bytes(Link(mbit * 1e6 / 8, seconds))
+    assert size == kib * KIB
+    assert f"{mbit / 8:.1f} MB/s, {seconds * 1e3:.1f} ms" in why
+
+
+@given(rate=st.floats(0, 1e300), seconds=st.floats(0, 1e300))
+def test_the_size_is_within_bounds_and_costs_little(rate: float, seconds: float) -> None:
+    size, _ = bucket_bytes(Link(rate, seconds))
+    assert size % SMALLEST == 0
+    assert SMALLEST <= size <= LARGEST
+    if size < LARGEST:
+        assert BUCKET_SECONDS * rate <= SHARE * size * (1 + 1e-9)
+
+
+def network(rate: float, seconds: float, *, at_once: int = 0) -> Callable[[int], float]:
+    """Calls over a network that lets so many bytes pass without delay."""
+    return lambda nbytes: seconds + max(0, nbytes - at_once) / rate
+
+
+@pytest.mark.parametrize("rate", [1e6, 12.5e6, 125e6, 1.25e9])
+def test_the_rate_is_that_of_a_body_that_takes_long(rate: float) -> None:
+    sent: list[int] = []
+
+    def call(nbytes: int) -> float:
+        sent.append(nbytes)
+        return network(rate, 0.001)(nbytes)
+
+    found = measure(call)
+    assert found.rate == pytest.approx(rate)
+    assert found.seconds == pytest.approx(0.001)
+    bodies = sent[EMPTY_CALLS:]
+    assert sent[:EMPTY_CALLS] == [0] * EMPTY_CALLS
+    assert bodies == list(BODIES)[: len(bodies)]
+    assert all(nbytes / rate < LONG for nbytes in bodies[:-1])
+    assert bodies[-1] / rate >= LONG or bodies[-1] == BODIES[-1]
+
+
+def test_what_passes_at_once_and_a_clock_that_stands_still_do_no_harm() -> None:
+    found = measure(network(12.5e6, 0.001, at_once=256 * KIB))
+    assert 12.5e6 <= found.rate < 20e6
+    assert bucket_bytes(found)[0] <= 128 * KIB
+    assert bucket_bytes(measure(lambda _: 0.0))[0] == LARGEST
+
+
+def test_bodies_are_not_larger_than_the_server_takes() -> None:
+    assert max(BODIES) <= PROBE
+
+
+# --- shard 0
+
+TENSORS = (TensorSpec("w", (1024, 1024), "float32", Rule.GRADIENT, 0),)
+LR = Settings(({"lr": 0.1},))
+SLOW = Link(12.5e6, 0.0)
+
+
+@contextmanager
+def choosing(**server: Any) -> Iterator[Lead]:
+    with leading([Notes()], parameterServer={"bucketBytes": 0, **server}) as lead:
+        yield lead
+
+
+def joining(lead: Lead, worker: int = 0, *, settings: Settings = LR, **said: Any) -> Joined | None:
+    join = lead.coordinator.join
+    return join(worker, pid=1, host="here", tensors=TENSORS, optimizer="SGD", settings=settings, **said)
+
+
+def sizes(joined: Joined | None) -> set[int]:
+    assert joined is not None
+    return {bucket.nbytes for bucket in joined.layout.buckets}
+
+
+def test_the_first_worker_measures_and_the_others_are_not_asked() -> None:
+    with choosing() as lead:
+        assert lead.coordinator.has_to_measure(None)
+        assert joining(lead, measures=True) is None
+        assert lead.status().bucket_bytes == 0
+        first = joining(lead, measures=True, link=SLOW)
+        assert sizes(first) == {64 * KIB}
+        assert lead.status().bucket_bytes == 64 * KIB
+        assert not lead.coordinator.has_to_measure(None)
+        assert first is not None
+        lead.coordinator.initialised(0, first.stay.incarnation)
+        assert sizes(joining(lead, 1, measures=True)) == {64 * KIB}
+
+
+def test_a_worker_that_cannot_measure_gets_buckets_of_the_usual_size() -> None:
+    with choosing() as lead:
+        assert sizes(joining(lead)) == {512 * KIB}, "an eighth of the model"
+        assert lead.status().bucket_bytes == 0
+
+
+def test_a_size_that_is_given_stays() -> None:
+    with choosing(bucketBytes=256 * KIB) as lead:
+        assert sizes(joining(lead, measures=True, link=SLOW)) == {256 * KIB}
+        assert lead.status().bucket_bytes == 0
+
+
+def test_rows_whose_norm_is_limited_are_not_divided_by_a_size_that_is_chosen() -> None:
+    wide = (TensorSpec("e", (8, 32 * KIB), "float32", Rule.GRADIENT, 0),)
+    with choosing() as lead:
+        joined = lead.coordinator.join(
+            0,
+            pid=1,
+            host="here",
+            tensors=wide,
+            optimizer="SGD",
+            settings=Settings(({"lr": 0.1, "max_norm": 1.0},)),
+            measures=True,
+            link=SLOW,
+        )
+        assert sizes(joined) == {256 * KIB}
+        assert lead.status().bucket_bytes == 0
+
+
+def test_what_is_no_network_and_a_body_that_is_too_large_are_refused() -> None:
+    with serving(environment(parameterServer={"bucketBytes": 0})) as (listener, _):
+        worker = Worker(listener)
+        probe = pb.ProbeRequest(caller=worker.caller())
+        worker.ask(probe)
+        worker.ask(probe, torch.zeros(PROBE // 4))
+        with pytest.raises(Malformed, match="the limit is 4194304"):
+            worker.ask(probe, torch.zeros(PROBE // 4 + 1))
+        for rate, seconds in ((math.nan, 0.0), (-1.0, 0.0), (math.inf, 0.0), (1.0, -1.0)):
+            link = pb.Link(rate=rate, seconds=seconds)
+            with pytest.raises(Malformed, match="no network is like"):
+                worker.ask(pb.JoinRequest(caller=worker.caller(), link=link))
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({"parameterServer": {"bucketBytes": 512}}, "bucketBytes is 512; expected at least 1024, or 0"),
+        ({"parameterServer": {"bucketBytes": -1}}, "greater than or equal to 0"),
+        (
+            {"parameterServer": {"bucketBytes": 0}, "consistency": {"deterministic": True}},
+            "bucketBytes 0 cannot be combined with consistency.deterministic",
+        ),
+        (
+            {"parameterServer": {"bucketBytes": 0}, "strategy": "all-reduce"},
+            "bucketBytes 0",
+        ),
+    ],
+)
+def test_what_means_nothing_is_refused(spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TrainingJobSpec.model_validate({"entrypoint": "train:main", **spec})
