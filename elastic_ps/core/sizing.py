@@ -21,7 +21,7 @@ SMALLEST = 64 * 1024
 """Bytes of a bucket that is chosen, at least. Its size is a multiple of this."""
 
 BUCKET_SECONDS = 0.4e-3
-"""The parameter server's processor time for a push and a pull of a bucket, by `benchmarks.buckets`."""
+"""The parameter server's processor time for a worker's push and pull of a bucket; `benchmarks.buckets`."""
 
 SHARE = 0.08
 """Of the time that a bucket's bytes take in the network."""

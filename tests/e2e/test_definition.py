@@ -113,6 +113,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         "consistency.outerLearningRate is at most 1 with outer easgd",
         {"consistency": LOCAL | {"outer": "easgd", "outerLearningRate": 1.5}},
     ),
+    ("parameterServer.bucketBytes is 0, or at least 1024", {"parameterServer": {"bucketBytes": 512}}),
     ("a job with several shards or with standbys needs checkpoint", {"parameterServer": {"replicas": 2}}),
     (
         "a job with several shards or with standbys needs checkpoint",

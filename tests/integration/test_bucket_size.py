@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.core.sizing import Link
+from elastic_ps.core.sizing import LARGEST, Link
 from elastic_ps.errors import ModelMismatch
 from elastic_ps.worker import client
 from elastic_ps.worker.probe import measure
@@ -25,7 +25,7 @@ TIMES = {"everyVersions": 4, "interval": "1h"}
 
 
 def never(_: object) -> Link:
-    raise AssertionError("no worker measures when the model is there")
+    raise AssertionError("no worker has to measure")
 
 
 def buckets(job: Job) -> int:
@@ -117,3 +117,18 @@ def test_a_worker_ends_whose_model_was_cut_in_other_places(
         job.start(1, second)
         with pytest.raises(ModelMismatch, match="has cut it into other buckets"):
             job.join()
+
+
+def test_a_worker_with_shared_memory_measures_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "measure", never)
+
+    def script(session: Session) -> None:
+        model = make_mlp(WIDTHS)
+        session.optimizer(sgd(model), model)
+
+    with running_job(tmp_path, transport="shm", parameterServer={"bucketBytes": 0}) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().bucket_bytes == LARGEST
