@@ -147,11 +147,13 @@ def start_job(
     directory: Path,
     *,
     scheme: str = "",
+    trace: Path | None = None,
 ) -> list[subprocess.Popen[bytes]]:
     """Start a job's processes, which write their logs into `directory`.
 
     Args:
         servers, workers: on which hosts they are.
+        trace: where they write their traces, if they are to.
     """
     # With a scheme the port is the one that is listened on; without one, that of gRPC.
     places = tuple(f"{scheme}{address(host)}:{DEFAULT_PORT}" for host in servers)
@@ -169,6 +171,7 @@ def start_job(
             http=f"127.0.0.1:{DEFAULT_HTTP_PORT}",
             run="benchmark",
             instance=uuid.uuid4().hex,
+            trace=trace,
         )
         module = "elastic_ps.server" if role == "ps" else "elastic_ps.worker"
         command = [sys.executable, "-m", module]

@@ -12,6 +12,7 @@ import pytest
 NEEDS = {
     "buckets": "iproute2",
     "fleet": "unshare",
+    "forward": "iproute2",
     "goodput_torchft": "benchmarks.goodput",
     "network": "iproute2",
     "operator": "KUBECONFIG",
