@@ -1,16 +1,12 @@
-"""What `benchmarks.goodput` measures: elastic-ps and torchrun's elastic DDP; `goodput_torchft` has torchft.
+"""What `benchmarks.goodput` measures: elastic-ps; `goodput_torchrun` and `goodput_torchft` have the others.
 
 All train the same model. Each says how many samples count, and which process a fault strikes.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,9 +16,9 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
+from benchmarks import goodput_machines as machines
 from elastic_ps.job import TrainingJob, parse_job
 
-ROOT = Path(__file__).resolve().parents[1]
 WIDTH, BATCH, RECORDS = 64, 16, 100_000
 PAUSE = 0.02
 """Seconds that each step sleeps, in place of a larger model's forward pass, so that two cores are enough."""
@@ -35,39 +31,6 @@ INTERVAL = 1.0
 Kind: TypeAlias = Literal["kill", "kill-ps", "freeze", "slow"]
 CLEAN = "0 of them twice; 0 other violations"
 """How the audit of a job ends that has lost nothing."""
-
-
-def variables(**more: str) -> dict[str, str]:
-    """The environment of a process that imports this module, and packages from where this one does."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **more}
-
-
-def kill_all_of(directory: Path) -> None:
-    """SIGKILL to each process whose command names the directory, until there is none. Blocks for up to 10 s.
-
-    A process may be started by one that is being killed.
-    """
-    deadline = time.monotonic() + 10.0
-    while (found := list(_commands_with(str(directory)))) and time.monotonic() < deadline:
-        for pid in found:
-            signal_to(pid, signal.SIGKILL)
-        time.sleep(0.05)
-
-
-def _commands_with(text: str) -> Iterator[int]:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if text in path.read_text(errors="replace"):
-                yield int(path.parent.name)
-
-
-def signal_to(pid: int, number: signal.Signals) -> bool:
-    """Returns whether there is such a process."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-        return True
-    return False
 
 
 # --- what all of them train
@@ -114,28 +77,20 @@ def slow_file(directory: Path, worker: int) -> Path:
     return directory / f"slow-{worker}"
 
 
-def put(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or what was there before."""
-    part = path.with_suffix(f".part-{os.getpid()}")
-    part.write_text(text)
-    part.rename(path)
-
-
-def numbers_in(path: Path) -> list[int]:
-    """The numbers in a file; none if there is no file."""
-    with contextlib.suppress(OSError, ValueError):
-        return [int(word) for word in path.read_text().split()]
-    return []
-
-
 class System(Protocol):
-    """A job that trains."""
+    """A job that trains. What has a `worker` is told its number, from 0."""
 
     def samples(self) -> int | None:
         """How many samples count now; None if nobody can say."""
 
-    def pid(self, kind: Kind, worker: int) -> int | None:
-        """The process that a fault strikes, if there is one."""
+    def pid(self, worker: int) -> int | None:
+        """The process that trains, which a fault freezes; None if there is none."""
+
+    def kill(self, worker: int) -> bool:
+        """Kill the worker's process, or all of its machine, which is away then; False if it is not there."""
+
+    def kill_server(self) -> bool:
+        """Kill the parameter server's process; False if there is none."""
 
     def finish(self) -> str:
         """End it; returns what is to be said of its records. Blocks."""
@@ -190,15 +145,27 @@ def make_job(directory: Path, workers: int, consistency: Mapping[str, Any]) -> T
 
 
 class OnParameterServer:
-    """A job of elastic-ps in processes on this machine. `directory` takes its state and histories."""
+    """A job of elastic-ps in processes on this machine.
 
-    def __init__(self, directory: Path, workers: int, consistency: Mapping[str, Any]) -> None:
-        from elastic_ps.local import Launcher, Options
+    Args:
+        directory: takes its state and histories.
+        gone: seconds that the machine of a worker is away once it is killed. None: the workers have none, and
+            the launcher starts them again at once, as it does with the parameter server in any case.
+    """
+
+    def __init__(
+        self, directory: Path, workers: int, consistency: Mapping[str, Any], gone: float | None = None
+    ) -> None:
+        from elastic_ps.local import Launcher, Options, Programs
 
         self.job = make_job(directory, workers, consistency)
         self.history = directory / "history"
         self.history.mkdir()
-        self.launcher = Launcher(self.job, Options(root=directory / "state", history=self.history))
+        self._directory, self._gone = directory, gone
+        programs = Programs() if gone is None else Programs(worker=machines.program(directory))
+        self.launcher = Launcher(
+            self.job, Options(root=directory / "state", history=self.history, programs=programs)
+        )
 
     def samples(self) -> int | None:
         from elastic_ps.local.poller import fetch_status
@@ -207,12 +174,30 @@ class OnParameterServer:
         status = fetch_status(http[0]) if http else None
         return None if status is None or not status.ready else status.progress.records_applied
 
-    def pid(self, kind: Kind, worker: int) -> int | None:
-        role, index = ("ps", 0) if kind == "kill-ps" else ("worker", worker)
+    def pid(self, worker: int) -> int | None:
+        return self._pid("worker", worker, "ended", "starting")
+
+    def kill(self, worker: int) -> bool:
+        if self._gone is None:
+            return self._kill(self.pid(worker))
+        pid = self._pid("worker", worker, "ended")
+        if pid is None or machines.seconds_away(self._directory, worker):
+            return False
+        machines.send_away(self._directory, worker, self._gone)  # first: the launcher starts it again at once
+        return machines.kill_with_descendants(pid)
+
+    def kill_server(self) -> bool:
+        return self._kill(self._pid("ps", 0, "ended", "starting"))
+
+    def _pid(self, role: str, index: int, *without: str) -> int | None:
+        """The newest process, if its state is none of these."""
         for process in self.launcher.status().processes:
-            if (process.role, process.index) == (role, index) and process.state not in ("ended", "starting"):
+            if (process.role, process.index) == (role, index) and process.state not in without:
                 return process.pid
         return None
+
+    def _kill(self, pid: int | None) -> bool:
+        return pid is not None and machines.signal_to(pid, signal.SIGKILL)
 
     def finish(self) -> str:
         from elastic_ps.drill.history import check, fate
@@ -235,8 +220,11 @@ class OnParameterServer:
 
 
 @contextmanager
-def parameter_server(directory: Path, workers: int, consistency: Mapping[str, Any]) -> Iterator[System]:
-    system = OnParameterServer(directory, workers, consistency)
+def parameter_server(
+    directory: Path, workers: int, consistency: Mapping[str, Any], gone: float | None = None
+) -> Iterator[System]:
+    """A job that is started, and ended; the arguments are those of `OnParameterServer`."""
+    system = OnParameterServer(directory, workers, consistency, gone)
     with system.launcher as launcher:
         launcher.start()
         try:
@@ -244,100 +232,3 @@ def parameter_server(directory: Path, workers: int, consistency: Mapping[str, An
         finally:
             launcher.stop("over", at_once=True)
             launcher.wait(timedelta(seconds=30))
-
-
-# --- torchrun
-
-
-def train_with_ddp(directory: Path) -> None:
-    """What `torchrun` runs in each rank: the usual script, with a checkpoint by time."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    put(directory / f"rank-{rank}.pid", str(os.getpid()))
-    model = torch.nn.parallel.DistributedDataParallel(make_model())
-    optimizer = make_optimizer(model)
-    saved, number = directory / "checkpoint.pt", 0
-    if saved.exists():
-        state = torch.load(saved, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        number = state["step"]
-    loader = torch.utils.data.DataLoader(Numbers(), BATCH)
-    computed, last, batches = sum(numbers_in(directory / "computed")), time.monotonic(), iter(loader)
-    while True:
-        for x, y in batches:
-            optimizer.zero_grad()
-            compute(directory, rank, model, x, y)
-            optimizer.step()
-            number, computed = number + 1, computed + 1
-            if rank:
-                continue
-            put(directory / "computed", str(computed))
-            put(directory / "samples", str(number * BATCH * ranks))
-            if time.monotonic() - last >= INTERVAL:
-                last = time.monotonic()
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": number}
-                torch.save(state, saved.with_suffix(".partial"))
-                saved.with_suffix(".partial").rename(saved)
-        batches = iter(loader)
-
-
-class UnderTorchrun:
-    """Ranks that torchrun starts again, all together, when one ends."""
-
-    def __init__(self, directory: Path, workers: int) -> None:
-        self._directory, self._workers = directory, workers
-
-    def samples(self) -> int | None:
-        return next(iter(numbers_in(self._directory / "samples")), None)
-
-    def pid(self, kind: Kind, worker: int) -> int | None:
-        if kind == "kill-ps":
-            return None
-        return next(iter(numbers_in(self._directory / f"rank-{worker}.pid")), None)
-
-    def finish(self) -> str:
-        computed = sum(numbers_in(self._directory / "computed")) * BATCH * self._workers
-        return f"{computed - (self.samples() or 0):,} samples were computed again"
-
-
-@contextmanager
-def torchrun(directory: Path, workers: int) -> Iterator[System]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "10000"]
-    command += [
-        "--nproc-per-node",
-        str(workers),
-        "--monitor-interval",
-        "0.1",
-        "-m",
-        "benchmarks.goodput_systems",
-    ]
-    # With the agent's store shared, the ranks of torch 2.13 hang in init_process_group after a restart.
-    environment = variables(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    with (directory / "log").open("wb") as log:
-        agent = subprocess.Popen(
-            [*command, "--ddp", str(directory)],
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,  # a Ctrl-C is for the benchmark
-        )
-    try:
-        yield UnderTorchrun(directory, workers)
-    finally:
-        signal_to(agent.pid, signal.SIGKILL)  # first, so that it starts no ranks again
-        agent.wait()
-        kill_all_of(directory)
-
-
-def main() -> None:
-    """What torchrun starts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ddp", type=Path, required=True)
-    parsed = parser.parse_args()
-    train_with_ddp(parsed.ddp)
-
-
-if __name__ == "__main__":
-    main()

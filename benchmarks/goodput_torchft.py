@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,20 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.goodput_systems import (
-    BATCH,
-    LEASE,
-    Kind,
-    Numbers,
-    System,
-    compute,
-    make_model,
-    make_optimizer,
-    numbers_in,
-    put,
-    signal_to,
-    variables,
-)
+from benchmarks.goodput_machines import Machines, numbers_in, put, signal_to, variables
+from benchmarks.goodput_systems import BATCH, LEASE, Numbers, System, compute, make_model, make_optimizer
 
 
 def train_with_torchft(directory: Path, replica: int) -> None:
@@ -79,14 +66,10 @@ def train_with_torchft(directory: Path, replica: int) -> None:
 class UnderTorchft:
     """Replica groups of one process each, which are started again one by one; and a lighthouse."""
 
-    def __init__(self, directory: Path, workers: int) -> None:
+    def __init__(self, directory: Path, workers: int, gone: float) -> None:
         self._directory = directory
-        self._workers = workers
-        self._over = threading.Event()
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._lighthouse = self._start_lighthouse()
-        self._thread = threading.Thread(target=self._supervise)
-        self._thread.start()
+        self._machines = Machines(workers, self._start, gone)
 
     def _start_lighthouse(self) -> subprocess.Popen[bytes]:
         program = shutil.which(
@@ -100,13 +83,6 @@ class UnderTorchft:
         command += ["--join_timeout_ms", "1000", "--quorum_tick_ms", "50", "--heartbeat_timeout_ms", "3000"]
         with (self._directory / "lighthouse.log").open("wb") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-
-    def _supervise(self) -> None:
-        while not self._over.wait(0.1):
-            for replica in range(self._workers):
-                running = self._processes.get(replica)
-                if running is None or running.poll() is not None:
-                    self._processes[replica] = self._start(replica)
 
     def _start(self, replica: int) -> subprocess.Popen[bytes]:
         environment = variables(TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{self._port}", RUST_LOG="warn")
@@ -124,24 +100,28 @@ class UnderTorchft:
         found = [n for path in self._directory.glob("samples-?") for n in numbers_in(path)]
         return max(found, default=None)
 
-    def pid(self, kind: Kind, worker: int) -> int | None:
-        running = self._processes.get(worker)
-        return None if kind == "kill-ps" or running is None else running.pid
+    def pid(self, worker: int) -> int | None:
+        return self._machines.pid(worker)
+
+    def kill(self, worker: int) -> bool:
+        return self._machines.kill(worker)
+
+    def kill_server(self) -> bool:
+        return False
 
     def finish(self) -> str:
         return "torchft counts batches, and does not know of records"
 
     def close(self) -> None:
-        self._over.set()
-        self._thread.join()
-        for process in (*self._processes.values(), self._lighthouse):
-            signal_to(process.pid, signal.SIGKILL)
-            process.wait()
+        self._machines.close()
+        signal_to(self._lighthouse.pid, signal.SIGKILL)
+        self._lighthouse.wait()
 
 
 @contextmanager
-def torchft(directory: Path, workers: int) -> Iterator[System]:
-    system = UnderTorchft(directory, workers)
+def torchft(directory: Path, workers: int, gone: float) -> Iterator[System]:
+    """Replicas that are started, and ended. `gone`: seconds until one that was killed is started again."""
+    system = UnderTorchft(directory, workers, gone)
     try:
         yield system
     finally:

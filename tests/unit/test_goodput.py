@@ -18,25 +18,21 @@ from benchmarks import goodput
 from benchmarks.goodput import (
     LASTING,
     TORCHRUN,
+    TORCHRUN_TUNED,
     Fault,
     Measured,
     chosen,
     costs,
+    make_parser,
     measure,
+    rival,
     row,
     schedule,
+    standstill,
     systems,
 )
-from benchmarks.goodput_systems import (
-    CLEAN,
-    ROOT,
-    Kind,
-    System,
-    kill_all_of,
-    make_job,
-    modes,
-    variables,
-)
+from benchmarks.goodput_machines import ROOT, kill_all_of, variables
+from benchmarks.goodput_systems import CLEAN, Kind, System, make_job, modes
 from tests.polling import eventually
 
 
@@ -49,6 +45,68 @@ def test_the_faults_follow_from_the_seed() -> None:
     assert {fault.worker for fault in faults} == {0, 1, 2}
     assert all(0 < fault.at < 540 and LASTING[0] <= fault.lasting <= LASTING[1] for fault in faults)
     assert 30 < len(faults) < 80
+
+
+def test_only_the_wanted_kinds_strike_and_last_as_long_as_is_said() -> None:
+    faults = schedule(7, 600.0, 3, 10.0, lasting=(10.0, 30.0), kinds=("kill", "slow"))
+    assert {fault.kind for fault in faults} == {"kill", "slow"}
+    assert all(10 <= fault.lasting <= 30 for fault in faults)
+    assert max(fault.lasting for fault in faults) > LASTING[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--lasting", "8"),
+        ("--lasting", "30,10"),
+        ("--lasting", "0,inf"),
+        ("--lasting", "a,b"),
+        ("--kinds", "kill,burn"),
+        ("--gone", "-1"),
+        ("--gone", "nan"),
+        ("--gone", "soon"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_what_was_given(
+    option: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        make_parser().parse_args([f"{option}={text}"])
+    said = capsys.readouterr().err
+    assert f"argument {option}: " in said
+    assert text.rpartition(",")[2] in said
+
+
+def test_options_are_read() -> None:
+    parsed = make_parser().parse_args(
+        ["--lasting", "10,30", "--kinds", "slow, kill", "--machines", "--gone", "5"]
+    )
+    assert (parsed.lasting, parsed.kinds, parsed.gone) == ((10.0, 30.0), ("kill", "slow"), 5.0)
+    assert make_parser().parse_args([]).lasting == LASTING
+
+
+def test_how_long_a_machine_is_away_needs_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["goodput", "--gone", "5"])
+    with pytest.raises(SystemExit):
+        goodput.main()
+    assert "it needs --machines" in capsys.readouterr().err
+
+
+def test_the_longest_standstill_is_between_samples_that_are_new() -> None:
+    assert standstill([(0.0, 10), (1.0, 20), (2.0, 20), (4.0, 30), (5.0, 30)]) == 3.0
+    assert standstill([(0.0, 10), (1.0, 20), (2.0, 15), (3.0, 18), (4.0, 21), (5.0, 22)]) == 3.0
+    assert standstill([(0.0, 10), (9.0, 10)]) == 9.0
+
+
+def test_machines_are_compared_with_the_faster_torchrun() -> None:
+    def at(rate: float) -> tuple[Measured, Measured]:
+        return Measured(100.0, 60.0, 0, [], CLEAN), Measured(rate, 60.0, 0, [], CLEAN)
+
+    assert {TORCHRUN, TORCHRUN_TUNED} < set(systems(3, gone=20.0))
+    assert rival({TORCHRUN: at(20.0), TORCHRUN_TUNED: at(30.0), "bounded": at(90.0)}) == 30.0
+    assert rival({"bounded": at(90.0)}) is None
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -83,8 +141,14 @@ class Counting:
             os.kill(os.getpid(), signal.SIGINT)
         return self.asked
 
-    def pid(self, kind: Kind, worker: int) -> int | None:
+    def pid(self, worker: int) -> int | None:
         return None
+
+    def kill(self, worker: int) -> bool:
+        return False
+
+    def kill_server(self) -> bool:
+        return False
 
     def finish(self) -> str:
         return f"5 records in the model, {CLEAN}"
@@ -101,7 +165,7 @@ def test_what_was_found_until_an_interruption_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     first, second = Counting(interrupt_at=0), Counting(interrupt_at=5)
-    monkeypatch.setattr(goodput, "systems", lambda _workers: {"sync": first.open, "async": second.open})
+    monkeypatch.setattr(goodput, "systems", lambda *_: {"sync": first.open, "async": second.open})
     words = [
         "goodput",
         "--minutes",
@@ -115,7 +179,7 @@ def test_what_was_found_until_an_interruption_is_told(
     ]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(
-        goodput, "schedule", lambda *_: [Fault(0.0, "slow", 0, 1.0), Fault(0.1, "slow", 1, 1.0)]
+        goodput, "schedule", lambda *_, **__: [Fault(0.0, "slow", 0, 1.0), Fault(0.1, "slow", 1, 1.0)]
     )
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.chdir(tmp_path)
@@ -197,7 +261,7 @@ def test_a_system_that_does_not_train_is_said_and_the_others_are_measured(
             yield system
 
     monkeypatch.setattr(goodput, "LIMIT", 0.1)
-    monkeypatch.setattr(goodput, "systems", lambda _workers: {"torchft": failing, "sync": good.open})
+    monkeypatch.setattr(goodput, "systems", lambda *_: {"torchft": failing, "sync": good.open})
     monkeypatch.setattr(sys, "argv", ["goodput", "--minutes", "0.001", "--quiet", "0.001"])
     monkeypatch.chdir(tmp_path)
     assert goodput.main() == 1
