@@ -9,6 +9,10 @@ import torch
 from elastic_ps.codec.base import Sparse
 from elastic_ps.errors import RefusalCode, Refused
 
+ALONE = 32 * 1024
+"""Elements that one thread looks at, in less time than others take to wake up. Up to so many torch asks no
+other thread, but the library behind `torch.dot` does from 10,000 on, or even before."""
+
 
 def require_finite(
     contribution: torch.Tensor | Sparse, who: str, *, usual: torch.Tensor | None = None
@@ -24,11 +28,15 @@ def require_finite(
         contribution = contribution.at_once()
     if not contribution.is_floating_point() or contribution.numel() == 0:
         return 0.0
-    half = contribution.dtype is torch.float16  # the squares of ordinary values would overflow
     # One pass; what overflows is looked at closely.
-    total = float(contribution.sum() if half else torch.dot(contribution, contribution))
-    if math.isfinite(total):
-        return torch.finfo(torch.float16).max if half else math.sqrt(total) * 1.01
+    if contribution.dtype is torch.float16:  # the squares of ordinary values would overflow
+        largest = torch.finfo(torch.float16).max if math.isfinite(float(contribution.sum())) else math.inf
+    elif contribution.numel() <= ALONE:
+        largest = float(torch.linalg.vector_norm(contribution)) * 1.01
+    else:
+        largest = math.sqrt(float(torch.dot(contribution, contribution))) * 1.01
+    if math.isfinite(largest):
+        return largest
     wrong = ~torch.isfinite(contribution)
     if usual is not None:
         wrong &= contribution != usual

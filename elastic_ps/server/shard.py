@@ -381,7 +381,7 @@ class Shard:
                 copied = not stable or (last and len(values.memory) <= SMALL)
                 data = EMPTY
                 if reached and not (unchanged or stands or delta):
-                    data = as_bytes(values.values.clone()) if copied else values.memory
+                    data = _copy_of(values) if copied else values.memory
                 reached_version, now = values.version, self._log.attempt
             if not arrived:
                 yield None
@@ -674,3 +674,10 @@ class Shard:
         for values in self._buckets.values():
             if values.bucket.index not in self._copied.missing:
                 yield values.bucket, values.values
+
+
+def _copy_of(values: BucketValues) -> memoryview:
+    """A bucket's values, which never change."""
+    if len(values.memory) > SMALL:
+        return as_bytes(values.values.clone())
+    return memoryview(bytes(values.memory))  # torch would give up Python's lock, for longer than this takes

@@ -1,0 +1,57 @@
+"""Whether there is NaN or Inf in what a worker has computed."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from elastic_ps.codec.finite import ALONE, require_finite
+from elastic_ps.errors import RefusalCode, Refused
+
+SIZES = [1, ALONE, ALONE + 1]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+THREADS = f"""
+import os, torch
+from elastic_ps.codec.finite import require_finite
+torch.set_num_threads(4)
+values = torch.ones({ALONE})
+before = os.listdir("/proc/self/task")
+require_finite(values, "a small gradient")
+print(len(os.listdir("/proc/self/task")) - len(before))
+"""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_value_is_above_the_bound(size: int, dtype: torch.dtype) -> None:
+    values = torch.zeros(size, dtype=dtype)
+    values[size // 2] = -3.0
+    assert 3.0 <= require_finite(values, "a gradient") < math.inf
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_not_finite_is_refused(size: int, dtype: torch.dtype, value: float) -> None:
+    values = torch.ones(size, dtype=dtype)
+    values[size // 2] = value
+    with pytest.raises(Refused, match=f"a gradient: 1 of {size} values") as refused:
+        require_finite(values, "a gradient")
+    assert refused.value.code is RefusalCode.NOT_FINITE
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_values_whose_squares_overflow_are_finite(size: int) -> None:
+    assert require_finite(torch.full((size,), 1e30), "a gradient") >= 1e30
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the threads of a process")
+def test_for_a_small_gradient_no_thread_is_woken_up() -> None:
+    """Each thread that answers calls would begin some of its own, and wait for them in every step."""
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
