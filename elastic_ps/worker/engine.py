@@ -28,7 +28,7 @@ from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Ending, Step
 from elastic_ps.worker.entrance import Entrance
 from elastic_ps.worker.exchange import Exchange
-from elastic_ps.worker.flight import Flight
+from elastic_ps.worker.flight import Flight, Left
 from elastic_ps.worker.local_world import Drained, LocalWorld
 from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described, Flat
@@ -182,12 +182,16 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """The version of the model that this worker has."""
+        """The version of the model that this worker has; one that is under way is not taken over yet."""
+        if self.flight is not None:
+            return self.flight.left.version
         return self.exchange.version if self.exchange else 0
 
     @property
     def made(self) -> Made:
         """What the version that this worker has was made of."""
+        if self.flight is not None:
+            return self.flight.left.made
         text = self.exchange.settings if self.exchange else ""
         return read_settings(text).made if text else NOTHING
 
@@ -495,7 +499,8 @@ class Engine:
         exchange = self._exchange()
         step, ending, settings = self._ended()
         self.batches.step_made()
-        self.flight = Flight(exchange.depart(ending), settings, step.number)
+        left = Left(self.version, self.made)
+        self.flight = Flight(exchange.depart(ending), settings, step.number, left)
 
     def land(self) -> bool:
         """Wait for the version of the exchange that departed. Blocks. Raises as `finish_step`.

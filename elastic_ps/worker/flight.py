@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
-from elastic_ps.core.settings import Settings
+from elastic_ps.core.settings import Made, Settings
+
+
+class Left(NamedTuple):
+    """What the model was when an exchange began, and is until the version of the exchange is taken over."""
+
+    version: int
+    made: Made
 
 
 class Flight:
@@ -15,10 +23,11 @@ class Flight:
         finish: blocks until the version of the step is there; returns whether it is.
         settings: the hyperparameters that the step ends with.
         number: of the step.
+        left: the version that the model has meanwhile.
     """
 
-    def __init__(self, finish: Callable[[], bool], settings: Settings, number: int) -> None:
-        self.settings, self.number = settings, number
+    def __init__(self, finish: Callable[[], bool], settings: Settings, number: int, left: Left) -> None:
+        self.settings, self.number, self.left = settings, number, left
         self._finish = finish
         self._made = False
         self._error: BaseException | None = None

@@ -103,7 +103,8 @@ class LocalSteps:
             return
         if self.made >= (self._consistency.overlap or 0) and not self._land():
             return
-        if self.made >= self._due and (at := self._at()) is not None:
+        # Where workers are balanced by speed, an exchange may be due after fewer steps than `overlap` says.
+        if self.made >= self._due and self._land() and (at := self._at()) is not None:
             self._exchange(turn(at, len(self._fragments), scattered=self._asks), going_on=True)
 
     @property

@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from elastic_ps.core.balance import Balance
 from elastic_ps.errors import InvalidModel
 from elastic_ps.local import Launcher, Options
 from elastic_ps.worker.session import Session
@@ -81,6 +82,12 @@ class Learners:
             for number, entries in ours.items():
                 for key, value in entries.items():
                     assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[number][key]))
+
+
+def await_exchange(session: Session) -> None:
+    """If an exchange is under way, block until it is over; it has not been taken over then."""
+    if session._engine.flight is not None:
+        session._engine.flight.abandon()
 
 
 @pytest.mark.parametrize(
@@ -151,6 +158,46 @@ def test_other_ways_to_exchange(tmp_path: Path, options: dict[str, Any]) -> None
         check_histories(job, data, epochs=2)
         assert_each_record_once(job.commits(), records=200, epochs=2)
     learners.assert_same_bits()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_version_counts_from_where_it_is_taken_over(tmp_path: Path, processes: int) -> None:
+    """Scripts may go by `session.version` and `world_size`, so all processes have to see the same."""
+    data, seen = Numbers(16 * BATCH), dict[int, list[tuple[int, int]]]()
+
+    def look(session: Session, rank: int, step: int) -> None:
+        await_exchange(session)
+        seen.setdefault(rank, []).append((session.version, session.world_size))
+
+    with running_job(
+        tmp_path, consistency=local(4, overlap=2), worker={"processes": processes, "replicas": 3}
+    ) as job:
+        job.start_processes(0, Learners(data, each=look))
+        job.join()
+    assert seen == dict.fromkeys(range(processes), [(0, 3)] * 6 + [(1, 1)] * 4 + [(2, 1)] * 4 + [(3, 1)] * 2)
+
+
+def test_fewer_steps_than_overlap_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameter server may give a slow worker so few: all processes exchange the same fragment still."""
+    monkeypatch.setattr(Balance, "weight", lambda balance, who: 1 / 3)
+    data, seen = Numbers(160), dict[int, list[torch.Tensor]]()
+
+    def look(session: Session, rank: int, step: int) -> None:
+        await_exchange(session)
+        parameters = learners.models[session.worker, rank].parameters()
+        seen.setdefault(rank, []).append(torch.cat([each.detach().flatten() for each in parameters]))
+
+    learners = Learners(data, each=look)
+    rule = local(12, fragments=2, overlap=5, balance="speed")
+    with running_job(
+        tmp_path, consistency=rule, worker={"processes": 2}, parameterServer={"bucketBytes": 1024}
+    ) as job:
+        job.start_processes(0, learners)
+        job.join()
+        check_histories(job, data)
+        samples = [c["samples"] for commit in job.commits() for c in commit["contributions"]]
+    assert all(torch.equal(*each) for each in zip(*seen.values(), strict=True))
+    assert samples[3:-1] == [4 * BATCH] * (len(samples) - 4), "each fragment once in four steps"
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk"])
