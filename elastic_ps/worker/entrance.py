@@ -107,8 +107,9 @@ class Entrance:
         return flat
 
     def _make_exchange(self, flat: Flat, optimizer: torch.optim.Optimizer) -> Exchange:
+        same = self.spec.consistency.mode == "local"
         if not self._world.leads:
-            return cast(Exchange, Following(self._world, flat))  # it has all that is called here
+            return cast(Exchange, Following(self._world, flat, same=same))  # it has all that is called here
         traffic, trace = self._client.traffic, self._trace
         values = Values(flat, self._codecs, traffic=traffic, trace=trace)
         if self._store is not None:
@@ -133,7 +134,6 @@ class Entrance:
         )
         make: Callable[..., Exchange] = Exchange
         if not self._world.alone:
-            same = self.spec.consistency.mode == "local"
             make = partial(Leading, self._world, self._weights, same=same)
         return make(
             self._client,

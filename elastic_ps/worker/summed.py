@@ -30,6 +30,8 @@ from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.model import Flat
 
 _STEP = "optimizer.step()"
+_EXCHANGE = "the exchange of local steps"
+_DEPART = "where an exchange is sent off"
 _FETCH = "where a version is read"
 _LAND = "where the version of an exchange is taken over"
 
@@ -66,6 +68,7 @@ class Leading(Exchange):
     ) -> None:
         super().__init__(client, flat, *given, **options)
         self._world, self._weights = world, weights
+        self._finish = _finish_of(same=same)
         self._steps = 0
         links = [link.gradients for link in world.links]
         self._sums = _Sums(flat, links, super().ready, same=same)
@@ -96,13 +99,13 @@ class Leading(Exchange):
             self._sums.wait()
             return self._where(super(Leading, self).finish(self._merged(ending, reported), publish=publish))
 
-        return self._world.consult(_STEP, _reported(ending), finish).made
+        return self._world.consult(self._finish, _reported(ending), finish).made
 
     def depart(self, ending: Ending) -> Callable[[], bool]:
         """See `Exchange`. All processes have to be here."""
         merged: list[Ending] = []
         self._world.consult(
-            _STEP, _reported(ending), lambda reported: merged.append(self._merged(ending, reported))
+            _DEPART, _reported(ending), lambda reported: merged.append(self._merged(ending, reported))
         )
 
         def finish() -> bool:
@@ -137,11 +140,15 @@ class Leading(Exchange):
 
 
 class Following:
-    """Another process's: it says what is ready, and learns what became of the step. See `Exchange`."""
+    """Another process's: it says what is ready, and learns what became of the step. See `Exchange`.
+
+    Args:
+        world, same: see `Leading`.
+    """
 
     asks_ahead = False
 
-    def __init__(self, world: LocalWorld, flat: Flat) -> None:
+    def __init__(self, world: LocalWorld, flat: Flat, *, same: bool = False) -> None:
         self.version = 0
         self.settings = ""
         self.stopped = ""
@@ -149,6 +156,7 @@ class Following:
         self.under_way: Step | None = None
         self._besides: Set[int] = frozenset()
         self._world, self._flat = world, flat
+        self._finish = _finish_of(same=same)
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
         """The first gradient of a step is there."""
@@ -164,12 +172,12 @@ class Following:
 
     def finish(self, ending: Ending) -> bool:
         """See `Leading`."""
-        where: _Where = self._world.consult(_STEP, _reported(ending), _process_0_calls)
+        where: _Where = self._world.consult(self._finish, _reported(ending), _process_0_calls)
         return self._learn(where, self._besides)
 
     def depart(self, ending: Ending) -> Callable[[], bool]:
         """See `Leading`. Here nothing goes on meanwhile."""
-        self._world.consult(_STEP, _reported(ending), _process_0_calls)
+        self._world.consult(_DEPART, _reported(ending), _process_0_calls)
         return lambda: True
 
     def land(self, landed: Callable[[], bool]) -> bool:  # noqa: ARG002
@@ -213,6 +221,11 @@ class Following:
 
     def close(self) -> None:
         """Nothing is to be freed."""
+
+
+def _finish_of(*, same: bool) -> str:
+    """Where a step ends, in words: local steps have begun at `optimizer.step()` already, see `averaged`."""
+    return _EXCHANGE if same else _STEP
 
 
 def _process_0_calls(_: list[Any]) -> Any:

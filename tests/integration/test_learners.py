@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from elastic_ps.core.balance import Balance
-from elastic_ps.errors import InvalidModel
+from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.local import Launcher, Options
 from elastic_ps.worker.session import Session
 from tests.integration import histories
@@ -402,6 +402,29 @@ def test_a_sparse_gradient_is_refused(tmp_path: Path) -> None:
     with running_job(tmp_path, consistency=local(2), worker={"processes": 2}) as job:
         job.start_processes(0, script)
         with pytest.raises(InvalidModel, match=r"gradient of weight is sparse.*processes: 1"):
+            job.join()
+
+
+@pytest.mark.parametrize("overlap", [None, 2])
+def test_a_loop_that_one_process_leaves_is_named(tmp_path: Path, overlap: int | None) -> None:
+    """It exchanges its local steps, while the others are about to make another one."""
+
+    def script(session: Session, rank: int) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(adamw(model), model)
+        loop: Any = iter(session.loader(Numbers(40), 4))
+        for step, (x, y) in enumerate(loop):
+            if rank == 1 and step == 6:
+                break
+            mse(model, x, y).backward()
+            optimizer.step()
+        loop.close()  # what is raised when Python itself closes it cannot be caught
+
+    rule = local(5) if overlap is None else local(5, overlap=overlap)
+    with running_job(tmp_path, consistency=rule, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        where = "the exchange of local steps" if overlap is None else "where the version of an exchange"
+        with pytest.raises(UsageError, match=rf"0 is at optimizer.step\(\), process 1 at {where}"):
             job.join()
 
 
