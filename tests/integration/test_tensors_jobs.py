@@ -91,7 +91,7 @@ def test_downpour_by_hand_as_the_docs_have_it(tmp_path: Path) -> None:
     data, losses = Numbers(400), {}
 
     def script(session: Session) -> None:
-        model = make_mlp()
+        model = make_mlp(seed=session.worker)  # a script that sets no seed
         names: dict[str, Any] = {
             "torch": torch,
             "session": session,
