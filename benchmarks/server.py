@@ -48,7 +48,7 @@ def time_commits(name: str, rounds: int) -> tuple[float, float]:
     for bucket in layout.buckets:
         if bucket.rule is Rule.GRADIENT:
             values = BucketValues(bucket)
-            values.build_optimizer(type(theirs), settings.groups, layout.tensors)
+            values.build_optimizer([type(theirs)] * len(settings.groups), settings.groups, layout.tensors)
             ours.append((values, torch.randn(sum(piece.length for piece in bucket.pieces))))
 
     def apply() -> None:

@@ -6,7 +6,7 @@ The checkpoint directory is not changed, so its job may be running.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,21 @@ from elastic_ps.checkpoint.manifest import MANIFEST
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
 from elastic_ps.codec.optimizers import usual_numbers, with_numbers
+from elastic_ps.codec.several import SEPARATOR, name_of_all
 from elastic_ps.core.partition import Rule, uncompiled
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, UserError
 
 FORMATS = (".safetensors", ".pt")
 
+AnyOptimizer = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
+"""One, or several by their names, in the order in which the script gives them to `session.optimizer`."""
+
 
 def load_checkpoint(
     directory: Path | str,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: AnyOptimizer | None = None,
     *,
     version: int | None = None,
 ) -> int:
@@ -40,9 +44,8 @@ def load_checkpoint(
     Args:
         directory: the job's checkpoint directory, or one `version-...` directory in it.
         model: of the class that was trained, with tensors of the same names and shapes.
-        optimizer: created for `model` as in the script. It gets the state and the hyperparameters, such as
-        the
-            learning rate. With None, only the model is loaded.
+        optimizer: created for `model` as in the script, where it is a mapping if it is one there. It gets
+            the state and the hyperparameters, such as the learning rate. With None, only the model is loaded.
         version: the version to load; None for the newest whole checkpoint.
 
     Returns:
@@ -57,11 +60,12 @@ def load_checkpoint(
     with open_checkpoint(Path(directory), version) as reader:
         values = state_dict(reader)
         _require_same(model, values)
-        state = None if optimizer is None else _optimizer_state(reader, model, optimizer)
+        optimizers = _listed(optimizer)
+        states = _optimizer_states(reader, model, optimizers)
         names = {uncompiled(name): name for name in model.state_dict()}
         model.load_state_dict({names[name]: value for name, value in values.items()}, strict=False)
-        if optimizer is not None and state is not None:
-            optimizer.load_state_dict(state)
+        for each, state in zip(optimizers, states, strict=True):
+            each.load_state_dict(state)
         return reader.manifest.version
 
 
@@ -167,20 +171,30 @@ def _require_same(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) ->
         raise ModelMismatch(f"the model does not fit the checkpoint: {'; '.join(wrong[:8])}{more}")
 
 
-def _optimizer_state(
-    reader: Reader, model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes. Raises ModelMismatch."""
+def _listed(optimizer: AnyOptimizer | None) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return list(optimizer.values()) if isinstance(optimizer, Mapping) else [optimizer]
+
+
+def _optimizer_states(
+    reader: Reader, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[dict[str, Any]]:
+    """What `load_state_dict` of each of them takes. Raises ModelMismatch."""
+    if not optimizers:
+        return []
     manifest = reader.manifest
     groups = Settings.from_json(manifest.state["settings"]).groups
-    if type(optimizer).__name__ != manifest.optimizer.rpartition(":")[2]:
+    given = name_of_all(optimizers, lambda each: type(each).__name__)
+    kept = SEPARATOR.join(name.rpartition(":")[2] for name in manifest.optimizer.split(SEPARATOR))
+    if given != kept:
+        several = ", which are the classes of all parameter groups" if SEPARATOR in kept + given else ""
+        what = "optimizers are" if len(optimizers) > 1 else "optimizer is a"
+        raise ModelMismatch(f"the {what} {given}, but the checkpoint is of {manifest.optimizer}{several}")
+    count = sum(len(optimizer.param_groups) for optimizer in optimizers)
+    if count != len(groups):
         raise ModelMismatch(
-            f"the optimizer is a {type(optimizer).__name__}, but the checkpoint is of {manifest.optimizer}"
-        )
-    if len(optimizer.param_groups) != len(groups):
-        raise ModelMismatch(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, "
-            f"but the checkpoint has {len(groups)}"
+            f"the optimizer has {count} parameter groups, but the checkpoint has {len(groups)}"
         )
     own = _tensors(model)
     places = {
@@ -189,14 +203,34 @@ def _optimizer_state(
         for name in (spec.name, *spec.aliases)
         if name in own
     }
+    states, first = [], 0
+    for optimizer in optimizers:
+        states.append(_optimizer_state(reader, optimizer, groups, first, places))
+        first += len(optimizer.param_groups)
+    return states
+
+
+def _optimizer_state(
+    reader: Reader,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    first: int,
+    places: Mapping[int, int],
+) -> dict[str, Any]:
+    """What `optimizer.load_state_dict` takes. Raises ModelMismatch.
+
+    Args:
+        groups: the hyperparameters of all parameter groups; those of this optimizer begin at `first`.
+        places: indexes of the model's tensors in the checkpoint, by their ids.
+    """
     state = optimizer.state_dict()
-    for number, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        packed = state["param_groups"][number]
+    for number, group in enumerate(optimizer.param_groups, first):
+        packed, saved = state["param_groups"][number - first], groups[number]
         numbers = usual_numbers(type(optimizer), saved)
         packed.update({key: _like(packed[key], value) for key, value in saved.items() if key in packed})
         for position, parameter in zip(packed["params"], group["params"], strict=True):
             index = places.get(id(parameter))
-            spec = None if index is None else manifest.specs[index]
+            spec = None if index is None else reader.manifest.specs[index]
             if index is None or spec is None or (spec.rule, spec.group) != (Rule.GRADIENT, number):
                 name = "a parameter" if spec is None else spec.name
                 raise ModelMismatch(f"{name} is in parameter group {number}, but not in the checkpoint")

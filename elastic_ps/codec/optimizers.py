@@ -15,6 +15,7 @@ import torch
 
 from elastic_ps.codec.delayed import OURS
 from elastic_ps.codec.memory import name_of
+from elastic_ps.codec.several import SEPARATOR, Kind, name_of_all, parts_of
 from elastic_ps.core.partition import ITEM_SIZE
 from elastic_ps.core.settings import check_optimizer
 from elastic_ps.errors import InvalidJob, InvalidModel
@@ -24,8 +25,6 @@ WIDE = {"float16": torch.float32, "bfloat16": torch.float32}
 """Half precision is too coarse to add small numbers up in. Sums of gradients are kept in single precision,
 and so is what the optimizer steps, the *master* (Micikevicius et al. 2018, "Mixed Precision Training").
 """
-
-Kind = type[torch.optim.Optimizer]
 
 
 class Entry(NamedTuple):
@@ -63,12 +62,30 @@ class Optimizers:
         kind: Kind = OURS.get(name) or getattr(torch.optim, name)
         return kind
 
+    def classes_of(self, name: str, groups: int) -> list[Kind]:
+        """The class of each parameter group of an optimizer, or of several, with this name.
+
+        Raises:
+            InvalidModel: as `class_of`, or the name is not of so many groups.
+        """
+        names = name.split(SEPARATOR)
+        if len(names) == 1:
+            return [self.class_of(name)] * groups
+        if len(names) != groups:
+            raise InvalidModel(
+                f"the optimizers {name} have {len(names)} parameter groups, but there are {groups}"
+            )
+        return [self.class_of(each) for each in names]
+
     def name_of(self, optimizer: torch.optim.Optimizer) -> str:
-        """The name of an optimizer's class.
+        """The name of an optimizer's class; of several, those of each parameter group.
 
         Raises:
             InvalidModel: the parameter server does not run it; the message says what to do.
         """
+        return name_of_all(parts_of(optimizer), self._name_of_one)
+
+    def _name_of_one(self, optimizer: torch.optim.Optimizer) -> str:
         kind = type(optimizer)
         for name, own in self._own.items():
             if kind is own:

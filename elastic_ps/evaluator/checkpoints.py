@@ -34,7 +34,7 @@ class Checkpoint:
         self.directory = directory
         self.metrics: dict[str, float] = {}
 
-    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def load(self, model: torch.nn.Module, optimizer: plain.AnyOptimizer | None = None) -> None:
         """Load it into a model, and its optimizer's state into an optimizer. Blocks for reading the files.
 
         Tensors keep their devices; the model stays in training or evaluation mode, as it is.

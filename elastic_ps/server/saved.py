@@ -7,14 +7,17 @@ checkpoint before it can be used instead. Found later, they would crash each par
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
 from elastic_ps.codec import dtype_of, name_of
-from elastic_ps.codec.optimizers import WIDE, Kind, Optimizers, usual_state
+from elastic_ps.codec.optimizers import WIDE, Optimizers, usual_state
+from elastic_ps.codec.several import Kind
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
@@ -72,7 +75,9 @@ def _words(error: Exception) -> str:
 def _try(reader: Reader, spec: TrainingJobSpec) -> None:
     manifest = reader.manifest
     saved = _Saved.model_validate_json(json.dumps(manifest.state))
-    kind = Optimizers(spec.parameter_server.optimizers).class_of(manifest.optimizer)
+    settings = Settings.from_json(saved.settings)
+    optimizers = Optimizers(spec.parameter_server.optimizers)
+    kinds = optimizers.classes_of(manifest.optimizer, len(settings.groups))
     for stay in saved.members:
         counts = (stay.worker, stay.incarnation, stay.steps, stay.records, stay.late, stay.call)
         if min(counts) < 0 or stay.incarnation >= (manifest.term + 1) * INCARNATIONS_PER_TERM:
@@ -96,11 +101,11 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
     )
     if saved.tuning:
         read_tuning(saved.tuning, source="tuning")
-    _try_optimizer(reader, Settings.from_json(saved.settings), kind)
+    _try_optimizer(reader, settings, kinds)
 
 
-def _try_optimizer(reader: Reader, settings: Settings, kind: Kind) -> None:
-    """The settings make an optimizer, and the state is such that it can step with it."""
+def _try_optimizer(reader: Reader, settings: Settings, kinds: Sequence[Kind]) -> None:
+    """The settings make the optimizers, and the state is such that they can step with it."""
     manifest = reader.manifest
     for index, group in enumerate(settings.groups):
         check_constraints(group, index)
@@ -110,7 +115,7 @@ def _try_optimizer(reader: Reader, settings: Settings, kind: Kind) -> None:
     @cache
     def usual(group: int, dtype: str, whole: bool) -> dict[str, tuple[str, bool]]:
         """The state after one step: key -> (dtype, whether it is a scalar)."""
-        return usual_state(kind, settings.groups[group], dtype_of(dtype), whole=whole)
+        return usual_state(kinds[group], settings.groups[group], dtype_of(dtype), whole=whole)
 
     for index, tensor in enumerate(manifest.specs):
         if tensor.rule is not Rule.GRADIENT:
@@ -127,6 +132,7 @@ def _try_optimizer(reader: Reader, settings: Settings, kind: Kind) -> None:
             raise ValueError(f"{tensor.name}: what workers have pulled is not of dtype {tensor.dtype}")
         different = {key for key in expected.keys() & found.keys() if expected[key] != found[key]}
         # SGD makes its buffer when it finds none.
-        missing = expected.keys() - found.keys() if found and manifest.optimizer != "SGD" else set()
+        lazy = kinds[tensor.group] is torch.optim.SGD
+        missing = expected.keys() - found.keys() if found and not lazy else set()
         if different or missing:
             raise ValueError(f"{tensor.name}: the optimizer's state has {found}; expected {expected}")

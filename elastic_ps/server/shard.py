@@ -64,7 +64,7 @@ class Shard:
         layout: of the whole model.
         index: of this shard.
         term: how often this shard has been started.
-        optimizer: name of the class, and its first settings.
+        optimizer: name of the class, or of those of all parameter groups, and the first settings.
         consistency: the job's. With `deterministic` contributions are added in the order of worker index.
         follows: it is a standby: its state comes bucket by bucket with `take_state`. Until all are there, it
             steps those that it has.
@@ -114,7 +114,7 @@ class Shard:
 
     def _make_buckets(self) -> dict[int, BucketValues]:
         name, settings = self._optimizer
-        kind = self._optimizers.class_of(name)
+        kinds = self._optimizers.classes_of(name, len(settings.groups))
         buckets = self.layout.of_shard(self.index)
         allocate = shared_if_possible([bucket.nbytes for bucket in buckets])
         made = {}
@@ -125,7 +125,7 @@ class Shard:
                 allocate=allocate,
                 deltas=self.codecs.of_deltas(self.layout, bucket),
             )
-            values.build_optimizer(kind, settings.groups, self.layout.tensors)
+            values.build_optimizer(kinds, settings.groups, self.layout.tensors)
             made[bucket.index] = values
         return made
 

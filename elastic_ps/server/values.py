@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,20 +11,12 @@ import torch
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Source
 from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.base import Codec, Sparse
-from elastic_ps.codec.optimizers import (
-    WIDE,
-    Kind,
-    constructor_arguments,
-    is_of_torch,
-    unseen_step,
-    usual_numbers,
-    usual_state,
-    with_numbers,
-)
+from elastic_ps.codec.optimizers import WIDE
+from elastic_ps.codec.several import Kind
 from elastic_ps.core.partition import Bucket, Rule, TensorSpec
 from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, LIMITS, MAX_NORM
-from elastic_ps.errors import InvalidModel
 from elastic_ps.server.deltas import Delta, make_delta
+from elastic_ps.server.stepper import Groups, Stepper
 from elastic_ps.transport.memory import Allocate, plain
 
 
@@ -87,10 +78,7 @@ class BucketValues:
         for piece in bucket.pieces:
             self._bounds.append(self._bounds[-1] + piece.length)
         self._parameters: list[torch.nn.Parameter] = []
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._make_step: Callable[[torch.optim.Optimizer], object]
-        self._groups: list[int] = []
-        self._numbers: Mapping[str, type] = {}
+        self._stepper: Stepper | None = None
         self._rows: list[int] = []
         if bucket.rule is Rule.GRADIENT:
             wide = WIDE.get(bucket.dtype, self.values.dtype)
@@ -109,27 +97,21 @@ class BucketValues:
         if version is not None:
             self.version = self.changed = version
 
-    def build_optimizer(
-        self, kind: Kind, groups: Sequence[Mapping[str, Any]], tensors: Sequence[TensorSpec]
-    ) -> None:
-        """Create the optimizer; `tensors` are all of the model's. Raises InvalidModel: it cannot be made."""
+    def build_optimizer(self, kinds: Sequence[Kind], groups: Groups, tensors: Sequence[TensorSpec]) -> None:
+        """Create the optimizer, or several of them.
+
+        Args:
+            kinds, groups: the class and the hyperparameters of each parameter group.
+            tensors: all of the model's.
+
+        Raises:
+            InvalidModel: it cannot be made.
+        """
         if self.bucket.rule is not Rule.GRADIENT:
             return
-        members: dict[int, list[torch.nn.Parameter]] = {}
-        for parameter, piece in zip(self._parameters, self.bucket.pieces, strict=True):
-            members.setdefault(tensors[piece.tensor].group, []).append(parameter)
-        self._groups = sorted(members)
+        group_of = [tensors[piece.tensor].group for piece in self.bucket.pieces]
         self._rows = [tensors[piece.tensor].row for piece in self.bucket.pieces]
-        first = groups[self._groups[0]]
-        arguments = constructor_arguments(kind, first)
-        if is_of_torch(kind) and "fused" in inspect.signature(kind).parameters:  # one pass over memory
-            arguments["fused"] = True
-        try:
-            self._optimizer = kind([{**groups[g], "params": members[g]} for g in self._groups], **arguments)
-        except (TypeError, ValueError) as error:
-            raise InvalidModel(f"{kind.__name__} does not take these hyperparameters: {error}") from error
-        self._make_step = unseen_step(kind)
-        self._numbers = usual_numbers(kind, first)
+        self._stepper = Stepper(kinds, groups, self._parameters, group_of)
 
     @property
     def sum(self) -> torch.Tensor:
@@ -241,7 +223,7 @@ class BucketValues:
             return 0.0
         return float(torch.linalg.vector_norm(self.sum, dtype=torch.float64))
 
-    def apply(self, groups: Sequence[Mapping[str, Any]], version: int, *, divisor: float = 1.0) -> None:
+    def apply(self, groups: Groups, version: int, *, divisor: float = 1.0) -> None:
         """Make `version` out of the round's sum, which is nothing any more after that.
 
         Args:
@@ -253,13 +235,18 @@ class BucketValues:
             self.values.copy_(torch.maximum(self.sum, self.values) if self._stale else self.sum)
         elif self.bucket.rule in (Rule.MEAN, Rule.BROADCAST):
             self.values.copy_(self.sum)
-        elif any(self._present) or any(groups[number].get(key) for number in self._groups for key in LIMITS):
+        elif any(self._present) or self._is_limited(groups):
             self._step(groups, divisor)
             self._publish(version)
         else:
             self.version = version
             return
         self.version = self.changed = version
+
+    def _is_limited(self, groups: Groups) -> bool:
+        """Whether values change without a gradient, too."""
+        assert self._stepper is not None
+        return any(groups[number].get(key) for number in self._stepper.groups for key in LIMITS)
 
     def assign(self, version: int) -> None:
         """Make the round's sum, which is of one worker's values, `version`; the optimizer's state stays."""
@@ -273,48 +260,34 @@ class BucketValues:
         self.values.copy_(other.values)
         if self.master is not self.values:
             self.master.copy_(other.master)
-        for parameter, state in zip(self._parameters, other.states, strict=True):
-            self._mirror_state(parameter, state)
+        if self._stepper is not None:
+            for index, state in enumerate(other.states):
+                self._stepper.mirror(index, state)
         self.version, self.changed, self.draft = other.version, other.changed, other.draft
         self.delta = other.delta
         self._memory().copy_(other.sum)
         self.present, self.weight = other.present, other.weight
 
-    def _mirror_state(self, parameter: torch.nn.Parameter, state: Mapping[str, Any]) -> None:
-        assert self._optimizer is not None
-        own = self._optimizer.state.get(parameter, {})
-        if own.keys() != state.keys():
-            own = self._optimizer.state[parameter] = {}
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and key in own:
-                own[key].copy_(value)
-            else:
-                own[key] = value.clone() if isinstance(value, torch.Tensor) else value
-
     @property
     def states(self) -> list[Mapping[str, Any]]:
         """The optimizer's state of each piece; {} for one that was never stepped. The tensors are live."""
-        if self._optimizer is None:
+        if self._stepper is None:
             return []
-        return [self._optimizer.state.get(parameter, {}) for parameter in self._parameters]
+        return [self._stepper.state_of(index) for index in range(len(self._parameters))]
 
-    def _step(self, groups: Sequence[Mapping[str, Any]], divisor: float) -> None:
-        assert self._optimizer is not None
+    def _step(self, groups: Groups, divisor: float) -> None:
+        assert self._stepper is not None
         total = self.sum
         if divisor != 1:
             total.div_(divisor)
-        for own, number in zip(self._optimizer.param_groups, self._groups, strict=True):
-            own.update(groups[number])
+        self._stepper.prepare(groups)
         zeros = [
             (parameter.data, parameter.data == 0)
-            for group in self._optimizer.param_groups
+            for group in self._stepper.param_groups
             if group.get(KEEP_ZEROS)
             for parameter in group["params"]
         ]
-        for part in self._parts([index for index, present in enumerate(self._present) if present]):
-            for index, parameter in enumerate(self._parameters):
-                parameter.grad = self._sums[index] if index in part else None
-            self._make_step(self._optimizer)
+        self._stepper.step([index for index, present in enumerate(self._present) if present], self._sums)
         self._limit()
         for values, mask in zeros:
             values.masked_fill_(mask, 0)
@@ -333,19 +306,10 @@ class BucketValues:
         """What a worker can add to the values that it has, of version `held`; None: it needs all of them."""
         return None if held is None or self.delta is None or held < self.delta.since else self.delta
 
-    def _parts(self, present: Sequence[int]) -> list[frozenset[int]]:
-        """The pieces to step, in parts: torch's fused SGD fails if some have a momentum and some not."""
-        assert self._optimizer is not None
-        state = self._optimizer.state
-        if len(state) == len(self._parameters) and all(state.values()):
-            return [frozenset(present)] if present else []
-        new = frozenset(index for index in present if not state.get(self._parameters[index]))
-        return [part for part in (new, frozenset(present) - new) if part]
-
     def _limit(self) -> None:
         """Bring the values within the limits of their parameter groups."""
-        assert self._optimizer is not None
-        limited = [g for g in self._optimizer.param_groups if any(g.get(key) is not None for key in LIMITS)]
+        assert self._stepper is not None
+        limited = [g for g in self._stepper.param_groups if any(g.get(key) is not None for key in LIMITS)]
         if not limited:
             return
         rows = {id(parameter): row for parameter, row in zip(self._parameters, self._rows, strict=True)}
@@ -358,7 +322,7 @@ class BucketValues:
 
     def state(self) -> Iterator[StateEntry]:
         """The optimizer's state. The tensors are live: copy them before the next `apply`."""
-        if self._optimizer is None:
+        if self._stepper is None:
             return
         for piece, state in zip(self.bucket.pieces, self.states, strict=True):
             for key, value in state.items():
@@ -370,17 +334,14 @@ class BucketValues:
 
     def take_state(self, index: int, state: dict[str, torch.Tensor]) -> None:
         """Take the optimizer's state of a piece; see `usual_state`."""
-        assert self._optimizer is not None
-        self._optimizer.state[self._parameters[index]] = with_numbers(state, self._numbers)
+        assert self._stepper is not None
+        self._stepper.take(index, state)
 
     def usual_state(self, index: int) -> dict[str, tuple[str, bool]]:
         """What the optimizer keeps for a piece: key -> (dtype, whether it is one number for all of it)."""
-        if self._optimizer is None or index >= len(self._parameters):
+        if self._stepper is None or index >= len(self._parameters):
             return {}
-        own = self._parameters[index]
-        group = next(g for g in self._optimizer.param_groups if any(p is own for p in g["params"]))
-        values = {key: value for key, value in group.items() if key != "params"}
-        return usual_state(type(self._optimizer), values, self.master.dtype)
+        return self._stepper.usual_state(index)
 
     def load(self, stored: Source, version: int) -> None:
         """Take values and optimizer state of `version` over; nothing else is read of what is stored."""
@@ -391,7 +352,7 @@ class BucketValues:
             self._piece(self.values, index).copy_(values if self._deltas is None else pulled)
             if self.master is not self.values:
                 self._piece(self.master, index).copy_(master)
-            if self._optimizer is not None and state:
+            if self._stepper is not None and state:
                 self.take_state(index, state)
         self.version = self.changed = version
         self.draft, self.delta = 0, None

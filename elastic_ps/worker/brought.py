@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from elastic_ps.codec import as_bytes, dtype_of, name_of
-from elastic_ps.codec.optimizers import WIDE, Entry, Kind, usual_numbers, usual_state, with_numbers
+from elastic_ps.codec.optimizers import WIDE, Entry, usual_numbers, usual_state, with_numbers
+from elastic_ps.codec.several import Kind, Several, kinds_of, parts_of
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.settings import CONSTRAINTS, plain_group
 from elastic_ps.errors import InvalidModel
@@ -20,13 +21,15 @@ class Kept:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._entries: dict[int, dict[Entry, torch.Tensor]] = {}  # by the parameters' ids
+        states = [part.state for part in parts_of(optimizer) for _ in part.param_groups]
+        kinds = kinds_of(optimizer)
         for number, group in enumerate(optimizer.param_groups):
             values = {key: value for key, value in group.items() if key != "params"}
             for position, parameter in enumerate(group["params"]):
-                if found := optimizer.state.get(parameter):
+                if found := states[number].get(parameter):
                     what = f"parameter {position} of group {number}"
                     self._entries[id(parameter)] = dict(
-                        _entries(type(optimizer), values, parameter, found, what)
+                        _entries(kinds[number], values, parameter, found, what)
                     )
 
     def pieces(
@@ -54,30 +57,42 @@ class Brought(Kept):
     """The state of an optimizer, which is empty afterwards: its state is on the parameter server then.
 
     Args:
-        optimizer: of torch.optim; gets the hyperparameters of `state`, too. The constraints of its parameter
-            groups stay: torch knows none of them.
-        state: what `state_dict()` of such an optimizer has given.
+        optimizer: of torch.optim, or several; gets the hyperparameters of `state`, too. The constraints of
+            its parameter groups stay: torch knows none of them.
+        state: what `state_dict()` of such an optimizer has given; of several, by their names.
 
     Raises:
         InvalidModel: the state is not that of such an optimizer with such parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        name = type(optimizer).__name__
         constraints = [
             {key: group[key] for key in CONSTRAINTS if key in group} for group in optimizer.param_groups
         ]
         try:
-            optimizer.load_state_dict(dict(state))
+            joined = optimizer.join(state) if isinstance(optimizer, Several) else dict(state)
+            optimizer.load_state_dict(joined)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise InvalidModel(
-                f"state is not what state_dict() of this {name} gives: {error}. Pass the state_dict() of an "
-                f"{name} with the same parameters in the same groups"
-            ) from error
+            raise InvalidModel(_not_of(optimizer, error)) from error
         for group, own in zip(optimizer.param_groups, constraints, strict=True):
             group.update(own)
         super().__init__(optimizer)
-        optimizer.state.clear()
+        for part in parts_of(optimizer):
+            part.state.clear()
+
+
+def _not_of(optimizer: torch.optim.Optimizer, error: Exception) -> str:
+    """Why a state cannot be loaded into this optimizer, in words."""
+    if isinstance(optimizer, Several):
+        return (
+            f"state is not what these optimizers give: {error}. Pass the state_dict() of each of them by its "
+            f"name, as in {{{', '.join(f'{name!r}: ...' for name in optimizer.parts)}}}"
+        )
+    name = type(optimizer).__name__
+    return (
+        f"state is not what state_dict() of this {name} gives: {error}. Pass the state_dict() of an "
+        f"{name} with the same parameters in the same groups"
+    )
 
 
 def state_dict_of(
@@ -110,8 +125,12 @@ def state_dict_of(
     for group in groups:
         rest = {key: value for key, value in group.items() if key != "params"}
         plain.append({**rest, "params": [next(counter) for _ in group["params"]]})
-    numeric = usual_numbers(type(optimizer), plain_group(groups[0], 0))
-    ordered = {number: with_numbers(kept, numeric) for number, kept in sorted(state.items())}
+    kinds = kinds_of(optimizer)
+    numeric = [usual_numbers(kind, plain_group(g, 0)) for kind, g in zip(kinds, groups, strict=True)]
+    group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
+    ordered = {
+        number: with_numbers(kept, numeric[group_of[number]]) for number, kept in sorted(state.items())
+    }
     return {"state": ordered, "param_groups": plain}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -177,8 +177,12 @@ class Gradients:
         sent = self._flat.contribution(index)
         return not torch.allclose(sent, gradient.to(sent.device), rtol=0, atol=0, equal_nan=True)
 
-    def take_rest(self) -> None:
+    def take_rest(self, only: Collection[int] | None = None) -> None:
         """In `optimizer.step`: what no hook has taken, absent gradients, and the buffers.
+
+        Args:
+            only: the ids of the parameters that the step is about, for which nothing is sent before; the
+                gradients of others count as absent. None: all parameters.
 
         Raises:
             UsageError: the batch did not come from `session.loader`, or gradients were changed late.
@@ -188,7 +192,7 @@ class Gradients:
             if index in self._taken:
                 if self._is_changed(index, parameter):
                     raise UsageError(_CHANGED_LATE.format(name=self._flat.layout.tensors[index].name))
-            elif parameter.grad is not None:
+            elif parameter.grad is not None and (only is None or id(parameter) in only):
                 self._take(index, parameter)
         if not self._taken:
             self._engine.begin_step()

@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of, name_of
 from elastic_ps.codec.optimizers import Optimizers, try_out
+from elastic_ps.codec.several import kinds_of, parts_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec, uncompiled
 from elastic_ps.core.settings import (
     CONSTRUCTED,
@@ -37,7 +38,8 @@ class Described:
     Attributes:
         specs: the tensors, in order of registration: parameters, then persistent buffers.
         tensors: the model's own, in the same order.
-        optimizer: name of the optimizer's class; `module:Class` of one of the user's.
+        optimizer: name of the optimizer's class; `module:Class` of one of the user's. Of several, the names
+            of each parameter group's.
         own: the model's tensors that the job leaves alone.
     """
 
@@ -73,21 +75,25 @@ class Described:
                     f"{name} is on the meta device and has no values: call model.to_empty(device=...) and "
                     "initialise the model before you create the optimizer"
                 )
-        check_wrapper(optimizer)
-        self.optimizer = (optimizers or Optimizers()).name_of(optimizer)
-        # Adagrad has a state from the beginning, of step 0.
-        if any(not isinstance(state, dict) or state.get("step", 1) > 0 for state in optimizer.state.values()):
-            raise InvalidModel(
-                "the optimizer has made steps already; pass session.optimizer a new one, or, to begin "
-                "with its state, also state=optimizer.state_dict()"
-            )
-        _check_arguments(optimizer)
+        known = optimizers or Optimizers()
+        for part in parts_of(optimizer):
+            check_wrapper(part)
+        self.optimizer = known.name_of(optimizer)
+        for part in parts_of(optimizer):
+            _check_unused(part)
+            _check_arguments(part)
+        check_one_limit(optimizer.param_groups)
         if ":" in self.optimizer:
-            for settings in self.settings(optimizer).groups:
-                try_out(self.optimizer, type(optimizer), settings)
-        groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+            groups = self.settings(optimizer).groups
+            names = [known.name_of(part) for part in parts_of(optimizer) for _ in part.param_groups]
+            for name, kind, settings in zip(names, kinds_of(optimizer), groups, strict=True):
+                if ":" in name:
+                    try_out(name, kind, settings)
+        group_of = {
+            id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
+        }
         parameters = {uncompiled(name): parameter for name, parameter in model.named_parameters()}
-        unknown = groups.keys() - {id(p) for p in parameters.values()}
+        unknown = group_of.keys() - {id(p) for p in parameters.values()}
         if unknown:
             raise InvalidModel(
                 f"{len(unknown)} parameters of the optimizer are not parameters of the model; "
@@ -106,7 +112,7 @@ class Described:
         _check_embeddings(model, {*parameters} - said.keys())
         self.own = [tensor for name, tensor in {**parameters, **buffers}.items() if said.get(name) == "own"]
         for name, parameter in parameters.items():
-            group = groups.get(id(parameter), -1)
+            group = group_of.get(id(parameter), -1)
             if name in said:
                 if group >= 0 and parameter.requires_grad:
                     raise InvalidModel(f"the optimizer trains {name}, so do not name it in {said[name]}")
@@ -194,6 +200,16 @@ def _named(given: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str
     return said
 
 
+def _check_unused(optimizer: torch.optim.Optimizer) -> None:
+    """Raise InvalidModel if the optimizer has made a step."""
+    # Adagrad has a state from the beginning, of step 0.
+    if any(not isinstance(state, dict) or state.get("step", 1) > 0 for state in optimizer.state.values()):
+        raise InvalidModel(
+            "the optimizer has made steps already; pass session.optimizer a new one, or, to begin "
+            "with its state, also state=optimizer.state_dict()"
+        )
+
+
 def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
     """Raise InvalidModel for what the optimizer was told and the parameter server would not do."""
     for index, group in enumerate(optimizer.param_groups):
@@ -215,7 +231,6 @@ def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
                     f"{type(optimizer).__name__} takes it only from its constructor, which got "
                     f"{optimizer.defaults[key]}; pass it to the constructor"
                 )
-    check_one_limit(optimizer.param_groups)
 
 
 def _check_embeddings(model: torch.nn.Module, names: Collection[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from elastic_ps.codec.several import Several, parts_of
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.assigning import assign
 from elastic_ps.worker.averaged import Averaged
@@ -22,6 +23,13 @@ from elastic_ps.worker.model import Flat
 
 logger = logging.getLogger(__name__)
 
+_ONE_STEP = (
+    "a second step is made with the same batch, but each batch of session.loader(...) is for one: "
+    "{first}.step() or {second}.step(). Choose by session.version, which is the same on all workers. Or let "
+    "all optimizers step at once, with the step() of what session.optimizer(...) returned. See Two networks "
+    "in turn in docs/scripts.md"
+)
+
 
 class ElasticOptimizer(torch.optim.Optimizer):
     """Takes the place of a torch optimizer, whose state is on the parameter server.
@@ -32,6 +40,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
     `param_groups` are those of the wrapped optimizer. When a script or a scheduler of
     `torch.optim.lr_scheduler` changes a hyperparameter in them, the parameter server uses the new value from
     the next step on. Made by `Session.optimizer`. Not thread-safe: only the training thread may use it.
+
+    If the session was given several optimizers, this is all of them, and `optimizers["critic"]` is one.
     """
 
     def __init__(
@@ -54,7 +64,11 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._averaged = Averaged(flat, engine) if together else None
         self._stepping = False
         self._steps_here = self._local is not None or engine.spec.all_reduce
-        self._gradients = Gradients(flat, engine, overlap=overlap and self._local is None, check=check)
+        # Which of several optimizers makes a step is known in `step` only.
+        parts = wrapped.parts if isinstance(wrapped, Several) else {}
+        overlap = overlap and self._local is None and not parts
+        self._gradients = Gradients(flat, engine, overlap=overlap, check=check)
+        self._parts = {name: Part(self, name, part) for name, part in parts.items()}
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups = wrapped.param_groups
         self._own = {id(tensor) for tensor in own}
@@ -62,26 +76,33 @@ class ElasticOptimizer(torch.optim.Optimizer):
         engine.at_close.append(register_optimizer_step_pre_hook(self._check_other).remove)
         engine.make_step = self._make_step
 
+    def __getitem__(self, name: str) -> Part:
+        """One of several optimizers. Raises UsageError: there is none with this name."""
+        if name not in self._parts:
+            known = ", ".join(map(repr, self._parts)) or "one optimizer without a name"
+            raise UsageError(f"there is no optimizer {name!r}: session.optimizer(...) was given {known}")
+        return self._parts[name]
+
     def _check_other(self, other: torch.optim.Optimizer, *_: object) -> None:
         """Called before the step of any optimizer. Raises UsageError if it must not make one."""
-        if other is self._wrapped and self._stepping:
-            return
-        if other is self._wrapped:
+        if any(other is wrapped for wrapped in (self._wrapped, *parts_of(self._wrapped))):
+            if self._stepping:
+                return
             raise UsageError(
                 "step() was called on the torch optimizer that was passed to session.optimizer(...), so only "
                 "this worker's model would change. Call it on the optimizer that session.optimizer(...) "
                 "returns, as in optimizer = session.optimizer(optimizer, model)"
             )
-        if other is self or threading.get_ident() != self._thread:
+        if other is self or isinstance(other, Part) or threading.get_ident() != self._thread:
             return
         beside = {id(p) for group in other.param_groups for p in group["params"]} - self._own
         if self._engine.in_batch and beside:
             raise UsageError(
                 f"a second optimizer ({type(other).__name__}) makes a step in the loop over the loader. It "
                 "changes parameters on this worker only, so they would become different on each worker. A "
-                "job trains one model with one optimizer: pass it all parameters, in parameter groups if "
-                "they need different settings. If each worker is to train its own, name them in "
-                "session.optimizer(..., own=[...])"
+                "job's optimizers are those that session.optimizer(...) was given: pass it all of them, as "
+                "in session.optimizer({'generator': ..., 'critic': ...}, model). If each worker is to train "
+                "parameters of its own, name them in session.optimizer(..., own=[...])"
             )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -94,9 +115,17 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
         In mode `local` the wrapped optimizer makes a step; only an exchange blocks. Of several processes of a
         worker all make the same step, with the mean of their gradients, so each step waits for all of them.
+
+        Of several optimizers all make a step.
         """
+        return self.step_of(None, closure)
+
+    def step_of(self, part: torch.optim.Optimizer | None, closure: Callable[[], Any] | None) -> Any:
+        """As `step`, of the parameters of one of the wrapped optimizers alone; None: of all."""
+        if self._parts:
+            self._require_batch()
         if self._local is not None and not self._engine.batches.lost:
-            return self._step_here(self._local, closure)
+            return self._step_here(self._local, closure, part)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -106,27 +135,40 @@ class ElasticOptimizer(torch.optim.Optimizer):
             return loss
         self._engine.backward_ended()
         self._flat.check()
-        self._gradients.take_rest()
+        self._gradients.take_rest(None if part is None else _ids(part))
         self._gradients.reset()
         self._engine.finish_step()
         return loss
 
-    def _step_here(self, local: LocalSteps, closure: Callable[[], Any] | None) -> Any:
+    def _require_batch(self) -> None:
+        """Raise UsageError if one of several optimizers has made a step with this batch."""
+        batches = self._engine.batches
+        used = not (batches.computed or batches.undecided or batches.lost or batches.given_back)
+        if self._engine.in_batch and used:
+            first, second = ([f"optimizers[{name!r}]" for name in self._parts] * 2)[:2]
+            raise UsageError(_ONE_STEP.format(first=first, second=second))
+
+    def _step_here(
+        self, local: LocalSteps, closure: Callable[[], Any] | None, part: torch.optim.Optimizer | None
+    ) -> Any:
         self._flat.check()
         if self._averaged is not None and closure is not None:
             closure = self._averaged.of(closure)
         elif self._averaged is not None:
             self._averaged.take()
-        loss = self._make_step(closure)
+        loss = self._make_step(closure, part)
         self._gradients.reset()
         local.step_made()
         return loss
 
-    def _make_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer makes a step on this worker."""
+    def _make_step(
+        self, closure: Callable[[], Any] | None = None, part: torch.optim.Optimizer | None = None
+    ) -> Any:
+        """The wrapped optimizer, or the `part` of it, makes a step on this worker."""
+        stepping = self._wrapped if part is None else part
         self._stepping = True
         try:
-            return self._wrapped.step() if closure is None else self._wrapped.step(closure)
+            return stepping.step() if closure is None else stepping.step(closure)
         finally:
             self._stepping = False
 
@@ -145,12 +187,16 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. If this drops gradients that no step was made with, their records count as skipped."""
+        self.zero_grad_of(self._wrapped, set_to_none)
+
+    def zero_grad_of(self, wrapped: torch.optim.Optimizer, set_to_none: bool) -> None:
+        """As `zero_grad`, of the wrapped optimizer, or of one of several."""
         self._engine.gradients_zeroed()
-        if not (set_to_none and type(self._wrapped).zero_grad is torch.optim.Optimizer.zero_grad):
-            self._wrapped.zero_grad(set_to_none)
+        if not (set_to_none and type(wrapped).zero_grad is torch.optim.Optimizer.zero_grad):
+            wrapped.zero_grad(set_to_none)
             return
         # As torch does; but its call takes as long as the hooks of a small step.
-        for group in self._wrapped.param_groups:
+        for group in wrapped.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
 
@@ -165,8 +211,12 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """The optimizer's state, fetched from the parameter server, in torch's own format. Blocks.
 
         `load_state_dict` of the same class of torch optimizer reads it. In mode `local`, and with `strategy:
-        all-reduce`, it is this worker's.
+        all-reduce`, it is this worker's. Of several optimizers, the state of each by its name.
         """
+        state = self._state()
+        return self._wrapped.split(state) if isinstance(self._wrapped, Several) else state
+
+    def _state(self) -> dict[str, Any]:
         if self._steps_here:
             return self._wrapped.state_dict()
         if not self._engine.world.leads:
@@ -183,7 +233,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         In mode `local` the state is this worker's own, and is loaded.
         """
         if self._local is not None:
-            self._wrapped.load_state_dict(state_dict)
+            wrapped = self._wrapped
+            wrapped.load_state_dict(wrapped.join(state_dict) if isinstance(wrapped, Several) else state_dict)
             self.param_groups = self._wrapped.param_groups
             return
         raise UsageError(
@@ -199,3 +250,44 @@ class ElasticOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         raise UsageError("parameter groups cannot be added after session.optimizer(...); add them before")
+
+
+class Part(torch.optim.Optimizer):
+    """One of several optimizers that train a model together: `optimizers["critic"]`.
+
+    It is used as torch's own. In its step the gradients of other optimizers' parameters count as absent.
+    """
+
+    def __init__(self, whole: ElasticOptimizer, name: str, wrapped: torch.optim.Optimizer) -> None:
+        self._whole, self._name, self._wrapped = whole, name, wrapped
+        super().__init__(wrapped.param_groups, wrapped.defaults)
+        self.param_groups = wrapped.param_groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As `ElasticOptimizer.step`, which raises the same; other optimizers' parameters stay. Blocks."""
+        return self._whole.step_of(self._wrapped, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `ElasticOptimizer.zero_grad`, of this optimizer's parameters."""
+        self._whole.zero_grad_of(self._wrapped, set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This optimizer's part of `ElasticOptimizer.state_dict`, in torch's own format. Blocks."""
+        state: dict[str, Any] = self._whole.state_dict()[self._name]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `ElasticOptimizer.load_state_dict`, which raises the same; the other optimizers keep theirs."""
+        self._whole.load_state_dict({**self._whole.state_dict(), self._name: state_dict})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """For torch's constructor only. Raises UsageError afterwards, because the model cannot grow."""
+        if len(self.param_groups) < len(self._wrapped.param_groups):
+            super().add_param_group(param_group)
+        else:
+            self._whole.add_param_group(param_group)
+
+
+def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """Of an optimizer's parameters."""
+    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])

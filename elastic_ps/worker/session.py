@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from elastic_ps.codec.optimizers import Optimizers
+from elastic_ps.codec.several import parts_of
 from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
@@ -30,6 +31,7 @@ from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.schedule import Interval, check_interval
 from elastic_ps.worker.seed import seed_everything
 from elastic_ps.worker.tensors import Tensors
+from elastic_ps.worker.together import together
 
 S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 
@@ -153,7 +155,7 @@ class Session:
 
     def optimizer(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         model: torch.nn.Module,
         *,
         overlap: bool = True,
@@ -173,7 +175,9 @@ class Session:
         Args:
             optimizer: a new one, of one of the classes of torch.optim in `core.settings.ALLOWED`, or of one
                 that the job names in parameterServer.optimizers. In mode `local` any torch optimizer: it runs
-                on this worker, which keeps its state.
+                on this worker, which keeps its state. Or several, by names, each of parameters of its own.
+                Then each is an item of what is returned, as in `optimizers["critic"].step()`, whose own
+                `step` is that of all at once. Each batch is for one step, and gradients are sent in it.
             model: on the device where it is to be trained.
             overlap: send gradients while backward runs. False sends them in `step`, for scripts that
                 change gradients in between (clip_grad_norm_, GradScaler) or run backward several times.
@@ -196,9 +200,9 @@ class Session:
                 all records, down to this 2-norm, as `clip_grad_norm_` would with one process. Gradients may
                 be sent while backward runs. It needs parameter servers without standbys.
             state: what `state_dict()` of such an optimizer has given, to begin with its state and its
-                hyperparameters, as for fine-tuning. The limits above stay. Of a worker that joins later it is
-                ignored, like its model's values. The state moves to the parameter server: `optimizer` has
-                none afterwards.
+                hyperparameters, as for fine-tuning; of several optimizers, by their names. The limits above
+                stay. Of a worker that joins later it is ignored, like its model's values. The state moves to
+                the parameter server: `optimizer` has none afterwards.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -207,10 +211,13 @@ class Session:
         """
         if self._optimizer is not None:
             raise UsageError(
-                "session.optimizer was called twice; a job trains one model with one optimizer. Put "
-                "several networks, as those of a GAN, into one torch.nn.ModuleDict, and give the optimizer a "
-                "parameter group for each: Two networks in turn in docs/scripts.md"
+                "session.optimizer was called twice, but a job trains one model. Put several networks, as "
+                "those of a GAN, into one torch.nn.ModuleDict, and pass their optimizers together, as in "
+                "session.optimizer({'generator': ..., 'critic': ...}, both): Two networks in turn in "
+                "docs/scripts.md"
             )
+        if isinstance(optimizer, Mapping):
+            optimizer = together(optimizer, model)
         if check_gradients and not self._world.alone:
             raise UsageError(
                 "check_gradients compares gradients with what is sent, and with worker.processes their sum "
@@ -224,7 +231,8 @@ class Session:
                 group[MAX_GRAD_NORM] = max_grad_norm
         runs_there, brought = optimizer, None
         if self.spec.consistency.mode == "local":
-            check_wrapper(optimizer)
+            for part in parts_of(optimizer):
+                check_wrapper(part)
             if state is not None:
                 raise UsageError(
                     "state is for an optimizer that runs on the parameter server. In mode local it runs on "

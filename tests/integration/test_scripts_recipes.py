@@ -26,7 +26,8 @@ def recipe(heading: str) -> str:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_two_networks_in_turn(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize("how", ["in turn", "in one step", "with one optimizer"])
+def test_two_networks(tmp_path: Path, how: str, workers: int) -> None:
     dataset = torch.utils.data.TensorDataset(torch.randn(480, 2) * 0.1 + 3.0)
     networks: dict[int, Any] = {}
 
@@ -38,7 +39,7 @@ def test_two_networks_in_turn(tmp_path: Path, workers: int) -> None:
             "generator": make_mlp((2, 8, 2)),
             "critic": make_mlp((2, 8, 1), seed=1),
         }
-        exec(recipe("Two networks in turn"), names)
+        exec(recipe(f"Two networks {how}"), names)
         networks[session.worker] = names
 
     with running_job(tmp_path) as job:

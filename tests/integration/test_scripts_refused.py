@@ -152,7 +152,7 @@ def test_a_second_optimizer_is_refused(tmp_path: Path) -> None:
         session.optimizer(sgd(model), model)
         session.optimizer(sgd(model), model)
 
-    failing(tmp_path, script, UsageError, "one model with one optimizer.*Two networks in turn in docs")
+    failing(tmp_path, script, UsageError, "a job trains one model.*Two networks in turn in docs")
 
 
 def test_a_model_that_moved_is_refused(tmp_path: Path) -> None:

@@ -134,7 +134,12 @@ def test_a_tensor_that_does_not_fit_is_refused(reader: Reader, tensor: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "message"), [("LBFGS", "LBFGS"), ("NAdam", "the optimizer's state has")]
+    ("optimizer", "message"),
+    [
+        ("LBFGS", "LBFGS"),
+        ("NAdam", "the optimizer's state has"),
+        ("Adam+SGD", "have 2 parameter groups, but there are 1"),
+    ],
 )
 def test_another_optimizer_than_the_state_is_of_is_refused(
     reader: Reader, optimizer: str, message: str

@@ -319,7 +319,7 @@ def trained(layout: Layout, settings: Settings) -> list[BucketValues]:
     buckets = []
     for bucket in layout.buckets:
         values = BucketValues(bucket)
-        values.build_optimizer(torch.optim.Adam, settings.groups, layout.tensors)
+        values.build_optimizer([torch.optim.Adam] * len(settings.groups), settings.groups, layout.tensors)
         buckets.append(values)
     return buckets
 

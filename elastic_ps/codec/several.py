@@ -1,0 +1,107 @@
+"""Several optimizers, each of parameters of its own, as one: those of the networks of a GAN.
+
+Each parameter group keeps the class that steps it. So for everything that looks at groups, such as the
+layout, hyperparameters, schedulers and checkpoints, several optimizers are one with more groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+SEPARATOR = "+"
+"""Between the names of classes, one for each parameter group, where several optimizers train a model."""
+
+Kind = type[torch.optim.Optimizer]
+
+
+class Several(torch.optim.Optimizer):
+    """Steps several optimizers. Its parameter groups are theirs, one optimizer's after the other's.
+
+    Args:
+        parts: the optimizers, by names, in order. Their parameter groups stay the same objects for good.
+
+    Raises:
+        ValueError: a parameter is in two of them.
+    """
+
+    def __init__(self, parts: Mapping[str, torch.optim.Optimizer]) -> None:
+        self.parts = dict(parts)
+        groups = [group for part in self.parts.values() for group in part.param_groups]
+        super().__init__(groups, {})
+        self.param_groups = groups  # torch's constructor has copied the list
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Each optimizer makes a step. A parameter without a gradient stays as it is."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts.values():
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's format, as of one optimizer with all parameter groups."""
+        return self.join({name: part.state_dict() for name, part in self.parts.items()})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gives. Raises as torch's optimizers do."""
+        for name, state in self.split(state_dict).items():
+            part = self.parts[name]
+            groups = part.param_groups
+            part.load_state_dict(state)
+            for group, loaded in zip(groups, part.param_groups, strict=True):
+                group.update(loaded)
+            part.param_groups = groups
+
+    def split(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """What `state_dict` gives, as the `state_dict` of each optimizer, by its name."""
+        found: dict[str, dict[str, Any]] = {}
+        rest, first = list(state["param_groups"]), 0
+        for name, part in self.parts.items():
+            mine, rest = rest[: len(part.param_groups)], rest[len(part.param_groups) :]
+            end = first + sum(len(group["params"]) for group in mine)
+            found[name] = {
+                "state": {n - first: kept for n, kept in state["state"].items() if first <= n < end},
+                "param_groups": [{**g, "params": [n - first for n in g["params"]]} for g in mine],
+            }
+            first = end
+        return found
+
+    def join(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """The opposite of `split`. Raises ValueError: other optimizers than these have a state."""
+        if states.keys() != self.parts.keys():
+            raise ValueError(f"it is of {', '.join(map(str, states))}, not of {', '.join(self.parts)}")
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        first = 0
+        for name in self.parts:
+            one = states[name]
+            state |= {first + number: kept for number, kept in one["state"].items()}
+            groups += [
+                {**g, "params": [first + number for number in g["params"]]} for g in one["param_groups"]
+            ]
+            first += sum(len(group["params"]) for group in one["param_groups"])
+        return {"state": state, "param_groups": groups}
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that it is made of: itself, unless it is `Several`."""
+    return list(optimizer.parts.values()) if isinstance(optimizer, Several) else [optimizer]
+
+
+def kinds_of(optimizer: torch.optim.Optimizer) -> list[Kind]:
+    """The class that steps each of its parameter groups."""
+    return [type(part) for part in parts_of(optimizer) for _ in part.param_groups]
+
+
+def name_of_all(
+    parts: Sequence[torch.optim.Optimizer], name_of: Callable[[torch.optim.Optimizer], str]
+) -> str:
+    """The name of one optimizer, or those of several, one for each parameter group."""
+    if len(parts) == 1:
+        return name_of(parts[0])
+    return SEPARATOR.join(name_of(part) for part in parts for _ in part.param_groups)
