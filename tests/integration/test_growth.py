@@ -39,14 +39,14 @@ def test_two_thousand_steps(tmp_path: Path) -> None:
     latest: dict[int, tuple[float, int]] = {}
 
     def look(status: LocalStatus) -> None:
-        """A look counts when the next one says that the job is not near its end: then processes load more code."""
+        """A look counts when the next one says that the job is not near its end, where code is loaded."""
         version = status.server.progress.version if status.server else 0
         if version < 2300:
             for pid, sample in latest.items():
                 samples.setdefault(pid, []).append(sample)
         latest.clear()
         for process in status.processes:
-            if process.exit is None and 400 < version:
+            if process.exit is None and version > 400:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     seen = psutil.Process(process.pid)
                     latest[process.pid] = (seen.memory_info().rss, seen.num_threads())
