@@ -8,30 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from elastic_ps.core.ledger import Range
-from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.errors import UsageError
 from elastic_ps.worker.engine import Engine
+from elastic_ps.worker.source import read_source
+from elastic_ps.worker.stream import Numbered, Place
 from elastic_ps.worker.supply import NO_EPOCH, Supply
 
 logger = logging.getLogger(__name__)
-
-_CARRIED = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
-"""The options that are copied from a DataLoader that the script passes."""
 
 _OVER = (
     "training is over: an earlier loop over session.loader(...) has trained all epochs. To train 5 epochs, "
@@ -51,41 +40,6 @@ _EPOCH_OVER = (
 )
 
 
-_NOT_OPTIONS = {"sampler", "batch_sampler", "shuffle"}
-
-
-def _shuffles(source: DataLoader[Any]) -> bool:
-    """Whether a DataLoader's order is random. Raises UsageError if it chooses records in its own way."""
-    module, data = type(source).__module__, source.dataset
-    if module.partition(".")[0] in ("accelerate", "transformers"):
-        raise UsageError(
-            f"the DataLoader is a {module}.{type(source).__name__}, which divides the records "
-            "among processes itself. Pass session.loader the DataLoader that you had before "
-            "accelerator.prepare(...), or the data set"
-        )
-    if isinstance(data, IterableDataset):
-        return False
-    if source.batch_size is None:
-        raise UsageError(
-            "the DataLoader has a batch_sampler of its own, or batch_size=None. The parameter server decides "
-            "which records make a batch, so pass session.loader the data set and batch_size"
-        )
-    sampler: Any = source.sampler
-    if type(sampler) is SequentialSampler:
-        return False
-    if (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and len(sampler) == len(sampler.data_source)
-    ):
-        return True
-    raise UsageError(
-        f"the DataLoader has a {type(sampler).__name__}, which chooses records itself. A job trains every "
-        "record once in each epoch. Pass session.loader a DataLoader with shuffle=True or False and no "
-        "sampler, or a torch.utils.data.Subset of the records that you want"
-    )
-
-
 class ElasticLoader:
     """Iterates over this worker's share of the records. Made by `Session.loader`.
 
@@ -98,70 +52,47 @@ class ElasticLoader:
 
     Attributes:
         epoch: the epoch that the last batch belongs to, from 0.
-        dataset: the data set, with all records.
+        dataset: the data set or stream, with all records.
         batch_size: records in a batch.
     """
 
     def __init__(
-        self, engine: Engine, source: Any, *, batch_size: int | None, epochs: int, options: Any
+        self,
+        engine: Engine,
+        given: Any,
+        *,
+        batch_size: int | None,
+        epochs: int,
+        records: int | None,
+        options: Mapping[str, Any],
     ) -> None:
         self._engine = engine
-        shuffle = engine.spec.data.shuffle
-        if isinstance(source, DataLoader):
-            if batch_size is not None or options:
-                raise UsageError(
-                    "session.loader(DataLoader) takes its options from the DataLoader; pass only epochs"
-                )
-            shuffle = _shuffles(source)
-            batch_size = source.batch_size
-            options = {key: getattr(source, key) for key in (*_CARRIED, "drop_last")}
-            options["in_order"] = getattr(source, "in_order", True)  # from torch 2.6 on
-            source = source.dataset
-        for name in _NOT_OPTIONS & options.keys():
+        source = read_source(
+            given, batch_size=batch_size, records=records, shuffle=engine.spec.data.shuffle, options=options
+        )
+        if source.batch_size < engine.world.size:
             raise UsageError(
-                f"session.loader has no option {name}: the parameter server decides which worker trains "
-                "which records. For a random order, set the job's data.shuffle, or shuffle of a DataLoader"
-            )
-        options = dict(options)
-        if not options.pop("in_order", True):
-            raise UsageError(
-                "in_order is False, but records are counted in the order in which batches were requested; "
-                "leave in_order out"
-            )
-        if batch_size is None or batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size}; expected a number of records, at least 1")
-        if batch_size < engine.world.size:
-            raise UsageError(
-                f"batch_size is {batch_size}, but each worker has {engine.world.size} processes, which share "
-                "a batch (worker.processes); expected as many records at least"
+                f"batch_size is {source.batch_size}, but each worker has {engine.world.size} processes, "
+                "which share a batch (worker.processes); expected as many records at least"
             )
         if epochs < 1:
             raise UsageError(f"epochs is {epochs}; expected at least 1")
-        if isinstance(source, IterableDataset) or not hasattr(source, "__len__"):
-            raise InvalidModel(
-                f"{type(source).__name__} has no length and no index, so its records cannot be handed out "
-                "exactly once; use a map-style data set (with __len__ and __getitem__). For what can only be "
-                "read from the beginning, let each file or chunk be a record: Streams in docs/scripts.md"
-            )
-        if len(source) < 1:
-            raise InvalidModel(f"the data set {type(source).__name__} is empty")
-        self.batch_size = batch_size
+        if engine.spec.consistency.global_batch_size and source.options.get("num_workers"):
+            source.options["persistent_workers"] = True  # they are asked for one version after another
+        self.batch_size = source.batch_size
         self.epoch = 0
-        self.dataset = source
-        self._drop_last = bool(options.pop("drop_last", False))
-        if engine.spec.consistency.global_batch_size and options.get("num_workers"):
-            options["persistent_workers"] = True  # they are asked for one version's records after another
-        self._options = options
+        self.dataset = source.dataset
+        self._source = source
         self._epochs = epochs
         self._supply = Supply(
             engine,
-            records=len(source),
+            records=source.records,
             epochs=epochs,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            drop_last=self._drop_last,
+            batch_size=source.batch_size,
+            shuffle=source.shuffle,
+            drop_last=source.drop_last,
         )
-        self._sampler = _Sampler(self._supply)
+        self._sampler = _Sampler(self._supply, placed=isinstance(source.readable, Numbered))
         self._fetching: DataLoader[Any] | None = None
         self._ended_early = False
         self._ended: int | None = None  # the last epoch whose loop came to its end
@@ -169,9 +100,8 @@ class ElasticLoader:
 
     def __len__(self) -> int:
         """The number of batches in an epoch for a single worker. Several workers share them."""
-        if self._drop_last:
-            return len(self.dataset) // self.batch_size
-        return -(-len(self.dataset) // self.batch_size)
+        records = self._source.records
+        return records // self.batch_size if self._source.drop_last else -(-records // self.batch_size)
 
     def epochs(self) -> Iterator[int]:
         """Yield the number of each epoch that still has records to train; iterate over the loader inside.
@@ -216,7 +146,9 @@ class ElasticLoader:
         if engine.iterating:
             raise UsageError(_TWO_LOOPS)
         if self._fetching is None:
-            self._fetching = DataLoader(self.dataset, batch_sampler=self._sampler, **self._options)
+            self._fetching = DataLoader(
+                self._source.readable, batch_sampler=self._sampler, **self._source.options
+            )
         engine.iterating = True
         try:
             while supply.await_some():
@@ -314,14 +246,19 @@ class ElasticLoader:
 
 
 class _Sampler:
-    """A DataLoader's batch sampler that hands out what the ledger gave; it remembers what it handed out."""
+    """A DataLoader's batch sampler that hands out what the ledger gave; it remembers what it handed out.
 
-    def __init__(self, supply: Supply) -> None:
-        self._supply = supply
+    Args:
+        placed: hand out each record's place in a stream instead of its index in a data set.
+    """
+
+    def __init__(self, supply: Supply, *, placed: bool) -> None:
+        self._supply, self._placed = supply, placed
         self.issued: deque[list[Range]] = deque()
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[int] | list[Place]]:
         self.issued.clear()
         while ranges := self._supply.next_batch():
             self.issued.append(ranges)
-            yield self._supply.own(ranges)
+            indices = self._supply.own(ranges)
+            yield [Place(ranges[0].epoch, index) for index in indices] if self._placed else indices

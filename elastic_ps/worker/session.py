@@ -338,7 +338,13 @@ class Session:
         return self._tensors
 
     def loader(
-        self, source: Any, batch_size: int | None = None, *, epochs: int = 1, **options: Any
+        self,
+        source: Any,
+        batch_size: int | None = None,
+        *,
+        epochs: int = 1,
+        records: int | None = None,
+        **options: Any,
     ) -> ElasticLoader:
         """An iterable over this worker's share of the records.
 
@@ -346,15 +352,22 @@ class Session:
             source: a map-style data set, or a `torch.utils.data.DataLoader` over one, whose batch size,
                 `shuffle`, `drop_last` and other options are then used. The job's `data.seed` fixes a random
                 order. Without a DataLoader the job's `data.shuffle` says whether the order is random.
+                Or an `IterableDataset`, or a DataLoader over one: its records are its items in their order,
+                whatever `data.shuffle` says. Whenever it is begun, in each worker, it must give the same
+                items. A method `iterate_from(number)` of it is used, if it has one; see docs/scripts.md.
             batch_size: the number of records in a batch of one worker.
             epochs: how often each record is trained, by all workers together.
+            records: the items of a stream that make an epoch, the first ones; by default its length.
             options: those of DataLoader: num_workers, collate_fn, pin_memory, drop_last, ...
 
         Raises:
-            InvalidModel: the data set has no length, or is empty.
+            InvalidModel: the data set has no length, or is empty; or a stream has none, and records is not
+                given.
             UsageError: an argument or an option of the DataLoader cannot be used in a job.
         """
-        loader = ElasticLoader(self._engine, source, batch_size=batch_size, epochs=epochs, options=options)
+        loader = ElasticLoader(
+            self._engine, source, batch_size=batch_size, epochs=epochs, records=records, options=options
+        )
         self._loaders.append(loader)
         return loader
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ def test_two_networks(tmp_path: Path, how: str, workers: int) -> None:
     assert max(float(p.detach().abs().max()) for p in trained["critic"].parameters()) <= 0.5
 
 
-def test_a_stream_of_chunks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("heading", "records"), [("Streams", 35), ("Chunks", 7)])
+def test_a_stream_and_chunks(tmp_path: Path, heading: str, records: int) -> None:
     files = [tmp_path / f"{number}.gz" for number in range(7)]
     for number, file in enumerate(files):
         with gzip.open(file, "wt") as lines:
@@ -66,11 +68,11 @@ def test_a_stream_of_chunks(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
-        names = {"gzip": gzip, "torch": torch, "files": files, "loss_of": loss_of}
-        exec(recipe("Streams"), {**names, "session": session, "model": model, "optimizer": optimizer})
+        names = {"gzip": gzip, "itertools": itertools, "torch": torch, "files": files, "loss_of": loss_of}
+        exec(recipe(heading), {**names, "session": session, "model": model, "optimizer": optimizer})
 
     with running_job(tmp_path) as job:
         job.start(0, script)
         job.join()
-        assert_each_record_once(job.commits(), records=7, epochs=3)
+        assert_each_record_once(job.commits(), records=records, epochs=3)
     assert sorted(seen) == sorted([float(number) for number in range(7)] * 15)

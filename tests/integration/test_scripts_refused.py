@@ -134,9 +134,9 @@ def test_what_cannot_be_trained(
 @pytest.mark.parametrize(
     ("source", "match"),
     [
-        (Stream(), r"map-style.*Streams in docs/scripts\.md"),
+        (Stream(), r"stream without a length.*Streams in docs/scripts\.md"),
         (TensorDataset(torch.zeros(0, 2)), "empty"),
-        (DataLoader(Stream()), "map-style"),
+        (DataLoader(Stream()), "stream without a length"),
     ],
 )
 def test_data_that_cannot_be_handed_out(tmp_path: Path, source: Any, match: str) -> None:

@@ -1,0 +1,190 @@
+"""What a script gives to `session.loader`: a data set, a stream or a DataLoader, with its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.worker.stream import Numbered
+
+_CARRIED = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "drop_last",
+)
+"""The options that are copied from a DataLoader that the script passes."""
+
+_NOT_OPTIONS = {"sampler", "batch_sampler", "shuffle"}
+
+
+class Source(NamedTuple):
+    """Records, and how they are to be fetched.
+
+    Attributes:
+        dataset: what the script has given, or what its DataLoader is over.
+        readable: what a DataLoader is to fetch from: the same, or a stream's items as `Numbered`.
+        records: in an epoch.
+        shuffle: the order of the records is random.
+        drop_last: skip the records of an epoch that do not fill a batch.
+        options: of the DataLoader that fetches.
+    """
+
+    dataset: Any
+    readable: Any
+    records: int
+    batch_size: int
+    shuffle: bool
+    drop_last: bool
+    options: dict[str, Any]
+
+
+def read_source(
+    given: Any,
+    *,
+    batch_size: int | None,
+    records: int | None,
+    shuffle: bool,
+    options: Mapping[str, Any],
+) -> Source:
+    """What the arguments of `session.loader` mean; see there.
+
+    Args:
+        shuffle: the order is random, if `given` does not say.
+
+    Raises:
+        InvalidModel: the data set has no length, or is empty.
+        UsageError: an argument or an option cannot be used in a job.
+    """
+    dataset = given
+    if isinstance(given, DataLoader):
+        if batch_size is not None or options:
+            raise UsageError(
+                "session.loader(DataLoader) takes its options from the DataLoader; pass only epochs, and "
+                "records if it is over a stream without a length"
+            )
+        shuffle, batch_size, dataset = _shuffles(given), given.batch_size, given.dataset
+        options = {key: getattr(given, key) for key in _CARRIED}
+        options["in_order"] = getattr(given, "in_order", True)  # from torch 2.6 on
+    for name in _NOT_OPTIONS & options.keys():
+        raise UsageError(
+            f"session.loader has no option {name}: the parameter server decides which worker trains "
+            "which records. For a random order, set the job's data.shuffle, or shuffle of a DataLoader"
+        )
+    options = dict(options)
+    if not options.pop("in_order", True):
+        raise UsageError(
+            "in_order is False, but records are counted in the order in which batches were requested; "
+            "leave in_order out"
+        )
+    if batch_size is None or batch_size < 1:
+        raise UsageError(f"batch_size is {batch_size}; expected a number of records, at least 1")
+    drop_last = bool(options.pop("drop_last", False))
+    if not isinstance(dataset, IterableDataset):
+        count = _records_of(dataset, records)
+        return Source(dataset, dataset, count, batch_size, shuffle, drop_last, options)
+    processes = options.get("num_workers") or 0
+    if processes:
+        options["persistent_workers"] = True  # new ones would read the stream from its beginning
+    numbered = _numbered(dataset, records, near=batch_size * max(1, processes))
+    return Source(dataset, numbered, len(numbered), batch_size, False, drop_last, options)
+
+
+def _shuffles(source: DataLoader[Any]) -> bool:
+    """Whether a DataLoader's order is random. Raises UsageError if it chooses records in its own way."""
+    module, data = type(source).__module__, source.dataset
+    if module.partition(".")[0] in ("accelerate", "transformers"):
+        raise UsageError(
+            f"the DataLoader is a {module}.{type(source).__name__}, which divides the records "
+            "among processes itself. Pass session.loader the DataLoader that you had before "
+            "accelerator.prepare(...), or the data set"
+        )
+    if isinstance(data, IterableDataset):
+        if source.batch_size is None:
+            raise UsageError(
+                "the DataLoader has batch_size=None, so an item of the stream is a batch. Let each be a "
+                "record: pass session.loader the stream itself, batch_size=1, and "
+                "collate_fn=lambda items: items[0]"
+            )
+        return False
+    if source.batch_size is None:
+        raise UsageError(
+            "the DataLoader has a batch_sampler of its own, or batch_size=None. The parameter server decides "
+            "which records make a batch, so pass session.loader the data set and batch_size"
+        )
+    sampler: Any = source.sampler
+    if type(sampler) is SequentialSampler:
+        return False
+    if (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and len(sampler) == len(sampler.data_source)
+    ):
+        return True
+    raise UsageError(
+        f"the DataLoader has a {type(sampler).__name__}, which chooses records itself. A job trains every "
+        "record once in each epoch. Pass session.loader a DataLoader with shuffle=True or False and no "
+        "sampler, or a torch.utils.data.Subset of the records that you want"
+    )
+
+
+def _records_of(dataset: Any, records: int | None) -> int:
+    """How many records a map-style data set has."""
+    name = type(dataset).__name__
+    if not hasattr(dataset, "__len__"):
+        raise InvalidModel(
+            f"{name} has no length and no index, so its records cannot be handed out exactly once; use a "
+            "map-style data set (with __len__ and __getitem__), or a torch.utils.data.IterableDataset"
+        )
+    if records is not None:
+        raise UsageError(
+            f"records={records} is for streams, but {name} is a map-style data set, whose length says how "
+            "many records it has. To train a part of them, pass a torch.utils.data.Subset"
+        )
+    if len(dataset) < 1:
+        raise InvalidModel(f"the data set {name} is empty")
+    return len(dataset)
+
+
+def _numbered(stream: IterableDataset[Any], records: int | None, *, near: int) -> Numbered:
+    module, name, length = type(stream).__module__, type(stream).__name__, _length(stream)
+    if module.partition(".")[0] in ("accelerate", "transformers"):
+        raise UsageError(
+            f"the stream is a {module}.{name}, which divides its items among processes itself. Pass "
+            "session.loader the stream that it was made of"
+        )
+    if records is None and length is None:
+        raise InvalidModel(
+            f"{name} is a stream without a length, but records can be counted exactly once only if their "
+            "number is known. Pass session.loader(..., records=N), with the items of an epoch, or give the "
+            "stream a __len__: Streams in docs/scripts.md"
+        )
+    if records is not None and records < 1:
+        raise UsageError(f"records is {records}; expected the number of items in an epoch, at least 1")
+    if length == 0:
+        raise InvalidModel(f"the data set {name} is empty")
+    if records is not None and length is not None and records > length:
+        raise UsageError(f"records is {records}, but {name} has {length} items, says its __len__")
+    count = length if records is None else records
+    assert count is not None
+    said = "its __len__" if records is None else f"records={records}"
+    return Numbered(stream, records=count, said=said, ends=records is None, near=near)
+
+
+def _length(stream: IterableDataset[Any]) -> int | None:
+    """A stream's length; None if it has none. torch's own streams may have a `__len__` that only raises."""
+    if not hasattr(stream, "__len__"):
+        return None
+    try:
+        return len(stream)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,153 @@
+"""The items of a stream, by number: what lets records be leased that can only be read one after the other.
+
+A record of a stream is its item's number within an epoch. Each worker iterates over the stream by itself and
+passes over what others train. Leases come in ascending order, so a worker reads a stream about once in an
+epoch. It goes back only to records that another worker has given back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from elastic_ps.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+OFTEN = 10
+"""From so many beginnings in an epoch on, a log tells that the stream is read again and again."""
+
+
+class Place(NamedTuple):
+    """Where an item stands: the epoch, and its number in the stream, both from 0."""
+
+    epoch: int
+    number: int
+
+
+class Numbered(Dataset[Any]):
+    """A map-style data set of a stream's items, whose indexes are `Place`s.
+
+    It reads on from where it stands if that is possible, and otherwise begins the stream again. If the
+    stream has a method `iterate_from(number)`, which returns an iterator that begins with that item, it is
+    called wherever more than `near` items would be passed over. If it has a method `set_epoch(epoch)`, that
+    is called before each beginning.
+
+    A copy in another process has a place of its own. `torch.utils.data.get_worker_info()` tells the stream
+    that there is one process, so that a stream that shares itself out among a DataLoader's processes is
+    whole in each of them.
+
+    Args:
+        stream: gives the same items in the same order, whenever and wherever it is begun in an epoch.
+        records: items in an epoch; later ones are not read.
+        said: what has said that there are so many, for messages.
+        ends: the stream must have no more items than that.
+        near: how many items are passed over rather than sought.
+    """
+
+    def __init__(
+        self, stream: IterableDataset[Any], *, records: int, said: str, ends: bool, near: int
+    ) -> None:
+        self._stream, self._records, self._said, self._ends = stream, records, said, ends
+        self._near, self._seeks = near, callable(getattr(stream, "iterate_from", None))
+        self._items: Iterator[Any] | None = None
+        self._next = Place(0, 0)  # of the item that comes next
+        self._begun = 0  # times in this epoch
+
+    def __len__(self) -> int:
+        return self._records
+
+    def __getitem__(self, place: Place) -> Any:
+        return self.__getitems__([place])[0]
+
+    def __getitems__(self, places: Sequence[Place]) -> list[Any]:
+        """The items at these places, in this order.
+
+        Raises:
+            UsageError: the stream has fewer items than `records`, or more although it `ends`.
+        """
+        try:
+            with _undivided():
+                return [self._item(place) for place in places]
+        except BaseException:
+            self._items = None  # nobody knows where it stands
+            raise
+
+    def _item(self, place: Place) -> Any:
+        passed = place.number - self._next.number
+        goes_on = self._items is not None and place.epoch == self._next.epoch and passed >= 0
+        if not goes_on or (self._seeks and passed > self._near):
+            self._begin(place)
+        while self._next != place:
+            self._read()
+        item = self._read()
+        if self._ends and self._next.number == self._records:
+            self._require_end()
+        return item
+
+    def _begin(self, place: Place) -> None:
+        self._begun = self._begun + 1 if place.epoch == self._next.epoch else 1
+        self._items = None  # files of the last iterator are closed
+        if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
+            set_epoch(place.epoch)
+        if self._seeks:
+            stream: Any = self._stream
+            self._items, self._next = iter(stream.iterate_from(place.number)), place
+            return
+        self._items, self._next = iter(self._stream), place._replace(number=0)
+        if self._begun == OFTEN:
+            logger.warning(
+                "%s is begun for the %dth time in epoch %d, because records before its place were given back "
+                "by other workers. Each time it is read from its first item on. Give it a method "
+                "iterate_from(number), which returns an iterator that begins with that item",
+                type(self._stream).__name__,
+                OFTEN,
+                place.epoch,
+            )
+
+    def _read(self) -> Any:
+        assert self._items is not None, "it is begun"
+        try:
+            item = next(self._items)
+        except StopIteration:
+            raise UsageError(
+                f"{type(self._stream).__name__} has ended after {self._next.number} items of epoch "
+                f"{self._next.epoch}, but {self._said} says that it has {self._records}. Each time that a "
+                "stream is begun, in each worker, it must give all items in the same order. It must not "
+                "share them out among workers, and iter(stream) must begin with the first item"
+            ) from None
+        self._next = self._next._replace(number=self._next.number + 1)
+        return item
+
+    def _require_end(self) -> None:
+        assert self._items is not None, "it is begun"
+        for _ in self._items:
+            raise UsageError(
+                f"{type(self._stream).__name__} goes on after {self._records} items, but {self._said} says "
+                f"that it has {self._records}, so the others would not be trained. Correct __len__; or pass "
+                f"session.loader(..., records={self._records}) to train only the first ones"
+            )
+
+
+@contextmanager
+def _undivided() -> Iterator[None]:
+    """Within this, torch says that the only process of a DataLoader is this one."""
+    info = get_worker_info()
+    if info is None:
+        yield
+        return
+    before = {"id": info.id, "num_workers": info.num_workers}
+    _say(info, {"id": 0, "num_workers": 1})
+    try:
+        yield
+    finally:
+        _say(info, before)
+
+
+def _say(info: Any, fields: dict[str, int]) -> None:
+    for name, value in fields.items():
+        object.__setattr__(info, name, value)  # scripts must not change it, says its class

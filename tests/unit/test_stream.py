@@ -1,0 +1,239 @@
+"""The items of a stream, by number: they are the right ones, and few are read for it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
+
+from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.worker.source import read_source
+from elastic_ps.worker.stream import OFTEN, Numbered, Place
+
+
+class Stream(IterableDataset[int]):
+    """The numbers from 0 on. It remembers where it was begun, and how many items were read.
+
+    Args:
+        items: how many it gives; None for ever.
+    """
+
+    def __init__(self, items: int | None = 20) -> None:
+        self.items, self.begun, self.read = items, list[int](), 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self._from(0)
+
+    def _from(self, number: int) -> Iterator[int]:
+        self.begun.append(number)
+        for item in itertools.count(number):
+            if item == self.items:
+                return
+            self.read += 1
+            yield item
+
+
+class Sought(Stream):
+    """It can begin anywhere."""
+
+    def iterate_from(self, number: int) -> Iterator[int]:
+        return self._from(number)
+
+
+class OfEpoch(Stream):
+    """Each epoch has another order."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        epoch = self.epoch  # of this iterator, whatever comes later
+        return (item + 100 * epoch for item in self._from(0))
+
+
+def numbered(stream: IterableDataset[int], *, ends: bool = True, near: int = 0) -> Numbered:
+    return Numbered(stream, records=20, said="its __len__", ends=ends, near=near)
+
+
+def items(data: Numbered, *numbers: int, epoch: int = 0) -> list[int]:
+    return data.__getitems__([Place(epoch, number) for number in numbers])
+
+
+def test_it_reads_on() -> None:
+    stream = Stream()
+    data = numbered(stream)
+    assert items(data, 0, 1) == [0, 1]
+    assert items(data, 7, 8, 12) == [7, 8, 12]
+    assert data[Place(0, 13)] == 13
+    assert (stream.begun, stream.read) == ([0], 14)
+
+
+def test_it_begins_again_for_what_lies_behind_and_for_another_epoch() -> None:
+    stream = Stream()
+    data = numbered(stream)
+    assert items(data, 5, 4) == [5, 4]
+    assert items(data, 5, epoch=1) == [5]
+    assert items(data, 6) == [6]
+    assert (stream.begun, stream.read) == ([0] * 4, 6 + 5 + 6 + 7)
+
+
+def test_the_stream_is_told_the_epoch() -> None:
+    data = numbered(OfEpoch())
+    assert items(data, 3, 4) == [3, 4]
+    assert items(data, 3, 4, epoch=2) == [203, 204]
+    assert items(data, 3) == [3]
+
+
+def test_a_stream_that_can_begin_anywhere_does() -> None:
+    stream = Sought()
+    data = numbered(stream, near=4)
+    assert items(data, 2, 3, 8, 14, 15, 1) == [2, 3, 8, 14, 15, 1]
+    assert stream.begun == [2, 14, 1]
+    assert stream.read == 2 + 5 + 2 + 1, "4 items are passed over, 5 are not"
+
+
+def test_it_goes_on_after_an_error() -> None:
+    class Once(Stream):
+        failed = False
+
+        def __iter__(self) -> Iterator[int]:
+            for item in super().__iter__():
+                if item == 3 and not self.failed:
+                    self.failed = True
+                    raise OSError("the file system is away")
+                yield item
+
+    data = numbered(Once())
+    with pytest.raises(OSError, match="away"):
+        items(data, 2, 3)
+    assert items(data, 2, 3) == [2, 3]
+
+
+@pytest.mark.parametrize("number", [12, 19])
+def test_a_stream_that_ends_early(number: int) -> None:
+    data = numbered(Stream(12))
+    assert items(data, 11) == [11]
+    with pytest.raises(
+        UsageError, match=r"Stream has ended after 12 items of epoch 1, but its __len__ says .* 20"
+    ):
+        items(data, number, epoch=1)
+
+
+def test_an_iterator_that_does_not_begin_again() -> None:
+    class Used(Stream):
+        def __init__(self) -> None:
+            super().__init__()
+            self.only = iter(range(20))
+
+        def __iter__(self) -> Iterator[int]:
+            return self.only
+
+    data = numbered(Used())
+    assert items(data, *range(20)) == list(range(20))
+    with pytest.raises(UsageError, match=r"ended after 0 items of epoch 1.*iter\(stream\) must begin"):
+        items(data, 0, epoch=1)
+
+
+def test_a_stream_that_goes_on() -> None:
+    with pytest.raises(UsageError, match=r"goes on after 20 items, but its __len__ .*records=20"):
+        items(numbered(Stream(21)), 19)
+    assert items(numbered(Stream(20)), 19) == [19]
+    endless = Stream(None)
+    assert items(numbered(endless, ends=False), 19) == [19]
+    assert endless.read == 20, "the first items were asked for, so that is no error"
+
+
+def test_a_stream_that_is_read_again_and_again_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for stream in (Stream(), Sought()):
+            items(numbered(stream), *[3, 2] * OFTEN)
+    assert ["iterate_from" in record.message for record in caplog.records] == [True]
+
+
+class Divided(Stream):
+    """Shares its items out among the processes of a DataLoader, as torch's documentation shows."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        processes, process = (info.num_workers, info.id) if info is not None else (1, 0)
+        return itertools.islice(super().__iter__(), process, None, processes)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_stream_that_shares_itself_out_among_processes_is_whole(processes: int) -> None:
+    batches = [[Place(0, n) for n in range(start, start + 4)] for start in range(0, 20, 4)]
+    loader: DataLoader[Any] = DataLoader(
+        numbered(Divided()), batch_sampler=batches, num_workers=processes, collate_fn=with_process
+    )
+    found = list(loader)
+    assert [items for items, _ in found] == [list(range(start, start + 4)) for start in range(0, 20, 4)]
+    there = [(k % processes, processes) if processes else None for k in range(5)]
+    assert [process for _, process in found] == there, "others are told the truth"
+
+
+def with_process(batch: list[int]) -> tuple[list[int], tuple[int, int] | None]:
+    info = get_worker_info()
+    return batch, None if info is None else (info.id, info.num_workers)
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return 20
+
+
+class Shard(Sized):
+    """Stands for accelerate's, which is told by its name."""
+
+    __module__ = "accelerate.data_loader"
+
+
+@pytest.mark.parametrize(
+    ("make", "records", "error", "match"),
+    [
+        (
+            Stream,
+            None,
+            InvalidModel,
+            r"Stream is a stream without a length.*records=N.*Streams in docs/scripts",
+        ),
+        (lambda: ChainDataset([Stream()]), None, InvalidModel, "without a length"),
+        (lambda: DataLoader(Stream(), 4), None, InvalidModel, "without a length"),
+        (Stream, 0, UsageError, "records is 0; expected"),
+        (Sized, 21, UsageError, "records is 21, but Sized has 20 items"),
+        (Shard, None, UsageError, "divides its items among processes itself"),
+        (
+            lambda: DataLoader(Sized(), batch_size=None),
+            None,
+            UsageError,
+            "batch_size=1, and collate_fn=lambda",
+        ),
+        (lambda: range(20), 10, UsageError, "records=10 is for streams.*Subset"),
+        (lambda: iter([1, 2]), None, InvalidModel, "map-style data set .*IterableDataset"),
+    ],
+)
+def test_what_is_refused(
+    make: Callable[[], Any], records: int | None, error: type[Exception], match: str
+) -> None:
+    given = make()
+    batch_size = None if isinstance(given, DataLoader) else 4
+    with pytest.raises(error, match=match):
+        read_source(given, batch_size=batch_size, records=records, shuffle=True, options={})
+
+
+@pytest.mark.parametrize(
+    ("make", "records", "expected"),
+    [(Stream, 7, 7), (Sized, None, 20), (Sized, 7, 7), (lambda: ChainDataset([Sized(), Sized()]), None, 40)],
+)
+def test_how_many_records_a_stream_has(make: Callable[[], Any], records: int | None, expected: int) -> None:
+    source = read_source(make(), batch_size=4, records=records, shuffle=True, options={"num_workers": 2})
+    assert (source.records, source.shuffle) == (expected, False)
+    assert source.options["persistent_workers"], "a new process would read the stream from its beginning"
