@@ -68,7 +68,12 @@ class ElasticLoader:
     ) -> None:
         self._engine = engine
         source = read_source(
-            given, batch_size=batch_size, records=records, shuffle=engine.spec.data.shuffle, options=options
+            given,
+            batch_size=batch_size,
+            records=records,
+            shuffle=engine.spec.data.shuffle,
+            late=engine.spec.consistency.may_be_late,
+            options=options,
         )
         if source.batch_size < engine.world.size:
             raise UsageError(

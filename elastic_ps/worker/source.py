@@ -26,6 +26,9 @@ _CARRIED = (
 
 _NOT_OPTIONS = {"sampler", "batch_sampler", "shuffle"}
 
+_KEPT_BATCHES = 8
+"""Batches that are kept where records of late steps come back: most are of the last few batches."""
+
 
 class Source(NamedTuple):
     """Records, and how they are to be fetched.
@@ -54,12 +57,14 @@ def read_source(
     batch_size: int | None,
     records: int | None,
     shuffle: bool,
+    late: bool,
     options: Mapping[str, Any],
 ) -> Source:
     """What the arguments of `session.loader` mean; see there.
 
     Args:
         shuffle: the order is random, if `given` does not say.
+        late: records of steps that were too late come back all the time, soon after they were read.
 
     Raises:
         InvalidModel: the data set has no length, or is empty.
@@ -95,7 +100,8 @@ def read_source(
     processes = options.get("num_workers") or 0
     if processes:
         options["persistent_workers"] = True  # new ones would read the stream from its beginning
-    numbered = _numbered(dataset, records, near=batch_size * max(1, processes))
+    ahead = batch_size * max(1, processes)
+    numbered = _numbered(dataset, records, near=ahead, keep=late * _KEPT_BATCHES * ahead)
     return Source(dataset, numbered, len(numbered), batch_size, False, drop_last, options)
 
 
@@ -155,7 +161,7 @@ def _records_of(dataset: Any, records: int | None) -> int:
     return len(dataset)
 
 
-def _numbered(stream: IterableDataset[Any], records: int | None, *, near: int) -> Numbered:
+def _numbered(stream: IterableDataset[Any], records: int | None, *, near: int, keep: int) -> Numbered:
     module, name, length = type(stream).__module__, type(stream).__name__, _length(stream)
     if module.partition(".")[0] in ("accelerate", "transformers"):
         raise UsageError(
@@ -177,7 +183,7 @@ def _numbered(stream: IterableDataset[Any], records: int | None, *, near: int) -
     count = length if records is None else records
     assert count is not None
     said = "its __len__" if records is None else f"records={records}"
-    return Numbered(stream, records=count, said=said, ends=records is None, near=near)
+    return Numbered(stream, records=count, said=said, ends=records is None, near=near, keep=keep)
 
 
 def _length(stream: IterableDataset[Any]) -> int | None:

@@ -7,6 +7,7 @@ epoch. It goes back only to records that another worker has given back.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -47,13 +48,24 @@ class Numbered(Dataset[Any]):
         said: what has said that there are so many, for messages.
         ends: the stream must have no more items than that.
         near: how many items are passed over rather than sought.
+        keep: how many items that were read last are kept, in case that they are asked for again. Scripts get
+            copies of them. A stream that can begin anywhere needs none.
     """
 
     def __init__(
-        self, stream: IterableDataset[Any], *, records: int, said: str, ends: bool, near: int
+        self,
+        stream: IterableDataset[Any],
+        *,
+        records: int,
+        said: str,
+        ends: bool,
+        near: int,
+        keep: int = 0,
     ) -> None:
         self._stream, self._records, self._said, self._ends = stream, records, said, ends
         self._near, self._seeks = near, callable(getattr(stream, "iterate_from", None))
+        self._keep = 0 if self._seeks else keep
+        self._kept: dict[Place, Any] = {}
         self._items: Iterator[Any] | None = None
         self._next = Place(0, 0)  # of the item that comes next
         self._begun = 0  # times in this epoch
@@ -78,6 +90,8 @@ class Numbered(Dataset[Any]):
             raise
 
     def _item(self, place: Place) -> Any:
+        if place in self._kept:
+            return self._handed_out(place, self._kept[place])
         passed = place.number - self._next.number
         goes_on = self._items is not None and place.epoch == self._next.epoch and passed >= 0
         if not goes_on or (self._seeks and passed > self._near):
@@ -87,7 +101,17 @@ class Numbered(Dataset[Any]):
         item = self._read()
         if self._ends and self._next.number == self._records:
             self._require_end()
-        return item
+        return self._handed_out(place, item)
+
+    def _handed_out(self, place: Place, item: Any) -> Any:
+        """What the script gets, which may change it."""
+        if not self._keep:
+            return item
+        try:
+            return copy.deepcopy(item)
+        except Exception:  # noqa: BLE001 (whatever an item is made of that cannot be copied)
+            self._kept.pop(place, None)
+            return item
 
     def _begin(self, place: Place) -> None:
         self._begun = self._begun + 1 if place.epoch == self._next.epoch else 1
@@ -103,7 +127,8 @@ class Numbered(Dataset[Any]):
             logger.warning(
                 "%s is begun for the %dth time in epoch %d, because records before its place were given back "
                 "by other workers. Each time it is read from its first item on. Give it a method "
-                "iterate_from(number), which returns an iterator that begins with that item",
+                "iterate_from(number), which returns an iterator that begins with that item. See Streams in "
+                "docs/scripts.md",
                 type(self._stream).__name__,
                 OFTEN,
                 place.epoch,
@@ -120,8 +145,16 @@ class Numbered(Dataset[Any]):
                 "stream is begun, in each worker, it must give all items in the same order. It must not "
                 "share them out among workers, and iter(stream) must begin with the first item"
             ) from None
+        self._keep_for_later(self._next, item)
         self._next = self._next._replace(number=self._next.number + 1)
         return item
+
+    def _keep_for_later(self, place: Place, item: Any) -> None:
+        if self._keep:
+            self._kept.pop(place, None)  # it becomes the last one
+            self._kept[place] = item
+            if len(self._kept) > self._keep:
+                del self._kept[next(iter(self._kept))]
 
     def _require_end(self) -> None:
         assert self._items is not None, "it is begun"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,8 +58,8 @@ class OfEpoch(Stream):
         return (item + 100 * epoch for item in self._from(0))
 
 
-def numbered(stream: IterableDataset[int], *, ends: bool = True, near: int = 0) -> Numbered:
-    return Numbered(stream, records=20, said="its __len__", ends=ends, near=near)
+def numbered(stream: IterableDataset[Any], *, ends: bool = True, near: int = 0, keep: int = 0) -> Numbered:
+    return Numbered(stream, records=20, said="its __len__", ends=ends, near=near, keep=keep)
 
 
 def items(data: Numbered, *numbers: int, epoch: int = 0) -> list[int]:
@@ -96,6 +97,38 @@ def test_a_stream_that_can_begin_anywhere_does() -> None:
     assert items(data, 2, 3, 8, 14, 15, 1) == [2, 3, 8, 14, 15, 1]
     assert stream.begun == [2, 14, 1]
     assert stream.read == 2 + 5 + 2 + 1, "4 items are passed over, 5 are not"
+
+
+def test_the_items_that_were_read_last_may_be_asked_for_again() -> None:
+    stream = Stream()
+    data = numbered(stream, keep=4)
+    assert items(data, 0, 1, 6, 3, 4, 5, 6, 6, 7) == [0, 1, 6, 3, 4, 5, 6, 6, 7]
+    assert (stream.begun, stream.read) == ([0], 8), "passed over or handed out, they are there"
+    assert items(data, 3) == [3]
+    assert (stream.begun, stream.read) == ([0, 0], 8 + 4), "the fifth last is not"
+    assert items(data, 5, epoch=1) == [5]
+    assert stream.begun == [0] * 3, "an epoch may have other items"
+    sought = Sought()
+    assert items(numbered(sought, keep=4), 6, 5, 4) == [6, 5, 4]
+    assert sought.begun == [6, 5, 4], "it keeps nothing"
+
+
+def test_a_script_may_change_what_it_gets() -> None:
+    class Lists(IterableDataset[list[Any]]):
+        def __init__(self, of: Any) -> None:
+            self.of, self.begun = of, 0
+
+        def __iter__(self) -> Iterator[list[Any]]:
+            self.begun += 1
+            return ([number, self.of] for number in range(20))
+
+    for of, begun in ((7, 1), (threading.Lock(), 2)):
+        stream = Lists(of)
+        data = numbered(stream, keep=4)
+        data[Place(0, 3)].clear()
+        data[Place(0, 4)].clear()
+        assert data[Place(0, 3)] == [3, of]
+        assert stream.begun == begun, "what cannot be copied is read again"
 
 
 def test_it_goes_on_after_an_error() -> None:
@@ -226,7 +259,7 @@ def test_what_is_refused(
     given = make()
     batch_size = None if isinstance(given, DataLoader) else 4
     with pytest.raises(error, match=match):
-        read_source(given, batch_size=batch_size, records=records, shuffle=True, options={})
+        read_source(given, batch_size=batch_size, records=records, shuffle=True, late=False, options={})
 
 
 @pytest.mark.parametrize(
@@ -234,6 +267,16 @@ def test_what_is_refused(
     [(Stream, 7, 7), (Sized, None, 20), (Sized, 7, 7), (lambda: ChainDataset([Sized(), Sized()]), None, 40)],
 )
 def test_how_many_records_a_stream_has(make: Callable[[], Any], records: int | None, expected: int) -> None:
-    source = read_source(make(), batch_size=4, records=records, shuffle=True, options={"num_workers": 2})
+    source = read_source(
+        make(), batch_size=4, records=records, shuffle=True, late=False, options={"num_workers": 2}
+    )
     assert (source.records, source.shuffle) == (expected, False)
     assert source.options["persistent_workers"], "a new process would read the stream from its beginning"
+
+
+@pytest.mark.parametrize(("late", "begun"), [(True, [0]), (False, [0, 0])])
+def test_batches_are_kept_where_records_of_late_steps_come_back(late: bool, begun: list[int]) -> None:
+    stream = Sized()
+    data = read_source(stream, batch_size=2, records=None, shuffle=True, late=late, options={}).readable
+    assert items(data, *range(18), 2) == [*range(18), 2]
+    assert stream.begun == begun
