@@ -71,7 +71,7 @@ class ElasticLoader:
             given,
             batch_size=batch_size,
             records=records,
-            shuffle=engine.spec.data.shuffle,
+            data=engine.spec.data,
             late=engine.spec.consistency.may_be_late,
             options=options,
         )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.job import Data
 from elastic_ps.worker.stream import Numbered
 
 _CARRIED = (
@@ -56,21 +57,21 @@ def read_source(
     *,
     batch_size: int | None,
     records: int | None,
-    shuffle: bool,
+    data: Data,
     late: bool,
     options: Mapping[str, Any],
 ) -> Source:
     """What the arguments of `session.loader` mean; see there.
 
     Args:
-        shuffle: the order is random, if `given` does not say.
+        data: whether the order is random, if `given` does not say, and the seed.
         late: records of steps that were too late come back all the time, soon after they were read.
 
     Raises:
         InvalidModel: the data set has no length, or is empty.
         UsageError: an argument or an option cannot be used in a job.
     """
-    dataset = given
+    dataset, shuffle = given, data.shuffle
     if isinstance(given, DataLoader):
         if batch_size is not None or options:
             raise UsageError(
@@ -101,7 +102,7 @@ def read_source(
     if processes:
         options["persistent_workers"] = True  # new ones would read the stream from its beginning
     ahead = batch_size * max(1, processes)
-    numbered = _numbered(dataset, records, near=ahead, keep=late * _KEPT_BATCHES * ahead)
+    numbered = _numbered(dataset, records, near=ahead, keep=late * _KEPT_BATCHES * ahead, seed=data.seed)
     return Source(dataset, numbered, len(numbered), batch_size, False, drop_last, options)
 
 
@@ -161,7 +162,9 @@ def _records_of(dataset: Any, records: int | None) -> int:
     return len(dataset)
 
 
-def _numbered(stream: IterableDataset[Any], records: int | None, *, near: int, keep: int) -> Numbered:
+def _numbered(
+    stream: IterableDataset[Any], records: int | None, *, near: int, keep: int, seed: int
+) -> Numbered:
     module, name, length = type(stream).__module__, type(stream).__name__, _length(stream)
     if module.partition(".")[0] in ("accelerate", "transformers"):
         raise UsageError(
@@ -183,7 +186,7 @@ def _numbered(stream: IterableDataset[Any], records: int | None, *, near: int, k
     count = length if records is None else records
     assert count is not None
     said = "its __len__" if records is None else f"records={records}"
-    return Numbered(stream, records=count, said=said, ends=records is None, near=near, keep=keep)
+    return Numbered(stream, records=count, said=said, ends=records is None, near=near, keep=keep, seed=seed)
 
 
 def _length(stream: IterableDataset[Any]) -> int | None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from elastic_ps.errors import UsageError
@@ -36,7 +37,7 @@ class Numbered(Dataset[Any]):
     It reads on from where it stands if that is possible, and otherwise begins the stream again. If the
     stream has a method `iterate_from(number)`, which returns an iterator that begins with that item, it is
     called wherever more than `near` items would be passed over. If it has a method `set_epoch(epoch)`, that
-    is called before each beginning.
+    is called before each beginning. The random order of torch's data pipes is that of the seed and the epoch.
 
     A copy in another process has a place of its own. `torch.utils.data.get_worker_info()` tells the stream
     that there is one process, so that a stream that shares itself out among a DataLoader's processes is
@@ -50,6 +51,7 @@ class Numbered(Dataset[Any]):
         near: how many items are passed over rather than sought.
         keep: how many items that were read last are kept, in case that they are asked for again. Scripts get
             copies of them. A stream that can begin anywhere needs none.
+        seed: of the order of data pipes.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class Numbered(Dataset[Any]):
         ends: bool,
         near: int,
         keep: int = 0,
+        seed: int = 0,
     ) -> None:
         self._stream, self._records, self._said, self._ends = stream, records, said, ends
         self._near, self._seeks = near, callable(getattr(stream, "iterate_from", None))
         self._keep = 0 if self._seeks else keep
         self._kept: dict[Place, Any] = {}
+        self._seed = seed
         self._items: Iterator[Any] | None = None
         self._next = Place(0, 0)  # of the item that comes next
         self._begun = 0  # times in this epoch
@@ -118,6 +122,7 @@ class Numbered(Dataset[Any]):
         self._items = None  # files of the last iterator are closed
         if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
             set_epoch(place.epoch)
+        _seed_pipes(self._stream, self._seed + place.epoch)
         if self._seeks:
             stream: Any = self._stream
             self._items, self._next = iter(stream.iterate_from(place.number)), place
@@ -164,6 +169,15 @@ class Numbered(Dataset[Any]):
                 f"that it has {self._records}, so the others would not be trained. Correct __len__; or pass "
                 f"session.loader(..., records={self._records}) to train only the first ones"
             )
+
+
+def _seed_pipes(stream: IterableDataset[Any], seed: int) -> None:
+    """Fix the random order of torch's data pipes, which torch gives no new features any more."""
+    kind = getattr(torch.utils.data, "IterDataPipe", None)
+    if kind is not None and isinstance(stream, kind):
+        from torch.utils.data.graph_settings import apply_random_seed
+
+        apply_random_seed(stream, torch.Generator().manual_seed(seed))
 
 
 @contextmanager

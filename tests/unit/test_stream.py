@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.job import Data
 from elastic_ps.worker.source import read_source
 from elastic_ps.worker.stream import OFTEN, Numbered, Place
 
@@ -259,7 +261,7 @@ def test_what_is_refused(
     given = make()
     batch_size = None if isinstance(given, DataLoader) else 4
     with pytest.raises(error, match=match):
-        read_source(given, batch_size=batch_size, records=records, shuffle=True, late=False, options={})
+        read_source(given, batch_size=batch_size, records=records, data=Data(), late=False, options={})
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_what_is_refused(
 )
 def test_how_many_records_a_stream_has(make: Callable[[], Any], records: int | None, expected: int) -> None:
     source = read_source(
-        make(), batch_size=4, records=records, shuffle=True, late=False, options={"num_workers": 2}
+        make(), batch_size=4, records=records, data=Data(), late=False, options={"num_workers": 2}
     )
     assert (source.records, source.shuffle) == (expected, False)
     assert source.options["persistent_workers"], "a new process would read the stream from its beginning"
@@ -277,6 +279,21 @@ def test_how_many_records_a_stream_has(make: Callable[[], Any], records: int | N
 @pytest.mark.parametrize(("late", "begun"), [(True, [0]), (False, [0, 0])])
 def test_batches_are_kept_where_records_of_late_steps_come_back(late: bool, begun: list[int]) -> None:
     stream = Sized()
-    data = read_source(stream, batch_size=2, records=None, shuffle=True, late=late, options={}).readable
+    data = read_source(stream, batch_size=2, records=None, data=Data(), late=late, options={}).readable
     assert items(data, *range(18), 2) == [*range(18), 2]
     assert stream.begun == begun
+
+
+def test_a_data_pipe_that_shuffles_has_the_same_order_in_each_worker() -> None:
+    orders = []
+    for seed, epoch in ((0, 0), (0, 0), (0, 1), (0, 1), (7, 0)):
+        pipe = IterableWrapper(range(20)).shuffle()
+        source = read_source(
+            pipe, batch_size=2, records=None, data=Data(seed=seed), late=False, options={"num_workers": 0}
+        )
+        orders.append(items(source.readable, *range(20), epoch=epoch))
+        assert items(source.readable, 3, 4, epoch=epoch) == orders[-1][3:5]
+    assert [sorted(order) for order in orders] == [list(range(20))] * 5
+    assert orders[0] == orders[1] != list(range(20))
+    assert orders[2] == orders[3] != orders[0]
+    assert orders[4] != orders[0], "data.seed changes it"
