@@ -79,9 +79,11 @@ class Described:
         for part in parts_of(optimizer):
             check_wrapper(part)
         self.optimizer = known.name_of(optimizer)
+        first = 0
         for part in parts_of(optimizer):
             _check_unused(part)
-            _check_arguments(part)
+            _check_arguments(part, first)
+            first += len(part.param_groups)
         check_one_limit(optimizer.param_groups)
         if ":" in self.optimizer:
             groups = self.settings(optimizer).groups
@@ -210,9 +212,12 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_arguments(optimizer: torch.optim.Optimizer) -> None:
-    """Raise InvalidModel for what the optimizer was told and the parameter server would not do."""
-    for index, group in enumerate(optimizer.param_groups):
+def _check_arguments(optimizer: torch.optim.Optimizer, first: int) -> None:
+    """Raise InvalidModel for what the optimizer was told and the parameter server would not do.
+
+    Of the parameter groups of all optimizers, its own begin with number `first`.
+    """
+    for index, group in enumerate(optimizer.param_groups, first):
         if group.get("differentiable"):
             raise InvalidModel(
                 f"param_groups[{index}] has differentiable=True, but the step is made on the parameter "

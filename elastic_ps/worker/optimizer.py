@@ -69,6 +69,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         overlap = overlap and self._local is None and not parts
         self._gradients = Gradients(flat, engine, overlap=overlap, check=check)
         self._parts = {name: Part(self, name, part) for name, part in parts.items()}
+        self._trained = {id(part): _ids(part) for part in parts.values()}
         super().__init__(wrapped.param_groups, wrapped.defaults)
         self.param_groups = wrapped.param_groups
         self._own = {id(tensor) for tensor in own}
@@ -135,7 +136,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             return loss
         self._engine.backward_ended()
         self._flat.check()
-        self._gradients.take_rest(None if part is None else _ids(part))
+        self._gradients.take_rest(None if part is None else self._trained[id(part)])
         self._gradients.reset()
         self._engine.finish_step()
         return loss

@@ -330,6 +330,13 @@ def test_what_a_script_cannot_pass_is_refused(tmp_path: Path) -> None:
                 "LBFGS cannot",
             ),
             ({"a": sgd(both["critic"]), "b": adam(make_mlp())}, "not parameters of the model"),
+            (
+                {
+                    "a": sgd(both["critic"]),
+                    "b": torch.optim.Adam(both["generator"].parameters(), differentiable=True),
+                },
+                r"param_groups\[1\] has differentiable=True",
+            ),
         ]:
             with pytest.raises(InvalidModel, match=match):
                 session.optimizer(optimizers, both)  # type: ignore[arg-type]
