@@ -402,6 +402,8 @@ class Driver:
             change="it joins again, since the job has changed" if tuning.needs_term(job.tuning) else "",
             all_reduce=job.spec.all_reduce,
         )
+        if job.spec.parameter_server.bucket_bytes:
+            state.bucket_bytes = 0  # it was chosen for another job; this one says how large buckets are
         clip = state.settings.max_grad_norm
         if clip is not None and self._standbys:  # they may step without the others, who have the norm
             logger.warning("max_grad_norm %g counts no more: it needs a job without standbys", clip)

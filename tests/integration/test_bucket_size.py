@@ -132,3 +132,22 @@ def test_a_worker_with_shared_memory_measures_nothing(
         job.start(0, script)
         job.join()
         assert job.status().bucket_bytes == LARGEST
+
+
+def test_a_job_that_names_a_size_does_not_report_the_one_that_an_earlier_job_has_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "measure", lambda _: SLOW)
+    checkpoints = tmp_path / "checkpoints"
+
+    def script(session: Session) -> None:
+        model = make_mlp(WIDTHS)
+        session.optimizer(sgd(model), model)
+
+    with running_job(tmp_path, checkpoints=checkpoints, parameterServer={"bucketBytes": 0}) as job:
+        job.run(script, workers=1)
+        assert job.status().bucket_bytes == 64 * 1024
+    named = {"bucketBytes": 32 * 1024}
+    with running_job(tmp_path, checkpoints=checkpoints, resume="require", parameterServer=named) as job:
+        job.run(script, workers=1)
+        assert (job.status().bucket_bytes, buckets(job)) == (0, 7)
