@@ -14,10 +14,20 @@ ALONE = 32 * 1024
 other thread, but the library behind `torch.dot` does from 10,000 on, or even before."""
 
 
+WHAT_TO_DO = (
+    "If the loss has grown before, the training diverges: lower the learning rate, or limit the norm of the "
+    "gradient. If not, look for the record, or the operation, that NaN or Inf comes from"
+)
+"""About a step whose gradients are not finite."""
+
+
 def require_finite(
-    contribution: torch.Tensor | Sparse, who: str, *, usual: torch.Tensor | None = None
+    contribution: torch.Tensor | Sparse, who: str, *, usual: torch.Tensor | None = None, advice: str = ""
 ) -> float:
     """Raise Refused (NOT_FINITE) if a floating-point tensor holds NaN or Inf, besides the Infs of `usual`.
+
+    Args:
+        advice: what to do then, in a sentence.
 
     Returns a bound on the values' magnitudes; Inf if there is none at hand.
     """
@@ -42,5 +52,6 @@ def require_finite(
         wrong &= contribution != usual
     bad = int(wrong.sum())
     if bad:
-        raise Refused(RefusalCode.NOT_FINITE, f"{who}: {bad} of {contribution.numel()} values are NaN or Inf")
+        text = f"{who}: {bad} of {contribution.numel()} values are NaN or Inf"
+        raise Refused(RefusalCode.NOT_FINITE, f"{text}. {advice}" if advice else text)
     return math.inf

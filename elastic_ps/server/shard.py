@@ -19,7 +19,7 @@ import torch
 from elastic_ps.checkpoint.tensors import Source, Stored
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.base import Sparse
-from elastic_ps.codec.finite import require_finite
+from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
 from elastic_ps.codec.optimizers import Entry, Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Rule
@@ -287,7 +287,7 @@ class Shard:
         bucket = self._buckets[key.bucket]
         usual = bucket.values if bucket.bucket.rule in (Rule.MEAN, Rule.BROADCAST) else None
         who = f"worker {key.worker}, step {key.step}, bucket {key.bucket}"
-        largest = require_finite(contribution, who, usual=usual)
+        largest = require_finite(contribution, who, usual=usual, advice=WHAT_TO_DO)
         with self._lock:
             if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
                 return False

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from elastic_ps.codec import checksum
-from elastic_ps.codec.finite import require_finite
+from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
 from elastic_ps.codec.optimizers import WIDE
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.reduced import Place
@@ -149,7 +149,7 @@ class Reduced:
         assert step is not None, "begin was called"
         if bucket.rule is Rule.GRADIENT:
             who = f"worker {step.stay.worker}, step {step.number}, bucket {bucket.index}"
-            require_finite(self._flat.contribution_of(bucket), who)
+            require_finite(self._flat.contribution_of(bucket), who, advice=WHAT_TO_DO)
 
     def _group_ahead(self, step: Step) -> Group | None:
         """The group of the version that this worker has, if it makes the next one as well."""

@@ -122,6 +122,7 @@ def test_what_is_not_finite_is_refused_and_the_sums_are_untouched(dtype: str, va
     with pytest.raises(Refused, match="worker 0, step 0, bucket 0: 1 of 4 values") as refused:
         rig.push(0, bad)
     assert refused.value.code is RefusalCode.NOT_FINITE
+    assert "lower the learning rate" in str(refused.value)
     rig.commit(1, samples=1)
     assert torch.equal(rig.values(), -good)
 
