@@ -7,6 +7,7 @@ a directory: what `elastic-ps evaluate` runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
@@ -62,17 +63,22 @@ def evaluate(argv: list[str]) -> int:
     parsed = parser.parse_args(argv)
     from elastic_ps.evaluator import checkpoints
 
+    out = sys.stdout
+
     class Printed(checkpoints.DirectorySource):
         def finish(self, checkpoint: checkpoints.Checkpoint) -> None:
             if parsed.json:
-                print(json.dumps({"version": checkpoint.version, "metrics": checkpoint.metrics}), flush=True)
+                told = {"version": checkpoint.version, "metrics": checkpoint.metrics}
+                print(json.dumps(told), file=out, flush=True)
                 return
             values = [f"{name} {value:.4g}" for name, value in sorted(checkpoint.metrics.items())]
             print(f"version {checkpoint.version}: {', '.join(values) or 'nothing was reported'}", flush=True)
 
     try:
         checkpoints.use(Printed(parsed.directory, parsed.version))
-        entrypoint.load(parsed.entrypoint, parsed.arguments, field="the arguments")()
+        # What the script prints is no JSON.
+        with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
+            entrypoint.load(parsed.entrypoint, parsed.arguments, field="the arguments")()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -197,9 +197,10 @@ def test_a_directory_is_evaluated_without_a_job(tmp_path: Path, capfd: pytest.Ca
     wanted = 2.0 * float(script.values[20]["0.weight"].sum())
     command = [sys.executable, "-m", "elastic_ps.cli", "evaluate", str(directory)]
     subprocess.run([*command, "--version", "20", "--json"], check=True)
-    out = capfd.readouterr().out
-    assert out.startswith('{"version": 20, "metrics": {"total": ')
-    assert float(out.rpartition(": ")[2].rstrip("}\n")) == pytest.approx(wanted)
+    printed = capfd.readouterr()
+    assert printed.out.startswith('{"version": 20, "metrics": {"total": ')
+    assert float(printed.out.rpartition(": ")[2].rstrip("}\n")) == pytest.approx(wanted)
+    assert "evaluated 20" in printed.err, "what the script prints is not among the JSON"
     (directory / FILE).unlink()
     assert subprocess.run(command, check=False).returncode == 2
     assert "had no evaluator" in capfd.readouterr().err
@@ -209,6 +210,7 @@ def total(factor: float = 1.0) -> None:
     model = make_mlp(seed=1)
     for checkpoint in elastic_ps.checkpoints():
         checkpoint.load(model)
+        print("evaluated", checkpoint.version)
         checkpoint.report(total=factor * model.state_dict()["0.weight"].sum())
 
 
