@@ -137,7 +137,7 @@ def _evaluated(evaluation: EvaluationStatus) -> Iterator[tuple[str, str]]:
     if evaluation.version is not None:
         yield "evaluated", str(evaluation)
     if evaluation.best_version not in (None, evaluation.version):
-        yield "best", f"version {evaluation.best_version}, {evaluation.best:.4g}; it is kept"
+        yield "best", f"version {evaluation.best_version} with {evaluation.best:.4g}; it is kept"
     if left := evaluation.missed + evaluation.waiting:
         yield "warning", f"{left} of {left + evaluation.evaluated} checkpoints were not evaluated"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -14,7 +15,7 @@ from elastic_ps.local import LocalStatus
 from elastic_ps.local.plan import Process
 from elastic_ps.local.snapshot import state_of
 from elastic_ps.local.state import ProcessStatus
-from elastic_ps.status import Member, Phase, Progress, ServerStatus, Traffic
+from elastic_ps.status import EvaluationStatus, Member, Phase, Progress, ServerStatus, Traffic
 
 
 @pytest.mark.parametrize(
@@ -108,3 +109,14 @@ def test_a_job_that_only_uses_tensors_has_no_progress_to_tell() -> None:
     assert not server.model_copy(update={"progress": Progress(version=3)}).only_tensors, "of a checkpoint"
     assert not server.model_copy(update={"progress": Progress(records_expected=9)}).only_tensors
     assert not server.model_copy(update={"ready": False}).only_tensors
+
+
+def test_the_value_of_the_best_version_is_not_taken_for_a_version() -> None:
+    found = EvaluationStatus(version=39, metrics={"prec@1": 34.3}, best_version=30, best=40.0, evaluated=4)
+    server = ServerStatus(
+        job="j", shard=0, shards=1, term=1, ready=True, progress=Progress(version=39, evaluation=found)
+    )
+    record = SimpleNamespace(last=server, loss_curve=list, samples_per_second=None)
+    outcome = SimpleNamespace(record=record, verdict=SimpleNamespace(message=""), unreached=())
+    said = dict(words.summary(cast(Any, outcome)))
+    assert said["best"] == "version 30 with 40; it is kept"
