@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 
 from elastic_ps.checkpoint import evaluations
@@ -22,10 +23,13 @@ def main() -> int:
         wanted = (
             evaluations.best_version(parsed.directory) if best else parsed.version and int(parsed.version)
         )
-        version, tensors = export(parsed.directory, parsed.out, version=wanted)
+        with warnings.catch_warnings(record=True) as warned:
+            version, tensors = export(parsed.directory, parsed.out, version=wanted)
     except ElasticPSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
+    for each in warned:
+        print(f"warning: {each.message}", file=sys.stderr)
     print(f"{parsed.out}: version {version}, {tensors} tensors")
     return 0
 

@@ -76,7 +76,9 @@ class Source(Protocol):
 
 
 class DirectorySource:
-    """The whole checkpoints that a directory holds now, oldest first; broken ones are left out and told.
+    """The whole checkpoints that a directory holds now, oldest first.
+
+    Broken ones are left out and told. If none is whole, `begin` raises CheckpointCorrupt.
 
     Args:
         version: only this one; None for all.
@@ -90,15 +92,21 @@ class DirectorySource:
             known = f"; it has {', '.join(map(str, versions))}" if versions else ""
             raise UserError(f"{directory} has {which} (a directory version-*){known}")
         self._left = iter(versions if version is None else [version])
+        self._found = False  # one that is whole
 
     def begin(self) -> Checkpoint | None:
+        broken: CheckpointCorrupt | None = None
         for version in self._left:
             try:
                 self._store.manifest(version)
             except CheckpointCorrupt as error:
                 logger.warning("the checkpoint of version %d is left out: %s", version, error)
+                broken = error
                 continue
+            self._found = True
             return Checkpoint(version, self._store.directory)
+        if broken is not None and not self._found:
+            raise CheckpointCorrupt(f"no checkpoint is whole, so none is evaluated: {broken}") from broken
         return None
 
     def finish(self, checkpoint: Checkpoint) -> None:
@@ -130,6 +138,7 @@ def checkpoints(directory: Path | str | None = None) -> Iterator[Checkpoint]:
     Raises:
         UsageError: this process evaluates for no job, and no directory is given.
         UserError: the directory has no checkpoint.
+        CheckpointCorrupt: all checkpoints of the directory are broken.
         ConnectionLost: the job's parameter server has not answered for minutes.
     """
     return _each(_source_of(directory))
