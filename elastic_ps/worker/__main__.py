@@ -61,7 +61,13 @@ def main() -> int:
         process.keep_freed_memory()
         compiler.defer()
         signal.signal(signal.SIGTERM, lambda *_: current.drain())
-        entrypoint.load(environment.spec.entrypoint, environment.spec.arguments)()
+        try:
+            entrypoint.load(environment.spec.entrypoint, environment.spec.arguments)()
+        except SystemExit as ending:
+            if not ending.code:  # as `sys.exit(main())` ends a script that has done its work
+                current.finish()
+            raise
+        current.finish()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         process.leave_reason(str(error))

@@ -76,6 +76,12 @@ def drain() -> None:
     _current.drain()
 
 
+def finish() -> None:
+    """The script has come to its end; see `Session.finish`. Blocks."""
+    if _current is not None:
+        _current.finish()
+
+
 def close() -> None:
     """Close the session, if there is one."""
     if _current is not None:

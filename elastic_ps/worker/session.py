@@ -461,6 +461,14 @@ class Session:
         """
         self._engine.report({name: value}, reduce=reduce)
 
+    def finish(self) -> None:
+        """The script has come to its end: carry out what it has pushed with `session.server`. Blocks.
+
+        A worker that is asked to leave does not wait any longer.
+        """
+        if self._tensors is not None and os.getpid() == self._owner:
+            self._tensors.finish(lambda: self._member.draining)
+
     def close(self) -> None:
         """Leave the job and free all resources. This worker's records go to other workers. Idempotent."""
         if os.getpid() == self._owner:

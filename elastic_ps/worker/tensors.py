@@ -222,6 +222,14 @@ class Tensors:
         with self._lock:
             return list(self._known)
 
+    def finish(self, stops: Callable[[], bool]) -> None:
+        """Wait until every push that was begun is carried out or has failed, or `stops()`. Blocks."""
+        while not stops():
+            with self._lock:
+                if all(push.done for push in self._pushes):
+                    return
+            time.sleep(FIRST_PAUSE)
+
     def close(self) -> None:
         """Carry out what was begun, for `GOODBYE` at most, and end the threads."""
         deadline = time.monotonic() + GOODBYE.total_seconds()

@@ -20,18 +20,20 @@ from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.launching import wait_for_end
 from tests.integration.oracle import mse
+from tests.integration.scripts import last_pushes
 from tests.polling import eventually
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "tensors.md").read_text()
 
 
-def job(directory: Path) -> TrainingJob:
+def job(script: str, *, bucket_bytes: int = 1024, **arguments: Any) -> TrainingJob:
     spec = {
-        "entrypoint": "tests.integration.scripts.counted:main",
-        "arguments": {"until": str(directory / "enough")},
-        "parameterServer": {"replicas": 2, "bucketBytes": 1024},
+        "entrypoint": f"tests.integration.scripts.{script}:main",
+        "arguments": arguments,
+        "parameterServer": {"replicas": 2, "bucketBytes": bucket_bytes},
         "worker": {"replicas": 2},
+        "runPolicy": {"backoffLimit": 0},
     }
     document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
     return parse_job({**document, "metadata": {"name": "counted"}, "spec": spec}, source="test")
@@ -41,7 +43,7 @@ def job(directory: Path) -> TrainingJob:
 def test_a_server_is_killed_and_the_job_succeeds(tmp_path: Path, transport: Scheme, shard: int) -> None:
     """With certificates, as every job: all of it is a worker's right."""
     options = Options(root=tmp_path / "state", transport=transport)
-    with Launcher(job(tmp_path), options) as launcher:
+    with Launcher(job("counted", until=str(tmp_path / "enough")), options) as launcher:
         launcher.start()
 
         def held() -> bool:
@@ -70,6 +72,19 @@ def test_a_server_is_killed_and_the_job_succeeds(tmp_path: Path, transport: Sche
     assert outcome.status.server is not None
     assert outcome.status.server.ready
     assert outcome.status.failures == 0
+
+
+@pytest.mark.parametrize("exits", [False, True])
+def test_what_a_script_has_pushed_last_is_carried_out(tmp_path: Path, exits: bool) -> None:
+    """It comes to its end, or calls sys.exit, while its pushes are on their way."""
+    ending = job("last_pushes", bucket_bytes=1 << 20, exits=exits)
+    with Launcher(ending, Options(root=tmp_path, transport="tcp")) as launcher:
+        launcher.start()
+        wait_for_end(launcher)
+        outcome = launcher.outcome()
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    assert outcome.status.server is not None
+    assert outcome.status.server.progress.metrics == {"least": last_pushes.PUSHES}
 
 
 def test_elastic_averaging_by_hand_learns_the_digits(tmp_path: Path) -> None:
