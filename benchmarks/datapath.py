@@ -21,13 +21,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.figures import Figure, write
 from benchmarks.recovery import ROOT, torchrun
-from elastic_ps.schemes import Scheme
+from elastic_ps.schemes import WITHOUT_RANKS, Scheme
 
 LIMIT = 300.0
 LOOK = 0.5
@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--ours", action="store_true", help="measure elastic-ps alone")
-    parser.add_argument("--transport", choices=get_args(Scheme), help="default: the fastest, within the host")
+    parser.add_argument("--transport", choices=WITHOUT_RANKS, help="default: the fastest, within the host")
     parser.add_argument("--strategy", choices=("parameter-server", "all-reduce"), default="parameter-server")
     parser.add_argument("--ddp", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--hook", default="", help=argparse.SUPPRESS)

@@ -42,7 +42,7 @@ from elastic_ps.drill.wire import Wires
 from elastic_ps.env import Role
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
-from elastic_ps.schemes import Scheme
+from elastic_ps.schemes import WITHOUT_RANKS, Scheme
 from elastic_ps.training import Consistency
 
 WORKERS, MOST_WORKERS, EPOCHS, BATCH = 3, 4, 2, 4
@@ -56,7 +56,7 @@ LEAST = 1e-9
 QUIET = 85.0
 """Per cent of the records from which on nothing more is broken, so that the job can end."""
 
-TRANSPORTS: tuple[Scheme, ...] = get_args(Scheme)
+TRANSPORTS = WITHOUT_RANKS
 
 Kind: TypeAlias = Literal[
     "kill-worker", "kill-ps", "kill-standby", "freeze-worker", "freeze-ps", "reset", "rescale", "change"

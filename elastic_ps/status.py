@@ -235,7 +235,7 @@ class Member(CamelModel):
     transport: str = Field(
         default="",
         description="How this worker's calls came when it joined: shm (on one host, with bodies in shared "
-        "memory), tcp or grpc.",
+        "memory), tcp, grpc, or mpi (through the ranks of an mpirun).",
     )
     state: Literal["joining", "idle", "training", "left", "lost", "hung"]
     reason: str = Field(default="", description="Why the worker was declared lost or hung, in words.")

@@ -75,13 +75,13 @@ def run_job(
     """
     if not started_by_mpirun():
         return _run_job(job(None), parsed, programs, None)
-    world = mpi.World()
+    world, relays = mpi.World(), parsed.transport == "mpi"
     if world.size == 1:
         return _run_job(job(None), parsed, programs, None)
     if world.rank:
-        mpi.serve(world)
+        mpi.serve(world, relays=relays)
         return 0
-    slots = mpi.Slots(world)
+    slots = mpi.Slots(world, relays=relays)
     try:
         if parsed.detach:
             raise UserError("--detach is not possible under mpirun; put `mpirun ... &` into the background")
@@ -98,6 +98,7 @@ def run_job(
 def _run_job(
     job: TrainingJob, parsed: argparse.Namespace, programs: Programs | None, slots: mpi.Slots | None
 ) -> int:
+    preflight.check_transport(job, parsed.transport, ranks=slots is not None)
     options = Options(
         schedule=tuple(sorted(ScaleAt(version, workers) for version, workers in parsed.scale)),
         trace=parsed.trace.resolve() if parsed.trace else None,
@@ -106,7 +107,7 @@ def _run_job(
         tls=not parsed.insecure,
         slots=slots,
         bind=parsed.bind,
-        host=slots.world.address if slots is not None else "127.0.0.1",
+        host="127.0.0.1" if slots is None or slots.relays else slots.world.address,
         programs=programs or Programs(),
     )
     if not options.programs.forkable:

@@ -2,12 +2,14 @@
 
 `mpirun -n 5 elastic-ps run job.yaml` runs the command five times. Rank 0 does what it does on one machine;
 where it would start a worker, it asks another rank to. MPI carries these orders, with the process's
-certificate, and what becomes of the processes; gradients and values travel as they always do
-(`transport.ways`). So workers may join, leave and be started again on a rank, and whatever ends `mpirun` ends
-all of them.
+certificate, and what becomes of the processes. Gradients and values travel as they always do
+(`transport.ways`), or through MPI, too (`relays`): then the ranks relay the connections of the workers
+(`local.relay`). Workers may join, leave and be started again on a rank, and whatever ends `mpirun` ends all
+of them.
 
-A rank looks for messages every `LOOK`, since a receive that waits would keep a core busy. mpi4py is imported
-only when it is used.
+A rank looks for orders every `LOOK`, since a receive that waits would keep a core busy. On rank 0, one thread
+gives orders and another one relays, and a lock lets one of them call MPI at a time. mpi4py is imported only
+when it is used.
 """
 
 from __future__ import annotations
@@ -16,24 +18,32 @@ import contextlib
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_ps.env import PREFIX, inherited
-from elastic_ps.errors import ElasticPSError, UserError
+from elastic_ps.errors import CannotListen, ElasticPSError, UserError
 from elastic_ps.local import issuer
 from elastic_ps.local.processes import Child, Lifeline, with_threads
+
+if TYPE_CHECKING:
+    from elastic_ps.local.relay import Relay
 
 LOOK = timedelta(milliseconds=20)
 """How long a rank sleeps between two looks."""
 
 ANSWER = timedelta(seconds=30)
 """How long a rank may take to start a process."""
+
+_ORDERS, _RELAYED = 1, 2
+"""Tags of messages."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +89,10 @@ class _Finish:
 
 
 class World:
-    """All ranks of an `mpirun`. Belongs to one thread at a time.
+    """All ranks of an `mpirun`. Orders belong to one thread at a time.
+
+    Attributes:
+        lock: held by the thread that calls MPI.
 
     Raises:
         UserError: mpi4py is missing, or the MPI library allows calls from one thread only.
@@ -97,7 +110,7 @@ class World:
             raise UserError(
                 "the MPI library was built without threads; elastic-ps needs MPI_THREAD_SERIALIZED at least"
             )
-        self.comm = MPI.COMM_WORLD
+        self.comm, self.lock = MPI.COMM_WORLD, threading.Lock()
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
         self.hosts: list[str] = self.comm.allgather(socket.gethostname())
 
@@ -124,13 +137,15 @@ class World:
         """End all ranks, and this process, with status 1."""
         self.comm.Abort(1)
 
-    def send(self, message: object, rank: int) -> None:
-        """Send a message. Blocks until the rank receives it, if it is not a small one."""
-        self.comm.send(message, dest=rank)
-
     def post(self, message: object, rank: int) -> Callable[[], bool]:
         """Begin to send a message. Does not block; what is returned tells whether it is sent."""
-        sent: Callable[[], bool] = self.comm.isend(message, dest=rank).Test
+        with self.lock:
+            request = self.comm.isend(message, dest=rank, tag=_ORDERS)
+
+        def sent() -> bool:
+            with self.lock:
+                return bool(request.Test())
+
         return sent
 
     def receive(self) -> tuple[int, Any] | None:
@@ -138,10 +153,49 @@ class World:
         from mpi4py import MPI
 
         status = MPI.Status()
-        if not self.comm.iprobe(source=MPI.ANY_SOURCE, status=status):
-            return None
-        source = status.Get_source()
-        return source, self.comm.recv(source=source)
+        with self.lock:
+            if not self.comm.iprobe(source=MPI.ANY_SOURCE, tag=_ORDERS, status=status):
+                return None
+            source = status.Get_source()
+            return source, self.comm.recv(source=source, tag=_ORDERS)
+
+    def relay(self) -> Relay:
+        """What relays the workers' connections through MPI, in this rank. Rank 0 has the servers."""
+        from elastic_ps.local.messages import Messages
+        from elastic_ps.local.relay import Relay
+        from elastic_ps.transport.mpi import name_of
+
+        target = (lambda port: name_of(f"127.0.0.1:{port}")) if self.rank == 0 else None
+        return Relay(Messages(self.comm, _RELAYED, self.lock), target=target)
+
+
+class _Relaying:
+    """The thread of rank 0 that relays. If it fails, it ends all ranks."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._relay = world, world.relay()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        relay, others = self._relay, frozenset(range(1, self._world.size))
+        try:
+            while not self._ending.is_set():
+                relay.run(time.monotonic() + LOOK.total_seconds())
+            relay.close(others)
+            while relay.left != others or not relay.idle:
+                relay.run(time.monotonic() + LOOK.total_seconds())
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            self._world.abort()
+            raise
+
+    def close(self) -> None:
+        """End all connections. Blocks until the other ranks have, too."""
+        self._ending.set()
+        self._thread.join()
 
 
 @dataclass
@@ -178,13 +232,18 @@ class _Remote:
         return self.last
 
 
-@dataclass
 class Slots:
-    """The other ranks, on which rank 0 starts workers. Belongs to one thread at a time."""
+    """The other ranks, on which rank 0 starts workers. Belongs to one thread at a time.
 
-    world: World
-    _processes: dict[int, _Remote] = field(default_factory=dict)
-    _finished: set[int] = field(default_factory=set)
+    Args:
+        relays: the ranks relay the workers' connections through MPI. Each rank has to be told (`serve`).
+    """
+
+    def __init__(self, world: World, *, relays: bool = False) -> None:
+        self.world, self.relays = world, relays
+        self._processes: dict[int, _Remote] = {}
+        self._finished: set[int] = set()
+        self._relaying = _Relaying(world) if relays else None
 
     @property
     def count(self) -> int:
@@ -254,6 +313,8 @@ class Slots:
 
     def close(self) -> None:
         """Let the other ranks end; what still runs there is killed. Blocks until they have told all."""
+        if self._relaying is not None:
+            self._relaying.close()
         for rank in range(1, self.world.size):
             self.send(_Finish(), rank)
         while len(self._finished) < self.count:
@@ -261,13 +322,16 @@ class Slots:
             time.sleep(0.001)
 
 
-def serve(world: World) -> None:
+def serve(world: World, *, relays: bool = False) -> None:
     """What a rank but 0 does: start processes and say what becomes of them, until the job is over. Blocks.
 
     If that fails, it ends all ranks: rank 0 would wait for ever to be told.
+
+    Args:
+        relays: see `Slots`.
     """
     try:
-        _serve(world)
+        _Rank(world, relays=relays).serve()
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -275,53 +339,84 @@ def serve(world: World) -> None:
         raise
 
 
-def _serve(world: World) -> None:
-    beside = sum(host == world.hosts[world.rank] for host in world.hosts)
-    children: dict[int, Child] = {}
-    for number in (signal.SIGINT, signal.SIGTERM):  # mpirun sends them to all ranks, and rank 0 decides
-        signal.signal(number, lambda *_: None)
-    with contextlib.closing(Lifeline()) as lifeline:
+class _Rank:
+    """A rank but 0, with the processes that it has started."""
+
+    def __init__(self, world: World, *, relays: bool) -> None:
+        self._world, self._children = world, dict[int, Child]()
+        self._beside = sum(host == world.hosts[world.rank] for host in world.hosts)
+        self._relay = world.relay() if relays else None
+        self._name = f"rank{world.rank}-{uuid.uuid4().hex}"  # on this host are ranks of other jobs, too
+
+    def serve(self) -> None:
+        """See `serve`."""
+        for number in (signal.SIGINT, signal.SIGTERM):  # mpirun sends them to all ranks, and rank 0 decides
+            signal.signal(number, lambda *_: None)
+        with contextlib.closing(Lifeline()) as lifeline:
+            try:
+                while True:
+                    found = self._world.receive()
+                    if found is None:
+                        self._tell_ends()
+                        self._wait(LOOK)
+                        continue
+                    _, order = found
+                    if isinstance(order, _Finish):
+                        self._tell(order)
+                        return
+                    if isinstance(order, _Start):
+                        self._tell(self._start(order, lifeline))
+                    elif child := self._children.get(order.number):
+                        (child.kill if order.kill else child.terminate)()
+            finally:
+                for child in self._children.values():
+                    child.kill()
+
+    def _wait(self, period: timedelta) -> None:
+        """Sleep, or relay meanwhile."""
+        if self._relay is None:
+            time.sleep(period.total_seconds())
+            return
+        self._relay.run(time.monotonic() + period.total_seconds())
+        if self._relay.left:
+            self._relay.close([0])
+
+    def _tell(self, message: object) -> None:
+        """Tell rank 0. Blocks until it receives that, and until what was relayed to it is sent, too."""
+        sent = self._world.post(message, 0)
+        while not sent() or (isinstance(message, _Finish) and self._relay and not self._relay.idle):
+            self._wait(timedelta(milliseconds=1))
+
+    def _start(self, order: _Start, lifeline: Lifeline) -> _Started:
+        variables = {"PYTHONUNBUFFERED": "1", **inherited(), **order.variables}
+        variables[f"{PREFIX}LIFELINE"] = str(lifeline.fd)
         try:
-            while True:
-                found = world.receive()
-                if found is None:
-                    _tell_ends(world, children)
-                    time.sleep(LOOK.total_seconds())
-                    continue
-                _, order = found
-                if isinstance(order, _Finish):
-                    world.send(order, 0)
-                    return
-                if isinstance(order, _Start):
-                    world.send(_start(order, children, lifeline, beside), 0)
-                elif child := children.get(order.number):
-                    (child.kill if order.kill else child.terminate)()
-        finally:
-            for child in children.values():
-                child.kill()
+            if self._relay is not None:
+                places = self._listen(variables[f"{PREFIX}ADDRESSES"].split(","), self._relay)
+                variables[f"{PREFIX}ADDRESSES"] = ",".join(places)
+            if order.certificate is not None:
+                issuer.write(Path(variables[f"{PREFIX}TLS_DIRECTORY"]), order.certificate)
+            Path(order.log).parent.mkdir(parents=True, exist_ok=True)
+            child = Child(
+                [sys.executable, *order.argv[1:]],
+                variables=with_threads(variables, processes=self._beside),
+                log=Path(order.log),
+                lifeline=lifeline,
+            )
+        except (OSError, CannotListen) as error:
+            return _Started(order.number, 0, str(error))
+        self._children[order.number] = child
+        return _Started(order.number, child.pid)
 
+    def _listen(self, addresses: Sequence[str], relay: Relay) -> list[str]:
+        """Where a worker on this host reaches the servers at `addresses`, through this rank."""
+        places = [f"{self._name}:{address.rpartition(':')[2]}" for address in addresses]
+        for place in places:
+            relay.listen(place)
+        return [f"mpi:{place}" for place in places]
 
-def _start(order: _Start, children: dict[int, Child], lifeline: Lifeline, beside: int) -> _Started:
-    variables = {"PYTHONUNBUFFERED": "1", **inherited(), **order.variables}
-    variables[f"{PREFIX}LIFELINE"] = str(lifeline.fd)
-    try:
-        if order.certificate is not None:
-            issuer.write(Path(variables[f"{PREFIX}TLS_DIRECTORY"]), order.certificate)
-        Path(order.log).parent.mkdir(parents=True, exist_ok=True)
-        child = Child(
-            [sys.executable, *order.argv[1:]],
-            variables=with_threads(variables, processes=beside),
-            log=Path(order.log),
-            lifeline=lifeline,
-        )
-    except OSError as error:
-        return _Started(order.number, 0, str(error))
-    children[order.number] = child
-    return _Started(order.number, child.pid)
-
-
-def _tell_ends(world: World, children: dict[int, Child]) -> None:
-    for number, child in list(children.items()):
-        if (status := child.poll()) is not None:
-            del children[number]
-            world.send(_Ended(number, status, child.output() if status else ""), 0)
+    def _tell_ends(self) -> None:
+        for number, child in list(self._children.items()):
+            if (status := child.poll()) is not None:
+                del self._children[number]
+                self._tell(_Ended(number, status, child.output() if status else ""))

@@ -19,6 +19,7 @@ from elastic_ps.job import TrainingJob
 from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.plan import ScaleAt
 from elastic_ps.local.processes import Programs
+from elastic_ps.schemes import Scheme
 
 CHECK_TIMEOUT = timedelta(minutes=2)
 
@@ -42,6 +43,26 @@ def check_workers(job: TrainingJob, schedule: Sequence[ScaleAt]) -> None:
             raise UserError(
                 f"--scale names version {version} twice; give one number of workers for each version"
             )
+
+
+def check_transport(job: TrainingJob, transport: Scheme | None, *, ranks: bool) -> None:
+    """Raise UserError where the processes cannot talk to each other in the way that is asked for.
+
+    Args:
+        ranks: other ranks of an `mpirun` start the workers.
+    """
+    if transport != "mpi":
+        return
+    if not ranks:
+        raise UserError(
+            "--transport mpi: there are no ranks to relay anything. Start the job with mpirun and two ranks "
+            "at least, as in `mpirun -n 2 elastic-ps run ...`, or choose another transport"
+        )
+    if job.spec.all_reduce:
+        raise UserError(
+            "--transport mpi: with strategy all-reduce, workers add up gradients among themselves, which MPI "
+            "does not carry here. Choose the strategy parameter-server, or leave --transport out"
+        )
 
 
 def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import assert_never
 
 from elastic_ps.deaths import describe_exit
-from elastic_ps.env import EXIT_LEFT, ProcessEnvironment, Resume, inherited
+from elastic_ps.env import EXIT_LEFT, ProcessEnvironment, Resume, Role, inherited
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
 from elastic_ps.job import TrainingJob
 from elastic_ps.local import issuer
@@ -428,9 +428,9 @@ class Launcher:
             spec=self.job.spec,
             role=action.role,
             index=action.index,
-            addresses=self._reached_at(addresses),
+            addresses=self._reached_at(addresses, by=action.role),
             standbys=self._reached_at(self._standbys),
-            bind=self._reached_at([bind])[0],
+            bind=f"{self.options.transport}:{bind}" if self.options.transport else bind,
             http=(self._standbys_http if action.role == "standby" else self._http)[shard],
             checkpoints=None if action.role == "evaluator" else self.checkpoints,
             resume=self._resume(action),
@@ -443,9 +443,14 @@ class Launcher:
             tuning=self._tuning if (action.role, action.index) == ("ps", 0) else None,
         )
 
-    def _reached_at(self, addresses: Sequence[str]) -> tuple[str, ...]:
-        """The addresses, with the scheme of the transport that is to be used."""
+    def _reached_at(self, addresses: Sequence[str], *, by: Role | None = None) -> tuple[str, ...]:
+        """The addresses, with the scheme of the transport that is to be used.
+
+        Only workers are beyond MPI: the other processes are on this host, as the parameter servers are.
+        """
         scheme = self.options.transport
+        if scheme == "mpi" and by != "worker":
+            scheme = "shm"
         return tuple(f"{scheme}:{address}" if scheme else address for address in addresses)
 
     def _resume(self, action: planning.Start) -> Resume:

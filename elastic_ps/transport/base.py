@@ -54,14 +54,15 @@ class Incoming(Protocol):
 
     @property
     def transport(self) -> str:
-        """In which way it came: `shm`, `tcp`, `grpc` or `inproc`."""
+        """In which way it came: `shm`, `tcp`, `grpc`, `mpi` or `inproc`."""
 
     @property
     def peer(self) -> Identity | None:
         """Who has sent it, by the certificate of the connection.
 
         None: the connection has none. The job has no certificates, or the sender is a process of the same
-        user on this host (`shm`), or this process (`inproc`): it could do all that this process does.
+        user on this host (`shm`), or this process (`inproc`): it could do all that this process does. Or it
+        comes through a rank of the same `mpirun` (`mpi`), which has started it.
         """
 
     def view(self) -> memoryview | None:

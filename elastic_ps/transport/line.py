@@ -79,15 +79,24 @@ class Line:
         transport, peer: see `Incoming`.
     """
 
-    def __init__(self, sock: socket.socket, what: str, *, stall: timedelta | None = None) -> None:
-        """Args: what: for messages. stall: how long the other side may be silent in the middle of a frame."""
+    def __init__(
+        self, sock: socket.socket, what: str, *, stall: timedelta | None = None, way: str = ""
+    ) -> None:
+        """What to say and hear on a connected socket.
+
+        Args:
+            what: for messages.
+            stall: how long the other side may be silent in the middle of a frame.
+            way: see `Incoming.transport`. Default: `shm` on a Unix socket, else `tcp`. Only `shm` hands over
+                memory.
+        """
         self._socket, self._sock = sockets.of(sock), sock
         self.peer: Identity | None = None
         self._what = what
         self._stall = stall
         self._process = os.getpid()
-        self._passes_memory = sock.family == socket.AF_UNIX
-        self.transport = "shm" if self._passes_memory else "tcp"
+        self.transport = way or ("shm" if sock.family == socket.AF_UNIX else "tcp")
+        self._passes_memory = self.transport == "shm"
         self._shown: list[int] = []
         self._seen: dict[int, Mapped] = {}
         self._ahead = EMPTY  # what was received, and is not used yet

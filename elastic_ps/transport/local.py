@@ -40,7 +40,8 @@ def name_of(address: str) -> str | None:
     return f"\0elastic-ps {host}:{port}" if is_loopback(host) else None
 
 
-def _same_user(sock: socket.socket) -> bool:
+def same_user(sock: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket is of this user, or of root."""
     _, user, _ = _CREDENTIALS.unpack(
         sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -59,17 +60,22 @@ class LocalServer(StreamServer):
         name = name_of(address)
         if name is None:
             raise CannotListen(f"{address} is not an address of this host alone")
+        super().__init__(listening(name, address), address, limits=limits, stall=stall, admit=same_user)
+
+
+def listening(name: str, address: str) -> socket.socket:
+    """A Unix socket that listens under a name, for the server at `address`. Raises CannotListen."""
+    try:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            try:
-                listener.bind(name)
-                listener.listen(BACKLOG)
-            except BaseException:
-                listener.close()
-                raise
-        except OSError as error:
-            raise CannotListen(f"cannot listen on this host for {address}: {error}") from error
-        super().__init__(listener, address, limits=limits, stall=stall, admit=_same_user)
+            listener.bind(name)
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise CannotListen(f"cannot listen on this host for {address}: {error}") from error
+    return listener
 
 
 def dial(address: str) -> socket.socket:
@@ -81,13 +87,21 @@ def dial(address: str) -> socket.socket:
     name = name_of(address)
     if name is None:
         raise ConnectionRefusedError(f"{address} is not an address of this host alone")
+    return connected(name, address)
+
+
+def connected(name: str, address: str) -> socket.socket:
+    """A socket that is connected to the one that listens under a name, for the server at `address`.
+
+    Blocks while that has a full backlog, for `CONNECT` at most. Raises OSError as `dial`.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         # `settimeout` would not wait for room in the backlog.
         limit = _TIMEVAL.pack(int(CONNECT.total_seconds()), 0)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.connect(name)
-        if not _same_user(sock):
+        if not same_user(sock):
             raise PermissionError(f"the server of {address} on this host is another user's")
     except BaseException:
         sock.close()

@@ -74,6 +74,7 @@ class StreamServer(Server):
         hello: what is said first on each socket.
         credentials: with which the server talks TLS, to clients that have a certificate of the job; None: it
             talks to everybody, in plain text.
+        way: see `Line`.
     """
 
     def __init__(
@@ -86,11 +87,12 @@ class StreamServer(Server):
         admit: Callable[[socket.socket], bool] = lambda _: True,
         hello: bytes = b"",
         credentials: Credentials | None = None,
+        way: str = "",
     ) -> None:
         self.limits = limits or Limits()
         self._listener, self._address = listener, address
         self._stall, self._admit, self._hello = stall, admit, hello
-        self._credentials = credentials
+        self._credentials, self._way = credentials, way
         self._handler: Handler | None = None
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -152,7 +154,8 @@ class StreamServer(Server):
                 sock.close()
                 continue
             try:
-                line = Line(self._secured(sock), f"a client of {self._address}", stall=self._stall)
+                what = f"a client of {self._address}"
+                line = Line(self._secured(sock), what, stall=self._stall, way=self._way)
             except OSError:  # the client has gone already
                 sock.close()
                 continue
@@ -284,6 +287,7 @@ class StreamConnection(Connection):
         address: of the server, for messages.
         limits: what is accepted from the server.
         near: the server is on this host.
+        way: see `Line`.
     """
 
     def __init__(
@@ -293,8 +297,9 @@ class StreamConnection(Connection):
         *,
         limits: Limits | None = None,
         near: bool = False,
+        way: str = "",
     ) -> None:
-        self._dial, self._address, self._near = dial, address, near
+        self._dial, self._address, self._near, self._way = dial, address, near, way
         self._limits = limits or Limits()
         self._lock = (
             threading.RLock()
@@ -333,7 +338,7 @@ class StreamConnection(Connection):
                 self._busy.add(line)
                 return line
         try:
-            line = Line(self._dial(), self._address)
+            line = Line(self._dial(), self._address, way=self._way)
         except UntrustedError as error:
             raise ConnectionLost(f"{what}: {error}") from error
         except OSError as error:

@@ -9,6 +9,7 @@ by its data port (`transport.tcp`), if it can be reached; else by gRPC. A scheme
 | `shm` | within this host, with bodies in shared memory |
 | `tcp` | a connection of our own; the port is the data port itself |
 | `grpc` | gRPC |
+| `mpi` | messages of MPI, between the ranks of an `mpirun` (`transport.mpi`) |
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import get_args
 
 from elastic_ps.errors import CannotListen, ConnectionLost, UsageError
 from elastic_ps.schemes import Scheme
-from elastic_ps.transport import local, tcp
+from elastic_ps.transport import local, mpi, tcp
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
 from elastic_ps.transport.credentials import Credentials, UntrustedError
 
@@ -68,7 +69,11 @@ def listen(bind: str, *, credentials: Credentials | None = None) -> Server:
         UsageError: see `parse`.
     """
     scheme, place = parse(bind)
-    if credentials is None and scheme != "shm" and not local.is_loopback(place.rpartition(":")[0]):
+    if (
+        credentials is None
+        and scheme not in ("shm", "mpi")
+        and not local.is_loopback(place.rpartition(":")[0])
+    ):
         logger.warning(
             "%s is open: whoever reaches it can read and change the model, because this process was started "
             "without a certificate (docs/security.md)",
@@ -78,6 +83,8 @@ def listen(bind: str, *, credentials: Credentials | None = None) -> Server:
         return tcp.TcpServer(place, credentials=credentials)
     if scheme == "shm":
         return local.LocalServer(place)
+    if scheme == "mpi":
+        return _beside_mpi(place)
     from elastic_ps.transport.grpc import GrpcServer  # takes long to import, and not every process needs it
 
     if scheme == "grpc":
@@ -91,6 +98,16 @@ def listen(bind: str, *, credentials: Credentials | None = None) -> Server:
             each.close()
         raise
     return _Everywhere(server, faster or _listen_faster(place, server.address, credentials))
+
+
+def _beside_mpi(place: str) -> Server:
+    """A server for workers beyond a rank, and, in shared memory, for the other processes on this host."""
+    near = local.LocalServer(place)
+    try:
+        return _Everywhere(near, [mpi.MpiServer(place)])
+    except BaseException:
+        near.close()
+        raise
 
 
 def _listen_faster(bind: str, address: str, credentials: Credentials | None) -> list[Server]:
@@ -113,7 +130,7 @@ def _listen_faster(bind: str, address: str, credentials: Credentials | None) -> 
 
 
 class _Everywhere(Server):
-    """Several servers as one: gRPC's, and those of faster ways. Thread-safe."""
+    """Several servers as one, whose address is the first one's: gRPC's, and faster ways. Thread-safe."""
 
     def __init__(self, server: Server, faster: Sequence[Server]) -> None:
         self._server, self._faster = server, faster
@@ -153,6 +170,8 @@ def connect(
 def _make(scheme: str, place: str, limits: Limits | None, credentials: Credentials | None) -> Connection:
     if scheme == "shm":
         return local.connect(place, limits=limits)
+    if scheme == "mpi":
+        return mpi.connect(place, limits=limits)
     if scheme == "tcp":
         return tcp.connect(place, limits=limits, credentials=credentials)
     from elastic_ps.transport.grpc import GrpcConnection

@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 
 from elastic_ps import env
 from elastic_ps.checkpoint.store import Store
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
 from elastic_ps.local import JobDirectory
 from elastic_ps.local.state import LocalStatus
 from tests.integration import mpirun
@@ -119,9 +121,9 @@ def test_each_rank_but_the_first_is_a_worker_and_the_summary_is_printed_once(ran
 
 
 def test_what_is_trained_is_the_same_to_the_bit_as_without_mpi(ranks: Ranks) -> None:
-    """With two parameter servers, of which the file says nothing."""
+    """With two parameter servers, of which the file says nothing. Also if MPI carries gradients and values."""
     kept: list[dict[str, torch.Tensor]] = []
-    for way in ("mpirun", "alone"):
+    for way in ("mpirun", "mpi", "alone"):
         path = ranks.directory / way
         job = ranks.job(
             arguments={"records": 200, "widths": [6, 64, 1]},
@@ -129,8 +131,10 @@ def test_what_is_trained_is_the_same_to_the_bit_as_without_mpi(ranks: Ranks) -> 
             worker={"replicas": 2},
             parameterServer={"bucketBytes": 1024, "checkpoint": {"path": str(path)}},
         )
-        if way == "mpirun":
-            code, out, err = ranks.run(3, job, "--ps", 2)
+        if way != "alone":
+            transport = ["--transport", "mpi"] if way == "mpi" else []
+            code, out, err = ranks.run(3, job, "--ps", 2, *transport)
+            assert ("transport     mpi" in out) == (way == "mpi"), out
         else:
             command = [sys.executable, "-m", "elastic_ps.cli", "run", str(job), "--ps", "2"]
             done = subprocess.run(
@@ -146,8 +150,10 @@ def test_what_is_trained_is_the_same_to_the_bit_as_without_mpi(ranks: Ranks) -> 
         kept.append(
             {f"{n} {name}": t for n, shard in enumerate(shards) for name, t in load_file(shard).items()}
         )
-    assert kept[0].keys() == kept[1].keys()
-    assert all(torch.equal(value, kept[1][name]) for name, value in kept[0].items())
+    alone = kept.pop()
+    for each in kept:
+        assert each.keys() == alone.keys()
+        assert all(torch.equal(value, alone[name]) for name, value in each.items())
 
 
 def test_a_worker_that_dies_is_started_again_on_its_rank_and_more_can_be_added(ranks: Ranks) -> None:
@@ -166,6 +172,33 @@ def test_a_worker_that_dies_is_started_again_on_its_rank_and_more_can_be_added(r
     out, err = run.communicate(timeout=120)
     assert run.returncode == 0, err
     assert "600 of 600 in the model" in out
+
+
+def test_through_mpi_a_worker_and_a_parameter_server_that_die_are_replaced_and_no_record_is_lost(
+    ranks: Ranks,
+) -> None:
+    """Nobody listens on a port that another host could reach."""
+    checkpoint = {"interval": "200ms", "path": str(ranks.directory / "kept")}
+    server = {"replicas": 2, "checkpoint": checkpoint}
+    job = ranks.job(worker={"replicas": 2}, parameterServer=server, **slow(600))
+    history = ranks.directory / "history"
+    run = ranks.start_module(3, "tests.integration.scripts.relayed", job, history)
+    for name in ("worker-1", "ps-0", "worker-0", "ps-1"):
+        status = ranks.trains(3)
+        assert status.server is not None
+        pid, version = ranks.pids()[name], status.server.progress.version
+        listening = [at.laddr.ip for at in psutil.Process(ranks.pids()["ps-0"]).net_connections("tcp")]
+        assert set(listening) <= {"127.0.0.1"}
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: ranks.pids().get(name, pid) != pid, f"{name} is started again")  # noqa: B023
+        ranks.trains(version + 5)
+    status = ranks.trains()
+    assert status.server is not None
+    assert {member.transport for member in status.server.members} == {"mpi"}
+    (ranks.directory / "hurry").touch()
+    out, err = run.communicate(timeout=LIMIT)
+    assert (run.returncode, out) == (0, "Succeeded\n"), err
+    assert check(read(history), Data(600, 1)) == []
 
 
 def test_what_ends_mpirun_ends_everything_and_the_job_goes_on_with_resume(ranks: Ranks) -> None:
@@ -228,10 +261,27 @@ def test_a_job_that_is_wrong_ends_all_ranks_with_a_sentence(ranks: Ranks) -> Non
     code, _, err = ranks.run(3, ranks.job(worker={"replicas": 1, "maxReplicas": 1}))
     assert code == 2
     assert re.search(r"--workers: .*2.*1", err), err
+    code, _, err = ranks.run(2, ranks.job(strategy="all-reduce"), "--transport", "mpi")
+    assert code == 2
+    assert "--transport mpi: with strategy all-reduce" in err
     for option in ("--detach", "--bind"):
         code, _, err = ranks.run(2, ranks.job(), option)
         assert code == 2
         assert f"{option} is not possible under mpirun" in err
+
+
+@pytest.mark.parametrize("ranks_given", [0, 1])
+def test_without_ranks_nothing_can_travel_through_mpi(ranks: Ranks, ranks_given: int) -> None:
+    if ranks_given:
+        code, _, err = ranks.run(1, ranks.job(), "--transport", "mpi")
+    else:
+        command = [sys.executable, "-m", "elastic_ps.cli", "run", str(ranks.job()), "--transport", "mpi"]
+        environment = mpirun.variables(ranks.directory)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+        code, err = done.returncode, done.stderr
+    assert code == 2
+    assert "--transport mpi: there are no ranks to relay anything. Start the job with mpirun" in err
+    assert ranks.status() is None, "nothing was started"
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,10 @@ from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limi
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocConnection, InprocServer
 from elastic_ps.transport.local import LocalServer
+from elastic_ps.transport.mpi import MpiServer
 from elastic_ps.transport.tcp import TcpServer
 from tests import certificates
+from tests.integration.relays import Relayed
 
 _NUMBERS = itertools.count(os.getpid() * 1000)
 """They need not be ports."""
@@ -94,7 +96,19 @@ class TcpOverTls(TcpTransport):
     tls = True
 
 
-Transport = GrpcTransport | InprocTransport | LocalTransport | TcpTransport
+class MpiTransport:
+    """Makes servers of the transport through MPI, and connections through two relays without MPI."""
+
+    def listen(self, *, again: Server | None = None, limits: Limits | None = None) -> Server:
+        """See `GrpcTransport.listen`."""
+        return MpiServer(again.address if again else f"127.0.0.1:{next(_NUMBERS)}", limits=limits)
+
+    def connect(self, server: Server, *, limits: Limits | None = None) -> Connection:
+        """A connection to `server`."""
+        return Relayed(server.address, limits=limits)
+
+
+Transport = GrpcTransport | InprocTransport | LocalTransport | TcpTransport | MpiTransport
 TRANSPORTS: list[Callable[[], Transport]] = [
     GrpcTransport,
     GrpcOverTls,
@@ -102,6 +116,7 @@ TRANSPORTS: list[Callable[[], Transport]] = [
     LocalTransport,
     TcpTransport,
     TcpOverTls,
+    MpiTransport,
 ]
 
 BY_NAME: dict[str, Callable[[], Transport]] = {
@@ -109,6 +124,7 @@ BY_NAME: dict[str, Callable[[], Transport]] = {
     "grpc": GrpcTransport,
     "tcp": TcpTransport,
     "shm": LocalTransport,
+    "mpi": MpiTransport,
 }
 """What a whole job's correctness is tested over; see `running_job`."""
 

@@ -1,0 +1,384 @@
+"""Connections of workers to parameter servers, relayed between the ranks of an `mpirun`.
+
+A rank listens on Unix sockets beside its workers (`transport.mpi`). What arrives on a connection goes to
+rank 0 as messages, and rank 0 writes it to a connection of its own to the server; and back. Only bytes are
+moved, in order; nobody looks into the frames. When one end of a connection closes, so does the other, after
+what was on the way: a worker's death is to the server what it would be over TCP, and the other way round.
+
+Nothing blocks, so one slow end never holds up another. At most `WINDOW` bytes of a connection are on the way
+in each direction: the receiver tells what its socket has taken, and the sender reads no further before. That
+bounds the memory, too. `Relay` belongs to one thread; `local.messages` carries the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+from elastic_ps.transport import local, mpi
+
+HEAD = struct.Struct("<B7xQQ")
+"""Kind of a message, number of its connection, and an amount."""
+
+CHUNK = mpi.BUFFER
+"""Bytes of a message at most, without its head."""
+
+WINDOW = 4 * CHUNK
+"""Bytes of a connection that may be on the way in one direction."""
+
+LEAST = 1024
+"""Bytes that a message counts at least, since each needs memory of its own."""
+
+SHARE = 16
+"""A relay that has been idle for a time sleeps for one of so many parts of it: what comes is late by that."""
+
+LONGEST = timedelta(milliseconds=2)
+"""The longest sleep while there are connections. A socket ends it; a message of MPI cannot."""
+
+ALONE = timedelta(milliseconds=20)
+"""The longest sleep while there are none."""
+
+KEPT = 32
+"""Buffers that are kept to be used again."""
+
+_EVENTS = 256
+
+
+class Kind(enum.IntEnum):
+    """What a message says about a connection. Its amount is in brackets."""
+
+    OPEN = 1
+    """A worker has connected (the server's port)."""
+    DATA = 2
+    """The bytes that follow."""
+    TAKEN = 3
+    """The socket has taken bytes (how many)."""
+    GONE = 4
+    """One end has closed; nothing follows."""
+    BYE = 5
+    """The relay has ended; nothing follows from this rank."""
+
+
+class Arrived(NamedTuple):
+    """A message that a rank has sent. `free` is to be called when nobody reads it any more."""
+
+    rank: int
+    message: memoryview
+    free: Callable[[], None]
+
+
+class Post(Protocol):
+    """Carries messages between ranks: none is lost, and those between two ranks stay in order."""
+
+    def send(self, rank: int, message: memoryview, done: Callable[[], None]) -> None:
+        """Begin to send. Does not block. `message` must not change until `done` is called."""
+
+    def step(self) -> list[Arrived]:
+        """Go on with everything, without blocking. Returns what has arrived, in order."""
+
+    @property
+    def sending(self) -> bool:
+        """Whether a message is still on its way out."""
+
+
+class Buffers:
+    """Memory for messages, used again, so that a large one does not begin with page faults."""
+
+    def __init__(self) -> None:
+        self._free: list[bytearray] = []
+
+    def take(self, size: int = HEAD.size + CHUNK) -> bytearray:
+        """One with room for so many bytes, or more."""
+        if size <= LEAST or size > HEAD.size + CHUNK:
+            return bytearray(size)
+        return self._free.pop() if self._free else bytearray(HEAD.size + CHUNK)
+
+    def give_back(self, buffer: bytearray) -> None:
+        """Nobody reads or writes it any more."""
+        if len(self._free) < KEPT and len(buffer) == HEAD.size + CHUNK:
+            self._free.append(buffer)
+
+
+def cost(size: int) -> int:
+    """What a message of so many bytes takes of a connection's window."""
+    return max(size, LEAST)
+
+
+def pause(idle: float, *, connections: int) -> float:
+    """How long a relay may sleep in which nothing has happened for `idle` seconds; in seconds."""
+    return min(idle / SHARE, (LONGEST if connections else ALONE).total_seconds())
+
+
+@dataclass
+class _Waiting:
+    """What is to be written of a message, which has cost so much of the window."""
+
+    data: memoryview
+    paid: int
+    free: Callable[[], None]
+
+
+@dataclass(eq=False)
+class _End:
+    """The end of a connection that is on this host."""
+
+    sock: socket.socket
+    rank: int
+    number: int
+    room: int = WINDOW
+    """What may still be sent to the other end."""
+    waiting: deque[_Waiting] = field(default_factory=deque)
+    """What has come from there."""
+    taken: int = 0
+    """What the socket has taken of it, and the other end has not been told."""
+    closing: bool = False
+    """The other end is gone; this one goes when nothing waits."""
+    events: int = 0
+
+    def wanted(self) -> int:
+        """For which events to look."""
+        reads = select.EPOLLIN if self.room > 0 and not self.closing else 0
+        return reads | (select.EPOLLOUT if self.waiting else 0)
+
+
+class Relay:
+    """One rank's part: connections from this host (`listen`), and, on rank 0, those to servers on this host.
+
+    Args:
+        post: carries the messages.
+        target: the socket's name of the server at a port of this host; None on a rank that has no servers.
+    """
+
+    def __init__(self, post: Post, *, target: Callable[[int], str] | None = None) -> None:
+        self._post, self._target = post, target
+        self._epoll = select.epoll()
+        self._listeners: dict[int, tuple[socket.socket, int]] = {}
+        self._names: dict[str, int] = {}
+        self._ends: dict[tuple[int, int], _End] = {}
+        self._by_fd: dict[int, _End] = {}
+        self._numbers = itertools.count()
+        self._buffers = Buffers()
+        self._moved = time.monotonic()
+        self._left: set[int] = set()
+        self._closed = False
+
+    @property
+    def left(self) -> frozenset[int]:
+        """The ranks that have said that nothing follows from them."""
+        return frozenset(self._left)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way out."""
+        return not self._post.sending
+
+    def listen(self, address: str) -> None:
+        """Take connections for the server at the port of `address`. Once for each address is enough.
+
+        Raises:
+            CannotListen.
+        """
+        if address in self._names:
+            return
+        listener = local.listening(mpi.name_of(address), address)
+        listener.setblocking(False)
+        self._names[address] = listener.fileno()
+        self._listeners[listener.fileno()] = listener, int(address.rpartition(":")[2])
+        self._epoll.register(listener, select.EPOLLIN)
+
+    def run(self, until: float) -> None:
+        """Relay until `time.monotonic()` is there. Blocks."""
+        while (now := time.monotonic()) < until:
+            self.step(min(until - now, pause(now - self._moved, connections=len(self._ends))))
+
+    def step(self, seconds: float) -> None:
+        """Do what can be done, after a sleep of so many seconds at most. A socket ends the sleep."""
+        if seconds > 0:
+            select.select([self._epoll], [], [], seconds)  # an epoll's own timeout has whole milliseconds
+        moved = self._poll_sockets()
+        arrived = self._post.step()
+        for each in arrived:
+            if not self._receive(each):
+                each.free()
+        if moved or arrived:
+            self._moved = time.monotonic()
+
+    def close(self, ranks: Iterable[int]) -> None:
+        """End all connections, and tell these ranks that nothing follows. What is on its way out still is."""
+        if self._closed:
+            return
+        self._closed = True
+        for end in list(self._ends.values()):
+            self._drop(end, tell=False)
+        for listener, _ in self._listeners.values():
+            self._epoll.unregister(listener)
+            listener.close()
+        self._listeners.clear()
+        for rank in ranks:
+            self._tell(rank, Kind.BYE, 0)
+
+    # --- this host
+
+    def _poll_sockets(self) -> bool:
+        happened = self._epoll.poll(0, _EVENTS)
+        for fd, events in happened:
+            if fd in self._listeners:
+                self._accept(*self._listeners[fd])
+            elif end := self._by_fd.get(fd):
+                if events & select.EPOLLOUT:
+                    self._write(end)
+                if events & ~select.EPOLLOUT and self._by_fd.get(fd) is end:
+                    self._read(end)
+        return bool(happened)
+
+    def _accept(self, listener: socket.socket, port: int) -> None:
+        try:
+            sock, _ = listener.accept()
+        except OSError:  # the client has gone already, or no descriptor is left for now
+            return
+        if not local.same_user(sock):
+            sock.close()
+            return
+        end = self._add(sock, 0, next(self._numbers))
+        self._tell(end.rank, Kind.OPEN, end.number, port)
+
+    def _add(self, sock: socket.socket, rank: int, number: int) -> _End:
+        sock.setblocking(False)
+        mpi.prepare(sock)
+        end = _End(sock, rank, number)
+        self._ends[rank, number] = self._by_fd[sock.fileno()] = end
+        self._watch(end)
+        return end
+
+    def _watch(self, end: _End) -> None:
+        """Look for what the end wants. If that is nothing, not at all: a hang-up would end every sleep."""
+        events = end.wanted()
+        if events == end.events:
+            return
+        if not end.events:
+            self._epoll.register(end.sock, events)
+        elif not events:
+            self._epoll.unregister(end.sock)
+        else:
+            self._epoll.modify(end.sock, events)
+        end.events = events
+
+    def _read(self, end: _End) -> None:
+        if not end.wanted() & select.EPOLLIN:
+            self._lost(end)  # a hang-up, while something was to be written
+            return
+        buffer = self._buffers.take()
+        view = memoryview(buffer)
+        try:
+            size = end.sock.recv_into(view[HEAD.size : HEAD.size + min(CHUNK, end.room)])
+        except BlockingIOError:
+            self._buffers.give_back(buffer)
+            return
+        except OSError:
+            size = 0
+        if not size:
+            self._buffers.give_back(buffer)
+            self._lost(end)
+            return
+        HEAD.pack_into(buffer, 0, Kind.DATA, end.number, size)
+        end.room -= cost(size)
+        self._post.send(end.rank, view[: HEAD.size + size], lambda: self._buffers.give_back(buffer))
+        self._watch(end)
+
+    def _write(self, end: _End) -> None:
+        """Write what waits, as far as the socket takes it."""
+        try:
+            while end.waiting:
+                first = end.waiting[0]
+                sent = end.sock.send(first.data, socket.MSG_NOSIGNAL)
+                first.data = first.data[sent:]
+                if first.data:
+                    break
+                end.waiting.popleft()
+                end.taken += first.paid
+                first.free()
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lost(end)
+            return
+        if end.closing and not end.waiting:
+            self._drop(end, tell=False)
+            return
+        if end.taken >= CHUNK and not end.closing:
+            self._tell(end.rank, Kind.TAKEN, end.number, end.taken)
+            end.taken = 0
+        self._watch(end)
+
+    def _lost(self, end: _End) -> None:
+        """The process on this host is gone."""
+        self._drop(end, tell=not end.closing)
+
+    def _drop(self, end: _End, *, tell: bool) -> None:
+        if end.events:
+            self._epoll.unregister(end.sock)
+        del self._by_fd[end.sock.fileno()], self._ends[end.rank, end.number]
+        end.sock.close()
+        while end.waiting:
+            end.waiting.popleft().free()
+        if tell:
+            self._tell(end.rank, Kind.GONE, end.number)
+
+    # --- other ranks
+
+    def _tell(self, rank: int, kind: Kind, number: int, amount: int = 0) -> None:
+        self._post.send(rank, memoryview(HEAD.pack(kind, number, amount)), lambda: None)
+
+    def _receive(self, arrived: Arrived) -> bool:
+        """Do what a message says; returns whether it is kept until its bytes are written."""
+        kind, number, amount = HEAD.unpack_from(arrived.message)
+        end = self._ends.get((arrived.rank, number))
+        if kind == Kind.BYE:
+            self._left.add(arrived.rank)
+        elif kind == Kind.OPEN and not self._closed:
+            self._open(arrived.rank, number, amount)
+        elif end is None:
+            pass  # it is gone here, and the other end has not known yet
+        elif kind == Kind.DATA:
+            end.waiting.append(_Waiting(arrived.message[HEAD.size :], cost(amount), arrived.free))
+            if len(end.waiting) == 1:
+                self._write(end)
+            return True
+        elif kind == Kind.TAKEN:
+            end.room += amount
+            self._watch(end)
+        elif kind == Kind.GONE:
+            end.closing = True
+            if end.waiting:
+                self._watch(end)
+            else:
+                self._drop(end, tell=False)
+        return False
+
+    def _open(self, rank: int, number: int, port: int) -> None:
+        """Connect to the server at a port of this host. If there is none, the other end is told at once."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.ExitStack() as stack:
+            stack.callback(sock.close)
+            sock.setblocking(False)
+            try:
+                if self._target is None:
+                    raise ConnectionRefusedError
+                sock.connect(self._target(port))
+                if not local.same_user(sock):
+                    raise PermissionError
+            except OSError:
+                self._tell(rank, Kind.GONE, number)
+                return
+            stack.pop_all()
+        self._add(sock, rank, number)
