@@ -32,6 +32,7 @@ from elastic_ps.env import PREFIX, inherited
 from elastic_ps.errors import CannotListen, ElasticPSError, UserError
 from elastic_ps.local import issuer
 from elastic_ps.local.processes import Child, Lifeline, with_threads
+from elastic_ps.process import take_descriptors
 
 if TYPE_CHECKING:
     from elastic_ps.local.relay import Relay
@@ -173,6 +174,7 @@ class _Relaying:
     """The thread of rank 0 that relays. If it fails, it ends all ranks."""
 
     def __init__(self, world: World) -> None:
+        take_descriptors()  # one for each connection of each worker
         self._world, self._relay = world, world.relay()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)

@@ -48,6 +48,9 @@ LONGEST = timedelta(milliseconds=2)
 ALONE = timedelta(milliseconds=20)
 """The longest sleep while there are none."""
 
+SMALL = CHUNK // 4
+"""Bytes of a message that gets memory of its own: it may wait long, and shall not hold a buffer meanwhile."""
+
 KEPT = 32
 """Buffers that are kept to be used again."""
 
@@ -98,8 +101,8 @@ class Buffers:
         self._free: list[bytearray] = []
 
     def take(self, size: int = HEAD.size + CHUNK) -> bytearray:
-        """One with room for so many bytes, or more."""
-        if size <= LEAST or size > HEAD.size + CHUNK:
+        """One with room for so many bytes, and no more than four times as many if they are few."""
+        if not SMALL < size <= HEAD.size + CHUNK:
             return bytearray(size)
         return self._free.pop() if self._free else bytearray(HEAD.size + CHUNK)
 
@@ -292,7 +295,11 @@ class Relay:
             return
         HEAD.pack_into(buffer, 0, Kind.DATA, end.number, size)
         end.room -= cost(size)
-        self._post.send(end.rank, view[: HEAD.size + size], lambda: self._buffers.give_back(buffer))
+        if size <= SMALL:
+            self._post.send(end.rank, memoryview(bytes(view[: HEAD.size + size])), lambda: None)
+            self._buffers.give_back(buffer)
+        else:
+            self._post.send(end.rank, view[: HEAD.size + size], lambda: self._buffers.give_back(buffer))
         self._watch(end)
 
     def _write(self, end: _End) -> None:
@@ -367,18 +374,24 @@ class Relay:
 
     def _open(self, rank: int, number: int, port: int) -> None:
         """Connect to the server at a port of this host. If there is none, the other end is told at once."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with contextlib.ExitStack() as stack:
-            stack.callback(sock.close)
-            sock.setblocking(False)
-            try:
-                if self._target is None:
-                    raise ConnectionRefusedError
-                sock.connect(self._target(port))
-                if not local.same_user(sock):
-                    raise PermissionError
-            except OSError:
-                self._tell(rank, Kind.GONE, number)
-                return
-            stack.pop_all()
+        try:
+            if self._target is None:
+                raise ConnectionRefusedError
+            sock = _connected(self._target(port))
+        except OSError:
+            self._tell(rank, Kind.GONE, number)
+            return
         self._add(sock, rank, number)
+
+
+def _connected(name: str) -> socket.socket:
+    """A socket to a server. Does not block: one with a full backlog is taken for none. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.ExitStack() as stack:
+        stack.callback(sock.close)
+        sock.setblocking(False)
+        sock.connect(name)
+        if not local.same_user(sock):
+            raise PermissionError("the server is another user's")
+        stack.pop_all()
+    return sock

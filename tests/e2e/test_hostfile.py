@@ -46,7 +46,8 @@ def written_by_command(slurm: dict[str, str]) -> str:
     return done.stdout
 
 
-def test_workers_on_other_hosts_train(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "way"), [("", "tcp"), ("--transport mpi", "mpi")])
+def test_workers_on_other_hosts_train(hosts: Hosts, tmp_path: Path, options: str, way: str) -> None:
     names = [f"host{number}" for number in range(3)]
     known = tmp_path / "names"
     known.write_text("".join(f"{address(number)} {name}\n" for number, name in enumerate(names)))
@@ -68,10 +69,10 @@ def test_workers_on_other_hosts_train(hosts: Hosts, tmp_path: Path) -> None:
     }
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     program = Path(sys.executable).with_name("mpirun")
-    options = f"-n 4 --hostfile {hostfile} --prtemca plm_ssh_agent {enter} -x PYTHONPATH -x XDG_STATE_HOME"
-    command = f"{sys.executable} -m elastic_ps.cli run {tmp_path}/job.yaml --report {tmp_path}/out"
+    start = f"-n 4 --hostfile {hostfile} --prtemca plm_ssh_agent {enter} -x PYTHONPATH -x XDG_STATE_HOME"
+    command = f"{sys.executable} -m elastic_ps.cli run {tmp_path}/job.yaml --report {tmp_path}/out {options}"
     run = subprocess.Popen(
-        [enter, "host0", f"{program} {options} {command}"],
+        [enter, "host0", f"{program} {start} {command}"],
         env=mpirun.variables(tmp_path),
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -86,8 +87,5 @@ def test_workers_on_other_hosts_train(hosts: Hosts, tmp_path: Path) -> None:
     assert "300 of 300 in the model" in out
     report = json.loads((tmp_path / "out" / "run.json").read_text())
     assert report["phase"] == "Succeeded"
-    assert {member["id"]: member["transport"] for member in report["workers"]} == {
-        0: "tcp",
-        1: "tcp",
-        2: "tcp",
-    }
+    ways = {member["id"]: member["transport"] for member in report["workers"]}
+    assert ways == dict.fromkeys(range(3), way)

@@ -121,7 +121,7 @@ def test_each_rank_but_the_first_is_a_worker_and_the_summary_is_printed_once(ran
 
 
 def test_what_is_trained_is_the_same_to_the_bit_as_without_mpi(ranks: Ranks) -> None:
-    """With two parameter servers, of which the file says nothing. Also if MPI carries gradients and values."""
+    """With two parameter servers, of which the file says nothing. Also if MPI carries the gradients."""
     kept: list[dict[str, torch.Tensor]] = []
     for way in ("mpirun", "mpi", "alone"):
         path = ranks.directory / way
@@ -175,9 +175,10 @@ def test_a_worker_that_dies_is_started_again_on_its_rank_and_more_can_be_added(r
 
 
 def test_through_mpi_a_worker_and_a_parameter_server_that_die_are_replaced_and_no_record_is_lost(
-    ranks: Ranks,
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody listens on a port that another host could reach."""
+    """Nobody listens on a port that another host could reach. MPI may allow one thread at a time only."""
+    monkeypatch.setenv("MPI4PY_RC_THREAD_LEVEL", "serialized")
     checkpoint = {"interval": "200ms", "path": str(ranks.directory / "kept")}
     server = {"replicas": 2, "checkpoint": checkpoint}
     job = ranks.job(worker={"replicas": 2}, parameterServer=server, **slow(600))
