@@ -19,6 +19,7 @@ from tests.integration.relays import two
 from tests.polling import LIMIT
 
 PORT = os.getpid() % 50_000
+MUCH = 64 * 1024 * 1024
 
 
 class Rig(NamedTuple):
@@ -71,9 +72,9 @@ class Rig(NamedTuple):
         return bytes(data)
 
     def fill(self, sock: socket.socket) -> int:
-        """Send until nothing more is taken, however long; returns how much was."""
+        """Send until nothing more is taken, or `MUCH`; returns how much was."""
         sent, quiet = 0, 0
-        while quiet < 100:
+        while quiet < 100 and sent < MUCH:
             quiet += 1
             with contextlib.suppress(BlockingIOError):
                 sent += sock.send(bytes(65_536))
