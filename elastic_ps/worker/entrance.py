@@ -12,7 +12,7 @@ import torch
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import InvalidJob, ModelMismatch, Refused
+from elastic_ps.errors import ConnectionLost, InvalidJob, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.tuning import Tuning
@@ -82,7 +82,7 @@ class Entrance:
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
-            ConnectionLost: no parameter server answers.
+            ConnectionLost: no parameter server answers; or see `_adopt`.
         """
         local = self.spec.consistency.mode == "local"
         if self.spec.all_reduce:
@@ -177,13 +177,14 @@ class Entrance:
 
         Raises:
             InvalidJob: a codec of the user's own cannot be imported here, or is another than the job's.
-            ModelMismatch: the model is cut up in another way than before.
+            ConnectionLost: the model is cut up in another way than before. It is nobody's mistake, and a
+                process in this one's place joins as a newcomer.
         """
         if self._layout not in (None, membership.layout):
-            raise ModelMismatch(
+            raise ConnectionLost(
                 "the parameter server was lost before it had kept the model, and has cut it into other "
                 "buckets now: parameterServer.bucketBytes is 0, and another worker has measured its network. "
-                "Start this worker again"
+                "This worker has to be started again"
             )
         if membership.tuning is None:
             return
