@@ -75,13 +75,20 @@ class Messages:
     def _begin_to_receive(self) -> None:
         mpi, status = self._mpi, self._status
         for _ in range(MOST):
-            message = self._comm.Improbe(source=mpi.ANY_SOURCE, tag=self._tag, status=status)
+            message = self._probe() or self._probe()
             if message is None:
                 return
             size, source = status.Get_count(mpi.BYTE), status.Get_source()
             buffer = self._buffers.take(size)
             request = message.Irecv([buffer, size, mpi.BYTE])
             self._receiving.setdefault(source, deque()).append(_Receiving(request, buffer, size))
+
+    def _probe(self) -> Any:
+        """The next message that has come. Open MPI looks at its network only after it has found none.
+
+        So what has come while this rank slept is found by the second call.
+        """
+        return self._comm.Improbe(source=self._mpi.ANY_SOURCE, tag=self._tag, status=self._status)
 
     def _received(self) -> list[Arrived]:
         arrived = []
