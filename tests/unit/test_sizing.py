@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from elastic_ps.server.coordinator import Joined
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.service import PROBE
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.probe import BODIES, EMPTY_CALLS, LONG, measure
+from elastic_ps.worker.probe import BODIES, BODY_CALLS, EMPTY_CALLS, LONG, measure
 from tests.unit.coordinator_rig import Notes
 from tests.unit.service_rig import Worker, environment, serving
 from tests.unit.test_lead import leading
@@ -77,9 +78,22 @@ def test_the_rate_is_that_of_a_body_that_takes_long(rate: float) -> None:
     assert found.seconds == pytest.approx(0.001)
     bodies = sent[EMPTY_CALLS:]
     assert sent[:EMPTY_CALLS] == [0] * EMPTY_CALLS
-    assert bodies == list(BODIES)[: len(bodies)]
-    assert all(nbytes / rate < LONG for nbytes in bodies[:-1])
+    sizes = list(dict.fromkeys(bodies))
+    assert bodies == [nbytes for nbytes in BODIES[: len(sizes)] for _ in range(BODY_CALLS)]
+    assert all(nbytes / rate < LONG for nbytes in sizes[:-1])
     assert bodies[-1] / rate >= LONG or bodies[-1] == BODIES[-1]
+
+
+@pytest.mark.parametrize("rate", [12.5e6, 1.25e9])
+@pytest.mark.parametrize("late", range(EMPTY_CALLS + BODY_CALLS * len(BODIES)))
+def test_one_call_that_comes_late_changes_nothing(rate: float, late: int) -> None:
+    """Many processes start at the same time as the one that measures, and a call may open a connection."""
+    calls = itertools.count()
+
+    def call(nbytes: int) -> float:
+        return network(rate, 0.001)(nbytes) + (0.5 if next(calls) == late else 0.0)
+
+    assert measure(call) == pytest.approx(Link(rate, 0.001))
 
 
 def test_what_passes_at_once_and_a_clock_that_stands_still_do_no_harm() -> None:
