@@ -25,7 +25,12 @@ def command_of(given: Sequence[str], programs: Programs | None) -> Callable[[], 
     """
     own = list(given[: given.index("--")] if "--" in given else given)
     parser = build_parser()
-    parsed = parser.parse_args(own)
+    parsed, unknown = parser.parse_known_args(own)
+    if unknown:
+        words = " ".join(unknown)
+        of_script = parsed.command == "run" and str(parsed.job).endswith(".py")
+        hint = f". Arguments of the script follow --: {parsed.job} -- {words}" if of_script else ""
+        parser.error(f"unrecognized arguments: {words}{hint}")
     parsed.script_arguments = given[len(own) + 1 :]
     if "--" in given and parsed.command != "run":
         parser.error(f"only `elastic-ps run` takes arguments after --, and `{parsed.command}` does not")

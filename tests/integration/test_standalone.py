@@ -155,6 +155,17 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
     assert not list((folder / "state").rglob("logs"))
 
 
+def test_an_argument_of_the_script_without_dashes_is_told_where_it_belongs(folder: Path) -> None:
+    done = run(folder, "-m", "elastic_ps.cli", "run", "plain.py", "--workers", "2", "--lr", "0.1")
+    assert done.returncode == 2
+    assert (
+        "unrecognized arguments: --lr 0.1. Arguments of the script follow --: plain.py -- --lr 0.1"
+        in done.stderr
+    )
+    done = run(folder, "-m", "elastic_ps.cli", "run", "job.yaml", "--lr", "0.1")
+    assert done.stderr.endswith("unrecognized arguments: --lr 0.1\n")
+
+
 def test_arguments_after_dashes_belong_to_run(folder: Path) -> None:
     done = run(folder, "-m", "elastic_ps.cli", "stop", "plain.py", "--", "1")
     assert done.returncode == 2
