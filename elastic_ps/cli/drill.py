@@ -113,11 +113,15 @@ def _command(parsed: argparse.Namespace, seed: int, kinds: Sequence[Kind]) -> st
 
 
 def show(console: Console, result: Drill) -> None:
-    """The table, what was violated, and the verdict."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    """The table, what was violated, and the verdict.
+
+    The table has the seconds to recover, the versions that were undone and made again, and the records that
+    are not in the model or more than once.
+    """
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for column in ("fault", "when", "outcome"):
         table.add_column(column, no_wrap=True)
-    for column in ("seconds to recover", "versions redone", "records lost", "records twice"):
+    for column in ("seconds", "redone", "lost", "twice"):
         table.add_column(column, justify="right")
     for each in result.injections:
         table.add_row(*_row(each))
