@@ -61,5 +61,8 @@ def test_a_rewritten_example_runs(tmp_path: Path, system: str) -> None:
     report = json.loads((tmp_path / "out" / "run.json").read_text())
     assert report["records_applied"] == report["records_expected"]
     assert {name for name in report["metrics"] if name.startswith("test")} == {REPORTED[system]} - {None}
+    if system != "TorchMPI":
+        assert report["loss"], "it is reported with each step, so it has a curve"
+        assert "loss" not in report["metrics"]
     if system == "TorchMPI":
         assert report["metrics"]["test_error"] <= 50, "per cent; one that has learnt nothing has 90"
