@@ -1,10 +1,13 @@
-"""Random numbers that are other ones on each worker, and the same when a step is computed again."""
+"""Random numbers that are other ones on each worker, or the same ones; and the same when computed again."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -19,10 +22,61 @@ def seed_everything(base: int, *, worker: int, version: int, local: int = 0, pro
         process: which one of the worker's processes draws them.
     """
     text = f"{base}/{worker}/{version}" + (f"/{local}" if local else "") + (f"/p{process}" if process else "")
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little") >> 1
+    seed = _mixed(text)
     torch.manual_seed(seed)
+    _seed_python(seed)
+    return seed
+
+
+class OwnRandom:
+    """A state of its own of torch's generator for the CPU, of `random`, and of numpy's if it is loaded.
+
+    Code that runs within `in_force` draws the same numbers whatever others draw from the same generators in
+    between, and others draw the same numbers whatever it draws. Not for threads: the generators are those of
+    the whole process.
+    """
+
+    def __init__(self) -> None:
+        self._state: tuple[Any, ...] | None = None  # None: it was never in force
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Within this, the generators go on from where they were at the end of the last time."""
+        others = _state()
+        if self._state is not None:
+            _restore(self._state)
+        try:
+            yield
+        finally:
+            self._state = _state()
+            _restore(others)
+
+    def seed(self, text: str) -> None:
+        """Begin with the numbers that follow from `text`. To be called within `in_force`."""
+        seed = _mixed(text)
+        torch.default_generator.manual_seed(seed)
+        _seed_python(seed)
+
+
+def _mixed(text: str) -> int:
+    """A seed of 63 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _seed_python(seed: int) -> None:
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
-    return seed
+
+
+def _state() -> tuple[Any, ...]:
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    return torch.default_generator.get_state(), random.getstate(), numpy
+
+
+def _restore(state: tuple[Any, ...]) -> None:
+    of_torch, of_python, of_numpy = state
+    torch.default_generator.set_state(of_torch)
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)

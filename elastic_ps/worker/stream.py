@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from elastic_ps.errors import UsageError
+from elastic_ps.worker.seed import OwnRandom
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,9 @@ class Numbered(Dataset[Any]):
     It reads on from where it stands if that is possible, and otherwise begins the stream again. If the
     stream has a method `iterate_from(number)`, which returns an iterator that begins with that item, it is
     called wherever more than `near` items would be passed over. If it has a method `set_epoch(epoch)`, that
-    is called before each beginning. The random order of torch's data pipes is that of the seed and the epoch.
+    is called before each beginning. What the stream draws from the global generators of torch (on the CPU),
+    `random` and numpy follows from the seed and the epoch, at each beginning anew. So a stream that shuffles
+    with them has the same order in each worker, and so has one of torch's data pipes.
 
     A copy in another process has a place of its own. `torch.utils.data.get_worker_info()` tells the stream
     that there is one process, so that a stream that shares itself out among a DataLoader's processes is
@@ -49,9 +52,9 @@ class Numbered(Dataset[Any]):
         said: what has said that there are so many, for messages.
         ends: the stream must have no more items than that.
         near: how many items are passed over rather than sought.
-        keep: how many items that were read last are kept, in case that they are asked for again. Scripts get
-            copies of them. A stream that can begin anywhere needs none.
-        seed: of the order of data pipes.
+        keep: of how many items that were read last a copy is kept, in case that they are asked for again. A
+            stream that can begin anywhere needs none.
+        seed: of the random numbers that the stream draws.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Numbered(Dataset[Any]):
         self._near, self._seeks = near, callable(getattr(stream, "iterate_from", None))
         self._keep = 0 if self._seeks else keep
         self._kept: dict[Place, Any] = {}
-        self._seed = seed
+        self._seed, self._random = seed, OwnRandom()
         self._items: Iterator[Any] | None = None
         self._next = Place(0, 0)  # of the item that comes next
         self._begun = 0  # times in this epoch
@@ -87,7 +90,7 @@ class Numbered(Dataset[Any]):
             UsageError: the stream has fewer items than `records`, or more although it `ends`.
         """
         try:
-            with _undivided():
+            with _undivided(), self._random.in_force():
                 return [self._item(place) for place in places]
         except BaseException:
             self._items = None  # nobody knows where it stands
@@ -95,7 +98,7 @@ class Numbered(Dataset[Any]):
 
     def _item(self, place: Place) -> Any:
         if place in self._kept:
-            return self._handed_out(place, self._kept[place])
+            return copy.deepcopy(self._kept[place])  # the script may change what it gets
         passed = place.number - self._next.number
         goes_on = self._items is not None and place.epoch == self._next.epoch and passed >= 0
         if not goes_on or (self._seeks and passed > self._near):
@@ -105,21 +108,12 @@ class Numbered(Dataset[Any]):
         item = self._read()
         if self._ends and self._next.number == self._records:
             self._require_end()
-        return self._handed_out(place, item)
-
-    def _handed_out(self, place: Place, item: Any) -> Any:
-        """What the script gets, which may change it."""
-        if not self._keep:
-            return item
-        try:
-            return copy.deepcopy(item)
-        except Exception:  # noqa: BLE001 (whatever an item is made of that cannot be copied)
-            self._kept.pop(place, None)
-            return item
+        return item
 
     def _begin(self, place: Place) -> None:
         self._begun = self._begun + 1 if place.epoch == self._next.epoch else 1
         self._items = None  # files of the last iterator are closed
+        self._random.seed(f"stream/{self._seed}/{place.epoch}")
         if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
             set_epoch(place.epoch)
         _seed_pipes(self._stream, self._seed + place.epoch)
@@ -155,11 +149,16 @@ class Numbered(Dataset[Any]):
         return item
 
     def _keep_for_later(self, place: Place, item: Any) -> None:
-        if self._keep:
-            self._kept.pop(place, None)  # it becomes the last one
-            self._kept[place] = item
-            if len(self._kept) > self._keep:
-                del self._kept[next(iter(self._kept))]
+        """Keep a copy: the script may change the item, and a stream may fill one buffer each time."""
+        if not self._keep:
+            return
+        self._kept.pop(place, None)  # it becomes the last one
+        try:
+            self._kept[place] = copy.deepcopy(item)
+        except Exception:  # noqa: BLE001 (whatever an item is made of that cannot be copied)
+            return
+        if len(self._kept) > self._keep:
+            del self._kept[next(iter(self._kept))]
 
     def _require_end(self) -> None:
         assert self._items is not None, "it is begun"

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
+import torch
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.job import Data
+from elastic_ps.worker.seed import seed_everything
 from elastic_ps.worker.source import read_source
 from elastic_ps.worker.stream import OFTEN, Numbered, Place
 
@@ -131,6 +135,16 @@ def test_a_script_may_change_what_it_gets() -> None:
         data[Place(0, 4)].clear()
         assert data[Place(0, 3)] == [3, of]
         assert stream.begun == begun, "what cannot be copied is read again"
+
+
+def test_a_stream_may_fill_one_buffer_each_time() -> None:
+    class Filled(IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            buffer = torch.zeros(1)
+            return (buffer.fill_(number) for number in range(20))
+
+    data = Numbered(Filled(), records=20, said="its __len__", ends=False, near=0, keep=4)
+    assert [data[Place(0, number)].item() for number in (0, 1, 2, 4, 2, 3, 2)] == [0, 1, 2, 4, 2, 3, 2]
 
 
 def test_it_goes_on_after_an_error() -> None:
@@ -297,3 +311,77 @@ def test_a_data_pipe_that_shuffles_has_the_same_order_in_each_worker() -> None:
     assert orders[0] == orders[1] != list(range(20))
     assert orders[2] == orders[3] != orders[0]
     assert orders[4] != orders[0], "data.seed changes it"
+
+
+class Shuffled(IterableDataset[float]):
+    """Its order is that of a generator that the whole process has.
+
+    Args:
+        kind: of generator.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __iter__(self) -> Iterator[float]:
+        rest = list(range(20))
+        while rest:
+            yield rest.pop(self.below(len(rest)))
+
+    def below(self, end: int) -> int:
+        if self.kind == "torch":
+            return int(torch.randint(end, ()))
+        return random.randrange(end) if self.kind == "random" else int(numpy.random.randint(end))
+
+
+class Wrapped(IterableDataset[int]):
+    def __init__(self, items: IterableDataset[int]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.items)
+
+
+def shuffled_pipe() -> IterableDataset[int]:
+    return IterableWrapper(range(20)).shuffle()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Shuffled("torch"),
+        lambda: Shuffled("random"),
+        lambda: Shuffled("numpy"),
+        lambda: Wrapped(shuffled_pipe()),
+        lambda: ChainDataset([shuffled_pipe()]),
+    ],
+    ids=["torch", "random", "numpy", "a pipe within", "a chain of pipes"],
+)
+def test_a_stream_that_shuffles_with_a_global_generator_has_one_order(make: Callable[[], Any]) -> None:
+    """However much each worker's script draws from it; otherwise items would be trained twice, or never."""
+
+    def drawn() -> tuple[float, ...]:
+        return torch.rand(()).item(), random.random(), numpy.random.rand()
+
+    def order(worker: int, epoch: int, seed: int = 0) -> list[int]:
+        data = Numbered(make(), records=20, said="records=20", ends=True, near=0, seed=seed)
+        torch.manual_seed(worker)
+        found = list[int]()
+        for number in range(20):
+            found += items(data, number, epoch=epoch)
+            drawn()
+        assert items(data, 3, 4, epoch=epoch) == found[3:5], "it was begun again"
+        return found
+
+    orders = [order(0, 0), order(1, 0), order(0, 1), order(1, 1), order(0, 0, seed=7)]
+    assert [sorted(each) for each in orders] == [list(range(20))] * 5
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[2] == orders[3]
+    assert orders[4] != orders[0], "data.seed changes it"
+    found = []
+    for reads in (False, True):
+        seed_everything(0, worker=0, version=0)
+        if reads:
+            items(Numbered(make(), records=20, said="records=20", ends=True, near=0), 5, 6)
+        found.append(drawn())
+    assert found[0] == found[1], "the script draws what it would draw without a stream"
