@@ -30,8 +30,8 @@ class Several(torch.optim.Optimizer):
     def __init__(self, parts: Mapping[str, torch.optim.Optimizer]) -> None:
         self.parts = dict(parts)
         groups = [group for part in self.parts.values() for group in part.param_groups]
-        super().__init__(groups, {})
-        self.param_groups = groups  # torch's constructor has copied the list
+        super().__init__(parameters_of(groups), {})
+        self.param_groups = groups
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Each optimizer makes a step. A parameter without a gradient stays as it is."""
@@ -86,6 +86,14 @@ class Several(torch.optim.Optimizer):
             ]
             first += sum(len(group["params"]) for group in one["param_groups"])
         return {"state": state, "param_groups": groups}
+
+
+def parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What torch's constructor takes for groups that it is not to change: the parameters alone.
+
+    It refuses groups of which only some have names of their parameters (`param_names`).
+    """
+    return [{"params": group["params"]} for group in groups]
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

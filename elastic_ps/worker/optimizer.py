@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elastic_ps.codec.several import Several, parts_of
+from elastic_ps.codec.several import Several, parameters_of, parts_of
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.assigning import assign
 from elastic_ps.worker.averaged import Averaged
@@ -28,6 +29,13 @@ _ONE_STEP = (
     "{first}.step() or {second}.step(). Choose by session.version, which is the same on all workers. Or let "
     "all optimizers step at once, with the step() of what session.optimizer(...) returned. See Two networks "
     "in turn in docs/scripts.md"
+)
+
+_OTHER_GROUPS = (
+    "the parameter groups of the torch optimizer that was passed to session.optimizer(...) are others than "
+    "they were then, because its add_param_group() or load_state_dict() was called. The job trains with the "
+    "groups of then. Call add_param_group() before session.optimizer(...). To begin with an optimizer's "
+    "state, pass it as session.optimizer(..., state=...), or in mode local load it before"
 )
 
 
@@ -70,8 +78,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._gradients = Gradients(flat, engine, overlap=overlap, check=check)
         self._parts = {name: Part(self, name, part) for name, part in parts.items()}
         self._trained = {id(part): _ids(part) for part in parts.values()}
-        super().__init__(wrapped.param_groups, wrapped.defaults)
+        super().__init__(parameters_of(wrapped.param_groups), wrapped.defaults)
         self.param_groups = wrapped.param_groups
+        self._groups = self._groups_now()
         self._own = {id(tensor) for tensor in own}
         self._thread = threading.get_ident()
         engine.at_close.append(register_optimizer_step_pre_hook(self._check_other).remove)
@@ -110,8 +119,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """Send the gradients that are not sent yet, and wait for the next version of the model. Blocks.
 
         Raises:
-            UsageError: the batch did not come from `session.loader`, or a gradient was changed after it was
-                sent.
+            UsageError: the batch did not come from `session.loader`, a gradient was changed after it was
+                sent, or the torch optimizer has other parameter groups than `session.optimizer` was given.
             Refused, ConnectionLost: the parameter server did not accept the step.
 
         In mode `local` the wrapped optimizer makes a step; only an exchange blocks. Of several processes of a
@@ -123,6 +132,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def step_of(self, part: torch.optim.Optimizer | None, closure: Callable[[], Any] | None) -> Any:
         """As `step`, of the parameters of one of the wrapped optimizers alone; None: of all."""
+        now = self._groups_now()
+        if len(now) != len(self._groups) or any(map(operator.is_not, now, self._groups)):
+            raise UsageError(_OTHER_GROUPS)
         if self._parts:
             self._require_batch()
         if self._local is not None and not self._engine.batches.lost:
@@ -140,6 +152,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._gradients.reset()
         self._engine.finish_step()
         return loss
+
+    def _groups_now(self) -> list[dict[str, Any]]:
+        """The parameter groups that the wrapped optimizers have."""
+        return [group for part in parts_of(self._wrapped) for group in part.param_groups]
 
     def _require_batch(self) -> None:
         """Raise UsageError if one of several optimizers has made a step with this batch."""
@@ -237,6 +253,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             wrapped = self._wrapped
             wrapped.load_state_dict(wrapped.join(state_dict) if isinstance(wrapped, Several) else state_dict)
             self.param_groups = self._wrapped.param_groups
+            self._groups = self._groups_now()
             return
         raise UsageError(
             "a worker cannot load the optimizer's state, because the state is on the parameter server. To "

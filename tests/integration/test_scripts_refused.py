@@ -28,6 +28,29 @@ from tests.integration.trained import (
 )
 
 
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+@pytest.mark.parametrize("change", ["add", "load"])
+def test_other_parameter_groups_of_the_torch_optimizer(tmp_path: Path, change: str, several: bool) -> None:
+    """The job would never train what is added, or use rates that schedulers change in what was loaded."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        wrapped = torch.optim.SGD(model[0].parameters(), lr=0.02)
+        optimizers = {"first": wrapped, "last": adam(model[4])}
+        optimizer = session.optimizer(optimizers if several else wrapped, model)
+        for step, (x, y) in enumerate(session.loader(Numbers(20), 4)):
+            if step == 2 and change == "add":
+                wrapped.add_param_group({"params": list(model[2].parameters())})
+            elif step == 2:
+                wrapped.load_state_dict(wrapped.state_dict())
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            assert step < 2
+
+    failing(tmp_path, script, UsageError, r"its add_param_group\(\) or load_state_dict\(\) was called")
+
+
 def test_clipping_is_refused_with_overlap_and_works_without(tmp_path: Path) -> None:
     def script(session: Session, *, overlap: bool) -> None:
         model = make_mlp()

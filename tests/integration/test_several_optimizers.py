@@ -302,6 +302,24 @@ def test_one_of_them_is_a_class_of_the_users(tmp_path: Path) -> None:
     assert same_bits(networks[0], plain)
 
 
+def test_one_of_them_knows_the_names_of_its_parameters(tmp_path: Path) -> None:
+    def make(both: torch.nn.ModuleDict) -> dict[str, torch.optim.Optimizer]:
+        named = torch.optim.Adam(both["generator"].named_parameters(), lr=0.01, fused=True)
+        return {**adam_and_sgd(both), "generator": named}
+
+    networks, found = Networks(), dict[str, Any]()
+
+    def ended(session: Session, optimizers: Any) -> None:
+        found.update(optimizers.state_dict())
+
+    with running_job(tmp_path) as job:
+        run(job, 1, trainer(networks, make, ended=ended))
+        plain, expected = gan.alone(job.commits(), job, make)
+    assert same_bits(networks[0], plain)
+    for name, optimizer in expected.items():
+        gan.assert_same_state(found[name], optimizer.state_dict())
+
+
 def test_each_batch_is_for_one_step(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         both = make_networks()
