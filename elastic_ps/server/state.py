@@ -319,14 +319,18 @@ class JobState:
         if (self.ledger.records, self.ledger.epochs) == (records, epochs):
             self.resumed = False
             return self._match_version(batch)
-        fewer = (
-            ". A job that continues from a checkpoint may train more epochs, not fewer"
-            if self.resumed
-            else ""
-        )
+        advice = ""
+        if self.resumed and records != self.ledger.records:
+            advice = (
+                ". A job that continues from a checkpoint must have as many records as before, because the "
+                f"checkpoint says by their positions which are trained. Give it the {self.ledger.records} "
+                "records, or begin a new job"
+            )
+        elif self.resumed:
+            advice = ". A job that continues from a checkpoint may train more epochs, not fewer"
         return (
             f"this worker's data set has {records} records for {epochs} epochs; the job trains "
-            f"{self.ledger.records} records for {self.ledger.epochs} epochs{fewer}"
+            f"{self.ledger.records} records for {self.ledger.epochs} epochs{advice}"
         )
 
     def _match_version(self, batch: int) -> str:

@@ -76,6 +76,8 @@ class Numbered(Dataset[Any]):
         self._items: Iterator[Any] | None = None
         self._next = Place(0, 0)  # of the item that comes next
         self._begun = 0  # times in this epoch
+        self._first: Place | None = None  # of the item that is compared with what comes there again
+        self._first_item: Any = None
 
     def __len__(self) -> int:
         return self._records
@@ -144,19 +146,35 @@ class Numbered(Dataset[Any]):
                 "stream is begun, in each worker, it must give all items in the same order. It must not "
                 "share them out among workers, and iter(stream) must begin with the first item"
             ) from None
+        if self._next.number == 0:
+            self._compare_first(item)
         self._keep_for_later(self._next, item)
         self._next = self._next._replace(number=self._next.number + 1)
         return item
+
+    def _compare_first(self, item: Any) -> None:
+        """Warn if the epoch's first item is not what it was: the order is likely to be another one."""
+        if self._first != self._next:
+            self._first = self._next
+            self._first_item = _copied(item)
+        elif self._first_item is not None and not _equal(self._first_item, item):
+            logger.warning(
+                "%s was begun again in epoch %d, and its first item is another one than before. If its order "
+                "is another one, some items are trained twice, and others never. A generator of its own must "
+                "be made in __iter__ with a seed that does not change, and __iter__ must not shuffle a list "
+                "of the stream in place. See Streams in docs/scripts.md",
+                type(self._stream).__name__,
+                self._next.epoch,
+            )
 
     def _keep_for_later(self, place: Place, item: Any) -> None:
         """Keep a copy: the script may change the item, and a stream may fill one buffer each time."""
         if not self._keep:
             return
         self._kept.pop(place, None)  # it becomes the last one
-        try:
-            self._kept[place] = copy.deepcopy(item)
-        except Exception:  # noqa: BLE001 (whatever an item is made of that cannot be copied)
+        if (kept := _copied(item)) is None:
             return
+        self._kept[place] = kept
         if len(self._kept) > self._keep:
             del self._kept[next(iter(self._kept))]
 
@@ -168,6 +186,31 @@ class Numbered(Dataset[Any]):
                 f"that it has {self._records}, so the others would not be trained. Correct __len__; or pass "
                 f"session.loader(..., records={self._records}) to train only the first ones"
             )
+
+
+def _copied(item: Any) -> Any:
+    """A copy of an item; None if it cannot be copied."""
+    try:
+        return copy.deepcopy(item)
+    except Exception:  # noqa: BLE001 (whatever it is made of)
+        return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two items are the same; True if that cannot be told."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, str | bytes):
+        return bool(one == other)
+    try:
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    except AssertionError:
+        return False
+    except Exception:  # noqa: BLE001 (whatever they are made of)
+        return True
+    return True
 
 
 def _seed_pipes(stream: IterableDataset[Any], seed: int) -> None:

@@ -213,7 +213,10 @@ def test_a_resumed_job_may_train_more_epochs_and_nothing_else() -> None:
     state.open_ledger(100, 2, lanes=0)
     state.stopped, state.resumed = "no improvement", True
     assert "may train more epochs, not fewer" in state.match_ledger(100, 1, 4)
-    assert "has 99 records for 2 epochs" in state.match_ledger(99, 2, 4)
+    other = state.match_ledger(99, 2, 4)
+    assert "has 99 records for 2 epochs" in other
+    assert "Give it the 100 records" in other
+    assert "epochs, not fewer" not in other, "the epochs are right"
     assert state.stopped == "no improvement"
     assert state.match_ledger(100, 5, 4) == ""
     assert not state.stopped, "the end is another one"

@@ -147,6 +147,37 @@ def test_a_stream_may_fill_one_buffer_each_time() -> None:
     assert [data[Place(0, number)].item() for number in (0, 1, 2, 4, 2, 3, 2)] == [0, 1, 2, 4, 2, 3, 2]
 
 
+@pytest.mark.parametrize(
+    ("in_place", "make"),
+    [
+        (True, lambda number: (f"item {number}", {"x": torch.tensor([number])})),
+        (True, lambda number: [numpy.full(3, number)]),
+        (True, float),
+        (False, lambda number: (f"item {number}", {"x": torch.tensor([number, float("nan")])})),
+        (False, lambda number: object()),  # nobody can tell
+    ],
+)
+def test_a_stream_that_has_another_order_when_it_is_begun_again(
+    in_place: bool, make: Callable[[int], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Turned(IterableDataset[Any]):
+        def __init__(self) -> None:
+            self.order = list(range(20))
+
+        def __iter__(self) -> Iterator[Any]:
+            if in_place:
+                self.order.reverse()
+            return map(make, self.order)
+
+    data = numbered(Turned())
+    with caplog.at_level(logging.WARNING):
+        items(data, 3, 4)
+        items(data, 3, 4, epoch=1)
+        assert not caplog.records, "an epoch may have other items"
+        items(data, 3, epoch=1)
+    assert ["in place" in record.message for record in caplog.records] == [True] * in_place
+
+
 def test_it_goes_on_after_an_error() -> None:
     class Once(Stream):
         failed = False
