@@ -76,6 +76,7 @@ class Numbered(Dataset[Any]):
         self._items: Iterator[Any] | None = None
         self._next = Place(0, 0)  # of the item that comes next
         self._begun = 0  # times in this epoch
+        self._sought: int | None = None  # what `iterate_from` was called with; None: it was not
         self._first: Place | None = None  # of the item that is compared with what comes there again
         self._first_item: Any = None
 
@@ -121,6 +122,7 @@ class Numbered(Dataset[Any]):
         _seed_pipes(self._stream, self._seed + place.epoch)
         if self._seeks:
             stream: Any = self._stream
+            self._sought = place.number
             self._items, self._next = iter(stream.iterate_from(place.number)), place
             return
         self._items, self._next = iter(self._stream), place._replace(number=0)
@@ -145,6 +147,7 @@ class Numbered(Dataset[Any]):
                 f"{self._next.epoch}, but {self._said} says that it has {self._records}. Each time that a "
                 "stream is begun, in each worker, it must give all items in the same order. It must not "
                 "share them out among workers, and iter(stream) must begin with the first item"
+                + self._blame()
             ) from None
         if self._next.number == 0:
             self._compare_first(item)
@@ -178,9 +181,23 @@ class Numbered(Dataset[Any]):
         if len(self._kept) > self._keep:
             del self._kept[next(iter(self._kept))]
 
+    def _blame(self) -> str:
+        """For messages: where the stream was begun, if it was not at its first item."""
+        if not self._sought:
+            return ""
+        return (
+            f". It was begun by iterate_from({self._sought}), which must give all items but the first "
+            f"{self._sought}. Compare it with itertools.islice(stream, {self._sought}, None)"
+        )
+
     def _require_end(self) -> None:
         assert self._items is not None, "it is begun"
         for _ in self._items:
+            if self._sought:
+                raise UsageError(
+                    f"{type(self._stream).__name__} goes on after {self._records} items, but {self._said} "
+                    f"says that it has {self._records}{self._blame()}; or correct __len__"
+                )
             raise UsageError(
                 f"{type(self._stream).__name__} goes on after {self._records} items, but {self._said} says "
                 f"that it has {self._records}, so the others would not be trained. Correct __len__; or pass "

@@ -205,6 +205,17 @@ def test_a_stream_that_ends_early(number: int) -> None:
         items(data, number, epoch=1)
 
 
+@pytest.mark.parametrize(("off", "match"), [(1, "has ended after 19 items"), (-1, "goes on after 20 items")])
+def test_a_stream_that_begins_at_a_wrong_place(off: int, match: str) -> None:
+    class Wrong(Stream):
+        def iterate_from(self, number: int) -> Iterator[int]:
+            return self._from(number + off if number else 0)
+
+    with pytest.raises(UsageError, match=rf"{match}.*iterate_from\(5\).* all items but the first 5"):
+        items(numbered(Wrong()), 0, 5, *range(6, 20))
+    assert items(numbered(Wrong(), near=20), *range(20)) == list(range(20)), "it was not sought"
+
+
 def test_an_iterator_that_does_not_begin_again() -> None:
     class Used(Stream):
         def __init__(self) -> None:
