@@ -15,13 +15,19 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.convergence import ROOT, Run, make_job, measure
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+}
 
 CONTEXT = 64
 TESTED = 128
@@ -36,8 +42,8 @@ def english() -> torch.Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def train(epochs: int, lr: float, share: float, batch: int) -> None:
-    """What a worker runs, on this share of the text."""
+def train(epochs: int, lr: float, share: float, batch: int, optimizer: str) -> None:
+    """What a worker runs, on this share of the text, with one of `OPTIMIZERS`."""
     import elastic_ps
     from elastic_ps.datasets.text import Text
     from elastic_ps.models import GPT
@@ -50,15 +56,15 @@ def train(epochs: int, lr: float, share: float, batch: int) -> None:
     torch.manual_seed(1)
     model = GPT(context=CONTEXT, width=144)
     session = elastic_ps.connect()
-    optimizer = session.optimizer(torch.optim.AdamW(model.parameters(), lr=lr), model)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(training) * epochs)
+    elastic = session.optimizer(OPTIMIZERS[optimizer](model.parameters(), lr=lr), model)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(elastic, len(training) * epochs)
     session.scheduler(cosine, interval="sample")
     for x, y in session.loader(training, batch_size=batch, epochs=epochs):
-        optimizer.zero_grad()
+        elastic.zero_grad()
         loss = loss_of(model, x, y)
         loss.backward()
         session.report(loss=loss)
-        optimizer.step()
+        elastic.step()
     if session.is_chief:
         pieces = torch.utils.data.DataLoader(test, batch_size=16)
         with torch.no_grad():
@@ -127,6 +133,7 @@ def main() -> int:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--share", type=float, default=1.0, help="of the text")
     parser.add_argument("--batch", type=int, default=4, help="pieces of 64 bytes for each step of a worker")
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="adamw")
     parser.add_argument("--lr", type=float, default=3e-4, help="1e-3 is too much for stale steps")
     parser.add_argument("--steps", type=int, default=20, help="of mode local")
     parser.add_argument("--rows", nargs="*", default=[], help="those that begin so; all modes by default")
@@ -134,7 +141,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the records' order")
     parsed = parser.parse_args()
     os.chdir(ROOT)
-    arguments = {name: getattr(parsed, name) for name in ("epochs", "lr", "share", "batch")}
+    arguments = {name: getattr(parsed, name) for name in ("epochs", "lr", "share", "batch", "optimizer")}
     all_rows = rows(parsed.workers, parsed.steps, parsed.batch)
     runs: dict[str, Run] = {}
     print(f"{'':30} seconds  versions  bits per byte  compared with   above  most stale  bytes pushed")
