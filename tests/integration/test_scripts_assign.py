@@ -133,7 +133,9 @@ def test_all_workers_may_assign_at_the_same_version(tmp_path: Path) -> None:
             if session.version == 10 and session.worker < 2:
                 load_another(model)
                 session.assign(model)
-                assert session.version == 11
+                assert session.version >= 11, (
+                    "the others may train on before the worker that was later has joined again"
+                )
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
