@@ -12,7 +12,6 @@ bounds the memory, too. `Relay` belongs to one thread; `local.messages` carries 
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import itertools
 import select
@@ -166,7 +165,7 @@ class Relay:
         self._post, self._target = post, target
         self._epoll = select.epoll()
         self._listeners: dict[int, tuple[socket.socket, int]] = {}
-        self._names: dict[str, int] = {}
+        self._addresses: set[str] = set()
         self._ends: dict[tuple[int, int], _End] = {}
         self._by_fd: dict[int, _End] = {}
         self._numbers = itertools.count()
@@ -191,11 +190,11 @@ class Relay:
         Raises:
             CannotListen.
         """
-        if address in self._names:
+        if address in self._addresses:
             return
         listener = local.listening(mpi.name_of(address), address)
         listener.setblocking(False)
-        self._names[address] = listener.fileno()
+        self._addresses.add(address)
         self._listeners[listener.fileno()] = listener, int(address.rpartition(":")[2])
         self._epoll.register(listener, select.EPOLLIN)
 
@@ -377,21 +376,8 @@ class Relay:
         try:
             if self._target is None:
                 raise ConnectionRefusedError
-            sock = _connected(self._target(port))
+            sock = local.connected(self._target(port), f"port {port}", blocking=False)
         except OSError:
             self._tell(rank, Kind.GONE, number)
             return
         self._add(sock, rank, number)
-
-
-def _connected(name: str) -> socket.socket:
-    """A socket to a server. Does not block: one with a full backlog is taken for none. Raises OSError."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with contextlib.ExitStack() as stack:
-        stack.callback(sock.close)
-        sock.setblocking(False)
-        sock.connect(name)
-        if not local.same_user(sock):
-            raise PermissionError("the server is another user's")
-        stack.pop_all()
-    return sock

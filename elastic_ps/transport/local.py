@@ -90,16 +90,18 @@ def dial(address: str) -> socket.socket:
     return connected(name, address)
 
 
-def connected(name: str, address: str) -> socket.socket:
+def connected(name: str, address: str, *, blocking: bool = True) -> socket.socket:
     """A socket that is connected to the one that listens under a name, for the server at `address`.
 
-    Blocks while that has a full backlog, for `CONNECT` at most. Raises OSError as `dial`.
+    Blocks while that has a full backlog, for `CONNECT` at most. If it is not `blocking`, that is an error,
+    and the socket does not block later either. Raises OSError as `dial`.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # `settimeout` would not wait for room in the backlog.
-        limit = _TIMEVAL.pack(int(CONNECT.total_seconds()), 0)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        sock.setblocking(blocking)
+        if blocking:  # `settimeout` would not wait for room in the backlog
+            limit = _TIMEVAL.pack(int(CONNECT.total_seconds()), 0)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.connect(name)
         if not same_user(sock):
             raise PermissionError(f"the server of {address} on this host is another user's")
