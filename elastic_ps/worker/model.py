@@ -28,6 +28,7 @@ from elastic_ps.core.settings import (
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.transport.memory import Allocate, shared_if_possible
 from elastic_ps.worker.local_world import LocalWorld
+from elastic_ps.worker.prepared import check_wrapper
 from elastic_ps.worker.seal import Seal
 from elastic_ps.worker.staging import Staging
 
@@ -154,18 +155,6 @@ class Described:
     def settings(optimizer: torch.optim.Optimizer) -> Settings:
         """The optimizer's hyperparameters as they are now. Raises InvalidModel if one is not plain."""
         return Settings(tuple(plain_group(group, i) for i, group in enumerate(optimizer.param_groups)))
-
-
-def check_wrapper(optimizer: torch.optim.Optimizer) -> None:
-    """Raise InvalidModel if another library has wrapped the optimizer to divide the work itself."""
-    kind = type(optimizer)
-    module = kind.__module__.partition(".")[0]
-    if module in ("accelerate", "transformers"):
-        raise InvalidModel(
-            f"the optimizer is {module}'s {kind.__name__}, which divides the work among processes itself. "
-            "Pass session.optimizer the torch optimizer and the model that you had before "
-            "accelerator.prepare(...)"
-        )
 
 
 def _within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:

@@ -26,8 +26,9 @@ from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.member import Member
-from elastic_ps.worker.model import Described, check_wrapper
+from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
+from elastic_ps.worker.prepared import check_wrapper
 from elastic_ps.worker.schedule import Interval, check_interval
 from elastic_ps.worker.seed import seed_everything
 from elastic_ps.worker.tensors import Tensors

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.job import Data
+from elastic_ps.worker.prepared import is_prepared
 from elastic_ps.worker.stream import Numbered
 
 _CARRIED = (
@@ -108,14 +109,12 @@ def read_source(
 
 def _shuffles(source: DataLoader[Any]) -> bool:
     """Whether a DataLoader's order is random. Raises UsageError if it chooses records in its own way."""
-    module, data = type(source).__module__, source.dataset
-    if module.partition(".")[0] in ("accelerate", "transformers"):
+    if is_prepared(source):
         raise UsageError(
-            f"the DataLoader is a {module}.{type(source).__name__}, which divides the records "
-            "among processes itself. Pass session.loader the DataLoader that you had before "
-            "accelerator.prepare(...), or the data set"
+            f"the DataLoader is a {_name_of(source)}, which divides the records among processes itself. Pass "
+            "session.loader the DataLoader that you had before accelerator.prepare(...), or the data set"
         )
-    if isinstance(data, IterableDataset):
+    if isinstance(source.dataset, IterableDataset):
         if source.batch_size is None:
             raise UsageError(
                 "the DataLoader has batch_size=None, so an item of the stream is a batch. Let each be a "
@@ -144,6 +143,10 @@ def _shuffles(source: DataLoader[Any]) -> bool:
     )
 
 
+def _name_of(given: object) -> str:
+    return f"{type(given).__module__}.{type(given).__name__}"
+
+
 def _records_of(dataset: Any, records: int | None) -> int:
     """How many records a map-style data set has."""
     name = type(dataset).__name__
@@ -165,10 +168,10 @@ def _records_of(dataset: Any, records: int | None) -> int:
 def _numbered(
     stream: IterableDataset[Any], records: int | None, *, near: int, keep: int, seed: int
 ) -> Numbered:
-    module, name, length = type(stream).__module__, type(stream).__name__, _length(stream)
-    if module.partition(".")[0] in ("accelerate", "transformers"):
+    name, length = type(stream).__name__, _length(stream)
+    if is_prepared(stream):
         raise UsageError(
-            f"the stream is a {module}.{name}, which divides its items among processes itself. Pass "
+            f"the stream is a {_name_of(stream)}, which divides its items among processes itself. Pass "
             "session.loader the stream that it was made of"
         )
     if records is None and length is None:
