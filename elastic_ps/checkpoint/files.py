@@ -136,13 +136,22 @@ def flush(path: Path) -> None:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which is made if it is not there. Blocks until nobody else holds it."""
-    with _to_lock(path, create=True) as file:
+    file = _to_lock(path, create=True)
+    try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    finally:
+        unlock(file)
+
+
+def unlock(file: TextIO) -> None:
+    """Give a lock back. Closing the file is not enough: a process that was forked since has it open."""
+    with file:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def try_lock(path: Path, *, create: bool = True) -> TextIO | None:
-    """Take the lock of a file, until it is closed; None if somebody else holds it. Raises OSError."""
+    """Take the lock of a file, until `unlock`; None if somebody else holds it. Raises OSError."""
     file = _to_lock(path, create=create)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

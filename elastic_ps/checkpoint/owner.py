@@ -46,7 +46,7 @@ def running(directory: Path) -> Owner | None:
     except OSError:
         return None
     if lock is not None:
-        lock.close()
+        files.unlock(lock)
         return None
     return _read(directory / "job.json")
 
@@ -104,7 +104,7 @@ class Claim:
     def close(self) -> None:
         """Give the lock back; the directory stays the job's."""
         if self._lock is not None:
-            self._lock.close()
+            files.unlock(self._lock)
             self._lock = None
 
 

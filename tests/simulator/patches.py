@@ -60,7 +60,8 @@ def simulated(disk: Disk) -> Iterator[None]:
         client = importlib.import_module("elastic_ps.worker.client")
         patch(client, "random", SimpleNamespace(random=lambda: world().random.random()))
         files = importlib.import_module("elastic_ps.checkpoint.files")
-        patch(files, "fcntl", SimpleNamespace(LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB, flock=disk.flock))
+        operations = {name: getattr(fcntl, name) for name in ("LOCK_EX", "LOCK_NB", "LOCK_UN")}
+        patch(files, "fcntl", SimpleNamespace(**operations, flock=disk.flock))
         patch(files, "flush", disk.flush)
         for call in ("stat", "lstat", "listdir", "open", "preadv"):
             patch(os, call, disk.watched(getattr(os, call)))
@@ -103,6 +104,10 @@ class Disk:
         """As the system's: the lock goes with the open file, or with the process."""
         here = world()
         path = str(Path(file.name).resolve())
+        if operation == fcntl.LOCK_UN:
+            if self._held.get(path, (None,))[0] is file:
+                del self._held[path]
+            return
         while True:
             here.preempt()
             owner = self._held.get(path)
