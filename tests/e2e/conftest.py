@@ -107,7 +107,7 @@ def minor_version(cluster: GivenCluster) -> int:
 def install_definition(cluster: GivenCluster) -> None:
     """Make the TrainingJob's definition, without Helm."""
     cluster.apply(crd(rules=minor_version(cluster) >= 29))
-    cluster.kubectl("wait", "--for=condition=Established", "crd/trainingjobs.elastic-ps.dev", "--timeout=30s")
+    cluster.established("trainingjobs.elastic-ps.dev")
 
 
 @pytest.fixture(scope="module")

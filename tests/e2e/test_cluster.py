@@ -232,7 +232,7 @@ def test_kubectl_scales_a_custom_resource(cluster: GivenCluster, namespace: str)
         }
     )
     try:
-        cluster.kubectl("wait", "--for=condition=Established", f"crd/gadgets.{group}", "--timeout=30s")
+        cluster.established(f"gadgets.{group}")
         gadget = {
             "apiVersion": f"{group}/v1",
             "kind": "Gadget",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ClusterError, ClusterUnavailable, NotSupported
-from .shell import run
+from .shell import run, wait_for
 
 KUBECTL_TIMEOUT = timedelta(minutes=2)
 
@@ -60,6 +60,15 @@ class GivenCluster:
         """`kubectl apply` of objects given as dicts."""
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
         self.kubectl("apply", "-n", namespace, "-f", "-", stdin=text)
+
+    def established(self, definition: str) -> None:
+        """Block until resources of a definition can be made; `kubectl wait` fails while it has no status."""
+
+        def so() -> bool:
+            conditions = self.get("crd", definition).get("status", {}).get("conditions") or []
+            return ("Established", "True") in [(each["type"], each["status"]) for each in conditions]
+
+        wait_for(so, what=f"{definition} is established", timeout=timedelta(seconds=30))
 
     def down(self) -> None:
         """Take the cluster down if it is ours."""
