@@ -15,8 +15,11 @@ run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 test: $(VENV)/ready  ## Every test
 	$(MAKE) --jobs=2 --keep-going --output-sync=target test-here test-cluster
 
+# A test that hangs fails after 10 minutes: it prints where its threads are, and is tried again, with the others.
 test-here: $(VENV)/ready  ## The tests that need no cluster
-	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadscope tests/unit tests/integration
+	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadscope \
+	  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max-worker-restart=2 \
+	  tests/unit tests/integration
 
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
 	$(BIN)/python -m pytest tests/e2e
