@@ -194,6 +194,14 @@ class ElasticLoader:
             if supply.only is None:
                 supply.give_up()
 
+    def close(self) -> None:
+        """End the processes that fetch, for which torch waits some seconds at most. Idempotent.
+
+        Those that outlive an epoch would be killed when this process ends, and leave what they keep in the
+        temporary directory.
+        """
+        self._fetching = None  # torch ends them when nobody refers to the DataLoader any more
+
     def _end_version(self) -> None:
         """This worker has had all its records of a version: it makes no step with what has had none."""
         self._engine.settle()

@@ -476,6 +476,8 @@ class Session:
             if self._tensors is not None:
                 self._tensors.close()
             self._engine.close()
+            for loader in self._loaders:
+                loader.close()
 
     def drain(self) -> None:
         """Leave after the current step. May be called from a signal handler."""

@@ -6,6 +6,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,36 @@ def test_the_first_items_of_a_stream_without_an_end(tmp_path: Path) -> None:
     with running_job(tmp_path) as job:
         job.run(tally(counted, Counted(10**12), records=50, epochs=2), workers=1)
         assert_in_the_model(counted[0], job.commits(), records=50, epochs=2)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_processes_that_read_a_stream_end_with_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """They live as long as the job, and clean up behind themselves, which a killed process does not."""
+    kept, kind = tmp_path / "kept", "pymp-*"
+    kept.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(kept))
+    before = set(active_children())
+    seen: list[list[Path]] = []
+
+    def script(session: Session) -> None:
+        model = Tally(40)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for batch in session.loader(
+            Counted(40), 4, records=40, num_workers=2, multiprocessing_context="fork"
+        ):
+            seen.append(list(kept.glob(kind)))
+            model(batch).sum().backward()
+            optimizer.step()
+            if leaves:
+                session.drain()
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=1)
+        assert len(set(active_children()) - before) == 0
+    assert seen[-1], "the processes keep something while they live"
+    assert list(kept.glob(kind)) == []
 
 
 # --- real processes
