@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from elastic_ps.core.evaluation import Evaluation
 from elastic_ps.errors import CannotListen
@@ -18,6 +20,15 @@ from elastic_ps.status import ServerStatus, Traffic
 
 REQUEST_TIMEOUT = 10.0
 """Seconds after which a connection that says nothing is closed."""
+
+
+class _HttpServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """One that asks and does not wait for the answer, as a probe with little time, is no failure here."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class StatusServer:
@@ -72,10 +83,9 @@ class StatusServer:
 
         host, _, port = bind.rpartition(":")
         try:
-            self._server = ThreadingHTTPServer((host, int(port)), Handler)
+            self._server = _HttpServer((host, int(port)), Handler)
         except OSError as error:
             raise CannotListen(f"cannot listen on {bind}: {error.strerror}") from error
-        self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
         self._thread.start()
 
