@@ -35,11 +35,12 @@ def train(parsed: argparse.Namespace, programs: Programs | None) -> int:
                 raise UserError(f"{option} starts nothing here, so --{other} has no meaning; leave it out")
         document, _, notes = job_of(_flags(parsed, None))
         _tell(notes)
-        return _print(document) if parsed.dry_run else _apply(document, parsed.namespace)
-    for option, given in (("--namespace", parsed.namespace), ("--data-claim", parsed.data_claim)):
-        if given is not None:
+        return _print(document) if parsed.dry_run else _apply(document, parsed)
+    for option in ("namespace", "data_claim", "train_claim"):
+        if (given := getattr(parsed, option)) is not None:
             raise UserError(
-                f"{option} {given} is for a cluster; give --apply or --dry-run, too, or leave it out"
+                f"--{option.replace('_', '-')} {given} is for a cluster; give --apply or --dry-run, too, or "
+                "leave it out"
             )
 
     def make(ranks: int | None) -> TrainingJob:
@@ -71,6 +72,7 @@ def _flags(parsed: argparse.Namespace, ranks: int | None) -> Flags:
         name=parsed.name,
         image=parsed.image,
         data_claim=parsed.data_claim,
+        train_claim=parsed.train_claim,
         foreign=[flag for flag in FOREIGN if getattr(parsed, flag[2:].replace("-", "_")) is not None],
     )
 
@@ -85,18 +87,25 @@ def _print(document: Mapping[str, Any]) -> int:
     return 0
 
 
-def _apply(document: Mapping[str, Any], namespace: str | None) -> int:
+def _apply(document: Mapping[str, Any], parsed: argparse.Namespace) -> int:
     """Create the job on the cluster, in a process of its own: nothing here knows of Kubernetes."""
     if "image" not in document["spec"]:
         raise UserError("--apply needs --image: the container image that the job's pods run")
+    if parsed.train_dir is not None:
+        raise UserError(
+            f"--train-dir {parsed.train_dir} is a directory of this machine, and the job's pods have none of "
+            "it. Give --train-claim, a PersistentVolumeClaim, or leave it out"
+        )
     needed = (SUBMIT.partition(".")[0], "kubernetes", "prometheus_client")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         raise UserError(
             f"--apply needs {', '.join(missing)}, which this Python does not have: "
             "pip install 'elastic-ps[operator]'. Or use --dry-run, and kubectl apply"
         )
-    where = [] if namespace is None else ["--namespace", namespace]
+    where = [] if parsed.namespace is None else ["--namespace", parsed.namespace]
     text = yaml.safe_dump(document, sort_keys=False)
-    return subprocess.run(
-        [sys.executable, "-m", SUBMIT, *where], input=text, text=True, check=False
-    ).returncode
+    command = [sys.executable, "-m", SUBMIT, *where]
+    code = subprocess.run(command, input=text, text=True, check=False).returncode
+    if code == 0 and parsed.train_claim is None:
+        _tell(["the trained model is lost with the job's pods; --train-claim CLAIM keeps its checkpoints"])
+    return code

@@ -138,6 +138,11 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--data-claim", metavar="CLAIM", help="a PersistentVolumeClaim with the data, mounted at --data-dir"
     )
+    cluster.add_argument(
+        "--train-claim",
+        metavar="CLAIM",
+        help="a PersistentVolumeClaim that checkpoints are written to (default: they are lost with the job)",
+    )
 
 
 def _count(text: str) -> int:

@@ -42,6 +42,7 @@ class Flags:
         name: the job's; None for one out of network and data set.
         image: the container image on a cluster.
         data_claim: the volume claim on a cluster that is mounted at `data_dir`.
+        train_claim: the volume claim on a cluster that checkpoints are written to.
         foreign: flags of ps_pytorch that were given and have no counterpart here.
     """
 
@@ -57,6 +58,7 @@ class Flags:
     name: str | None = None
     image: str | None = None
     data_claim: str | None = None
+    train_claim: str | None = None
     foreign: Sequence[str] = ()
 
 
@@ -85,6 +87,8 @@ def job_of(flags: Flags) -> tuple[dict[str, Any], TrainingJob, list[str]]:
         checkpoint["everyVersions"] = flags.eval_freq
     if flags.train_dir is not None:
         checkpoint["path"] = str(flags.train_dir)
+    if flags.train_claim is not None:
+        checkpoint["existingClaim"] = flags.train_claim
     worker: dict[str, Any] = {"replicas": workers}
     if template := _template(flags):
         worker["template"] = template

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 
 import yaml
 from kubernetes import config
-from kubernetes.config.config_exception import ConfigException
 
 from elastic_operator.api import Api, ApiError
 from elastic_operator.metrics import Metrics
@@ -24,6 +24,9 @@ from elastic_ps.errors import ConnectionLost, UsageError, UserError
 from elastic_ps.job import GROUP, VERSION, parse_job
 
 _contexts: Callable[..., Any] = config.list_kube_config_contexts
+
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+"""What a namespace may be called."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,17 +49,17 @@ def submit(document: Mapping[str, Any], *, namespace: str | None) -> str:
     """Create a TrainingJob; returns what to tell the user. Blocks for the API server's answer.
 
     Raises:
-        UserError: no cluster is configured, or the API server refuses the job.
+        UserError: no cluster is configured, the namespace cannot be one, or the API server refuses the job.
         ConnectionLost: the API server does not answer.
     """
     job = parse_job(document, source="standard input")
-    path = os.environ.get("KUBECONFIG") or "~/.kube/config"
-    try:
-        _, context = _contexts(path)
-    except ConfigException as error:
-        raise UsageError(f"no cluster is configured: {error}; set KUBECONFIG") from error
-    namespace = namespace or context["context"].get("namespace") or "default"
-    api = Api(Settings(kubeconfig=Path(path)), Metrics())
+    api, usual = _connect(os.environ.get("KUBECONFIG") or "~/.kube/config")
+    namespace = usual if namespace is None else namespace
+    if not re.fullmatch(_LABEL, namespace):
+        raise UsageError(
+            f"the namespace is {namespace!r}; expected at most 63 lower-case letters, digits and hyphens, "
+            "with a letter or digit at both ends"
+        )
     place = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/trainingjobs"
     try:
         body = {**document, "metadata": {**document["metadata"], "namespace": namespace}}
@@ -66,16 +69,49 @@ def submit(document: Mapping[str, Any], *, namespace: str | None) -> str:
     return f"trainingjob {job.name} is created\n  kubectl --namespace {namespace} get tj {job.name} --watch"
 
 
+def _connect(files: str) -> tuple[Api, str]:
+    """The cluster of the current context, and the namespace that the context names.
+
+    Args:
+        files: the kubeconfig, or several with a colon between them.
+
+    Raises:
+        UsageError: they say no cluster, or are no kubeconfig.
+    """
+    try:
+        _, context = _contexts(files)
+        return Api(Settings(kubeconfig=Path(files)), Metrics()), context["context"].get(
+            "namespace"
+        ) or "default"
+    except Exception as error:
+        # The library hands on whatever reading, parsing and walking through a wrong file raises.
+        cause = error.__cause__ if isinstance(error, UsageError) else error
+        raise UsageError(
+            f"no cluster is configured: {cause}. The kubeconfig is {files}; set KUBECONFIG to another one, "
+            "or mend it until `kubectl version` answers"
+        ) from error
+
+
 def _refused(error: ApiError, name: str, namespace: str) -> str:
     if error.status == 409:
         return (
             f"namespace {namespace} has a TrainingJob {name} already: delete it with `kubectl --namespace "
             f"{namespace} delete tj {name}`, or give the new one another name with --name"
         )
-    if error.status == 404:
+    if error.status == 404 and error.message.startswith("namespaces "):
         return (
-            f"the cluster does not know TrainingJobs, or has no namespace {namespace} ({error.message}); "
-            "install the operator first"
+            f"the cluster has no namespace {namespace}: create it with `kubectl create namespace "
+            f"{namespace}`, or give another one with --namespace"
+        )
+    if error.status == 404:
+        return "the cluster does not know TrainingJobs: install the operator first"
+    if error.status == 401:
+        return "the API server does not know the user of the kubeconfig's context (401): log in again"
+    if error.status == 403 and "cannot create resource" in error.message:
+        return (
+            f"you may not create TrainingJobs in namespace {namespace}: let the cluster's administrator give "
+            "you the role edit there, or give another one with --namespace. The API server says: "
+            f"{error.message}"
         )
     return f"the API server refuses the job: {error}"
 

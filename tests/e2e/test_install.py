@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,7 +18,7 @@ from helm_python import Config, HelmError
 from tests.e2e.cluster import GivenCluster, wait_for
 from tests.e2e.cluster.shell import run
 from tests.e2e.conftest import restrict
-from tests.e2e.operator_process import ROOT, TRAINING_IMAGE, Jobs, digits, requests
+from tests.e2e.operator_process import HISTORIES, ROOT, TRAINING_IMAGE, Jobs, digits, requests
 
 CHART = ROOT / "charts" / "elastic-ps"
 SYSTEM = "elastic-ps-system"
@@ -141,6 +142,42 @@ def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
     print(jobs.kubectl("describe", "tj", "digits").stdout.partition("Events:")[2])
     jobs.kubectl("delete", "tj", "digits")
     jobs.wait_gone("digits")
+
+
+def test_flags_become_a_job_that_trains(installed: None, jobs: Jobs, tmp_path: Path) -> None:
+    """`elastic-ps train --apply`, in a shell that knows the cluster and nothing else of it."""
+    claim = HISTORIES["metadata"]["name"]
+    jobs.cluster.apply(HISTORIES, namespace=jobs.namespace)
+
+    def train(namespace: str) -> subprocess.CompletedProcess[str]:
+        flags = "--network LeNet --dataset digits --num-workers 1 --max-steps 20 --eval-freq 5 --name flags "
+        where = f"--apply --image {TRAINING_IMAGE} --train-claim {claim} --namespace {namespace}"
+        return subprocess.run(
+            [sys.executable, "-m", "elastic_ps.cli", "train", *flags.split(), *where.split()],
+            env={
+                "KUBECONFIG": str(jobs.cluster.kubeconfig),
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'operator'}",
+            },
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    made = train(jobs.namespace)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.startswith("trainingjob flags is created")
+    again = train(jobs.namespace)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "has a TrainingJob flags already: delete it with `kubectl" in again.stderr
+    nowhere = train(f"no-{jobs.namespace}")
+    assert (nowhere.returncode, nowhere.stdout) == (2, "")
+    assert f"the cluster has no namespace no-{jobs.namespace}: create it" in nowhere.stderr
+    jobs.wait_status("flags", phase="Succeeded", timeout=TRAINED)
+    progress = jobs.progress("flags")
+    assert (progress["version"], progress["durableVersion"]) == (20, 20)
+    assert progress["metrics"].keys() >= {"test_loss", "prec@1", "prec@5"}
 
 
 def test_suspended_training_goes_on_from_its_checkpoint(installed: None, jobs: Jobs) -> None:

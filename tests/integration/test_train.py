@@ -167,6 +167,11 @@ BAD_INPUT = {
     ),
     "data of digits": ("--dataset digits --data-dir .", "digits has no files to look for"),
     "claim": ("--data-claim data", "--data-claim data is for a cluster"),
+    "claim of checkpoints": ("--train-claim kept", "--train-claim kept is for a cluster"),
+    "directory of checkpoints": (
+        "--apply --image i --train-dir kept",
+        "--train-dir kept is a directory of this machine, and the job's pods have none of it",
+    ),
     "image": ("--apply", "--apply needs --image"),
     "report": ("--dry-run --report out", "--report has no meaning"),
     "workers": ("--dry-run -- --lr 0.1", "takes arguments after --"),

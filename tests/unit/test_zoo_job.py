@@ -124,6 +124,11 @@ def test_pods_get_a_gpu_and_the_data() -> None:
     assert pod["volumes"] == [{"name": "data", "persistentVolumeClaim": {"claimName": "mnist"}}]
 
 
+def test_checkpoints_are_kept_in_a_claim() -> None:
+    checkpoint = spec_of(Flags(arguments={}, train_claim="kept", eval_freq=5)).parameter_server.checkpoint
+    assert (checkpoint.existing_claim, checkpoint.every_versions) == ("kept", 5)
+
+
 def test_a_flag_that_changes_nothing_is_told() -> None:
     _, _, notes = job_of(Flags(arguments={}, foreign=["--comm-type"]))
     assert [note.partition(":")[0] for note in notes] == ["--comm-type changes nothing"]
