@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -39,6 +40,11 @@ class Packets:
         if not data:
             raise EOFError
         return json.loads(data), descriptors
+
+    def hang_up(self) -> None:
+        """Let the other side see the end. `close` does not, while a forked process has the socket."""
+        with contextlib.suppress(OSError):  # it has gone already
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.sock.close()

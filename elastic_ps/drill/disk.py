@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from elastic_ps.checkpoint import files
 
 SIZE = 64 * 1024 * 1024
 CHUNK = 1024 * 1024
@@ -58,12 +59,10 @@ def fill(directory: Path) -> Path:
 
 def locked(checkpoints: Path) -> bool:
     """Whether a parameter server is about to finish a checkpoint, or to begin a term, in this directory."""
-    with (checkpoints / "lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    lock = files.try_lock(checkpoints / "lock")
+    if lock is not None:
+        files.unlock(lock)
+    return lock is None
 
 
 def flip(file: Path, place: float) -> int:

@@ -166,7 +166,9 @@ class ForkServer:
         """End it, and what it has started."""
         if self._released:
             return
-        self._let_go()
+        with self._lock:
+            self._packets.hang_up()
+            self._let_go()
         if self._programs is None:  # it imports, and has started nothing
             self._popen.kill()
         try:

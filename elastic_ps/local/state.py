@@ -25,11 +25,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import TextIO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
+from elastic_ps.checkpoint import files
 from elastic_ps.env import Role, state_directory
 from elastic_ps.errors import UserError
 from elastic_ps.job import ObjectMeta, TrainingJob, parse_job
@@ -101,6 +102,7 @@ class JobDirectory:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     return int(file.read() or 0)
+                files.unlock(file)
         except FileNotFoundError:
             pass
         return None
@@ -110,8 +112,8 @@ class JobDirectory:
         if self.launcher() is not None:
             raise self._runs_already()
 
-    def claim(self) -> IO[str]:
-        """Take the lock, and clear away what an earlier launcher left. Closing the file gives it back.
+    def claim(self) -> TextIO:
+        """Take the lock, and clear away what an earlier launcher left. `files.unlock` gives it back.
 
         Raises:
             UserError: the job runs already, or its directory cannot be written.
@@ -132,7 +134,7 @@ class JobDirectory:
         self.sign(lock)
         return lock
 
-    def sign(self, lock: IO[str]) -> None:
+    def sign(self, lock: TextIO) -> None:
         """Write this process's pid into the lock, after taking it or after a fork."""
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -227,8 +229,7 @@ class JobDirectory:
 
     @contextlib.contextmanager
     def _editing(self) -> Iterator[None]:
-        with (self.path / "edit.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with files.locked(self.path / "edit.lock"):
             yield
 
     def _end_leftovers(self) -> None:
@@ -286,7 +287,7 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _take(lock: IO[str]) -> bool:
+def _take(lock: TextIO) -> bool:
     """Take the lock; a look by `launcher()` holds it for a moment, so try for a little while."""
     deadline = time.monotonic() + 0.5
     while True:

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import assert_never
 
+from elastic_ps.checkpoint import files
 from elastic_ps.deaths import describe_exit
 from elastic_ps.env import EXIT_LEFT, ProcessEnvironment, Resume, Role, inherited
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
@@ -159,7 +160,10 @@ class Launcher:
         if not self.wait(timedelta(0)):
             self.stop("the launcher ends", at_once=True)
             self.wait()
-        self._lock_file.close()
+        if self._thread is None:  # a fork of this process may be the launcher, and has the same lock
+            self._lock_file.close()
+        else:
+            files.unlock(self._lock_file)
 
     def _choose_checkpoints(self) -> Path:
         if self.options.resume is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from elastic_ps.env import EXIT_INVALID
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options, Programs
 from elastic_ps.local.forks import ForkServer
+from tests.forked import forked
 from tests.integration.launching import gone, wait_for_workers
 from tests.polling import eventually
 
@@ -248,16 +250,23 @@ def test_a_detached_job_keeps_its_fork_server(tmp_path: Path) -> None:
     eventually(lambda: not any(each and each.is_running() for each in parents), "it ends with the job")
 
 
-def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
-    """A check has no lifeline: it shall not outlive a launcher that is killed."""
+@pytest.mark.parametrize("meanwhile", [contextlib.nullcontext, forked])
+def test_what_it_has_started_ends_with_it(
+    tmp_path: Path, meanwhile: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
+    """A check has no lifeline: it shall not outlive a launcher that is killed.
+
+    A process that was forked has the launcher's side of the socket, too.
+    """
     (tmp_path / "waits.py").write_text("import time\nprint('imported', flush=True)\ntime.sleep(1000)\n")
     server = ForkServer(dict(os.environ))
     run = Run(server, "waits:main", dict(os.environ), directory=tmp_path)
     eventually(lambda: os.pread(run.out.fileno(), 100, 0), "it is imported")
-    server.close()
-    run.out.close()
-    run.err.close()
-    eventually(lambda: not psutil.pid_exists(run.pid), "it ends")
+    with meanwhile():
+        server.close()
+        run.out.close()
+        run.err.close()
+        eventually(lambda: not psutil.pid_exists(run.pid), "it ends", within=30)
 
 
 @pytest.mark.parametrize("threads", ["3,2", "0", "many"])

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes, sna
 from elastic_ps.local.plan import cores_of
 from elastic_ps.local.report import build_report
 from elastic_ps.status import Member
+from tests.forked import forked
 from tests.integration.launching import PROGRAMS, gone, make_job, wait_for_end, wait_for_workers, workers_of
 from tests.polling import eventually
 
@@ -245,6 +246,17 @@ def test_a_name_is_taken_while_the_job_runs_and_free_afterwards(tmp_path: Path) 
         assert end_of(second).verdict.phase == "Succeeded"
     assert second.checkpoints != first.checkpoints
     assert list(first.checkpoints.glob("version-*")), "the stopped run's checkpoint is kept"
+
+
+def test_a_name_is_free_afterwards_although_a_process_was_forked_meanwhile(tmp_path: Path) -> None:
+    """It has the launcher's files open, too: a DataLoader's process, in a program that runs jobs."""
+    with ExitStack() as stack:
+        with launched(make_job(records=8), tmp_path) as first:
+            stack.enter_context(forked())
+            end_of(first)
+        assert first.directory.launcher() is None
+        with launched(make_job(records=8), tmp_path) as second:
+            assert end_of(second).verdict.phase == "Succeeded"
 
 
 def test_a_trace_of_all_processes_is_one_file(tmp_path: Path) -> None:

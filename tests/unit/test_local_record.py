@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from elastic_ps.checkpoint import files
 from elastic_ps.cli.view import sparkline
 from elastic_ps.cli.words import duration
 from elastic_ps.errors import UserError
-from elastic_ps.job import parse_job
+from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import JobDirectory, Record
 from elastic_ps.local.processes import with_threads
 from elastic_ps.local.record import MAX_POINTS, member_changes
 from elastic_ps.local.report import change_labels, worker_steps
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.status import Member, Progress, ServerStatus
+from tests.forked import forked
 
 
 def member(worker: int, *, state: str = "training", joined: int = 0, left: int | None = None) -> Member:
@@ -116,6 +119,33 @@ def test_scaling_edits_only_the_number_of_workers_and_keeps_the_bounds(tmp_path:
             directory.scale(5)
         job.spec.worker.replicas = 4
         assert directory.read_job() == job
+
+
+def test_a_job_is_edited_again_although_a_process_was_forked_meanwhile(tmp_path: Path) -> None:
+    """It has the lock's file open, too, and the next edit would wait for its end."""
+    directory = JobDirectory("j", root=tmp_path)
+    directory.path.mkdir()
+    directory.write_job(
+        parse_job(
+            {
+                "apiVersion": "elastic-ps.dev/v1alpha1",
+                "kind": "TrainingJob",
+                "metadata": {"name": "j"},
+                "spec": {"entrypoint": "a:b"},
+            },
+            source="test",
+        )
+    )
+    with ExitStack() as stack:
+
+        def edit(job: TrainingJob) -> TrainingJob:
+            stack.enter_context(forked())
+            return job
+
+        directory.edit(edit)
+        lock = files.try_lock(directory.path / "edit.lock")
+        assert lock is not None
+        files.unlock(lock)
 
 
 def test_words() -> None:

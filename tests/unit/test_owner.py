@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.errors import InvalidJob, StorageUnavailable, UserError
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import preflight
+from tests.forked import forked
 
 
 @pytest.fixture
@@ -75,22 +75,17 @@ def test_the_directory_of_a_job_that_has_ended_is_taken_over_only_if_asked_for(f
 
 def test_a_lock_is_given_back_although_a_process_was_forked_meanwhile(tmp_path: Path) -> None:
     """It has the file open, too: a DataLoader's process, in a program that has the parameter server in it."""
-    forked = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)) for _ in range(2)]
     store = Store(tmp_path)
     store.claim("a", "1")
-    try:
+    with ExitStack() as stack:
         with files.locked(tmp_path / "lock"):
-            forked[0].start()
-        forked[1].start()
+            stack.enter_context(forked())
+        stack.enter_context(forked())
         lock = files.try_lock(tmp_path / "lock")
         assert lock is not None
         files.unlock(lock)
         store.close()
         assert running(tmp_path) is None
-    finally:
-        for process in forked:
-            process.kill()
-            process.join()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"job": "a"}'])
