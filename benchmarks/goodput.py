@@ -24,9 +24,13 @@ memory. The others may train on meanwhile. What is the same for all systems then
 decides after a freeze, but not after a kill, of which the launcher tells the parameter server.
 
 Each rate is shown beside the same system's without faults, and beside torchrun's (the faster one, if there
-are two), with what a fault of each kind has cost, and the longest time in which no sample came to count. Of
-elastic-ps the recorded histories are checked afterwards: no record may be lost, or be in the model twice. Of
-torchrun's it is shown how many samples were computed again, and whether agents have ended. Ctrl-C ends the
+are two), with what a fault of each kind has cost, and the longest time in which no sample came to count. A
+machine that is away, or a worker that is frozen, can train nothing, whatever the system. So it is shown for
+how much of their time the workers were there, and for how long nobody was. In brackets is what a fault has
+cost beside the work of those that were not there, and the longest standstill while somebody was there.
+
+Of elastic-ps the recorded histories are checked afterwards: no record may be lost, or be in the model twice.
+Of torchrun's it is shown how many samples were computed again, and whether agents have ended. Ctrl-C ends the
 measurement, and what was found until then is printed.
 """
 
@@ -41,15 +45,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import pairwise
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple, TypeAlias, assert_never, get_args
+from typing import TypeAlias, assert_never, get_args
 
 from benchmarks.figures import Figure, write
+from benchmarks.goodput_found import Fault, Mark, Measured, measured, rival, rows
 from benchmarks.goodput_machines import ROOT, put, signal_to
 from benchmarks.goodput_systems import CLEAN, Kind, System, modes, parameter_server, slow_file
 from benchmarks.goodput_torchft import torchft
@@ -69,15 +72,6 @@ TORCHRUN, TORCHRUN_TUNED = "torchrun DDP", "torchrun tuned"
 
 Open: TypeAlias = Callable[[Path], AbstractContextManager[System]]
 """Starts a system in a directory, and ends it."""
-
-
-class Fault(NamedTuple):
-    """What happens to a worker, or to the parameter server, at some seconds from the beginning."""
-
-    at: float
-    kind: Kind
-    worker: int
-    lasting: float
 
 
 def schedule(
@@ -105,29 +99,20 @@ def schedule(
     return found
 
 
-class Measured(NamedTuple):
-    """What became of one system.
+def measure(
+    open_: Open,
+    seconds: float,
+    faults: Sequence[Fault],
+    interrupted: Event,
+    *,
+    workers: int,
+    gone: float | None = None,
+) -> Measured:
+    """Train for some seconds, from when the first samples count; or until that is `interrupted`.
 
-    Attributes:
-        rate: samples that count per second.
-        seconds: for how long it was measured; fewer than asked for if that was interrupted.
-        struck: how many faults found somebody to strike.
-        between: for each fault that struck, its kind, the seconds until the next one, and the samples that
-            came to count in these.
-        audit: what is to be said of the records.
-        standstill: the longest time, in seconds, in which no sample came to count.
+    Args:
+        gone: seconds that the machine of a worker which is killed is away; None if workers have none.
     """
-
-    rate: float
-    seconds: float
-    struck: int
-    between: Sequence[tuple[Kind, float, int]]
-    audit: str
-    standstill: float = 0.0
-
-
-def measure(open_: Open, seconds: float, faults: Sequence[Fault], interrupted: Event) -> Measured:
-    """Train for some seconds, from when the first samples count; or until that is `interrupted`."""
     directory = Path(tempfile.mkdtemp(prefix="elastic-ps-goodput-"))
     try:
         with open_(directory) as system:
@@ -135,20 +120,15 @@ def measure(open_: Open, seconds: float, faults: Sequence[Fault], interrupted: E
             began = time.monotonic()
             marks, seen = _strike(directory, system, faults, began + seconds, interrupted)
             last = _await(system, interrupted)
-            took = time.monotonic() - began
-            marks.append(Mark(None, began + took, last))
-            longest = standstill([(began, first), *seen, (began + took, last)])
-            between = [
-                (mark.kind, after.at - mark.at, after.samples - mark.samples)
-                for mark, after in pairwise(marks)
-                if mark.kind is not None
-            ]
-            rate, struck = (last - first) / took, len(marks) - 1
-            return Measured(rate, took, struck, between, system.finish(), longest)
+            end = time.monotonic()
+            marks.append(Mark(None, end, last))
+            seen = [(began, first), *seen, (end, last)]
+            audit = system.finish()
     except TimeoutError as error:
         raise TimeoutError(f"{error}; {_last_words(directory)}") from error
     finally:
         shutil.rmtree(directory, ignore_errors=True)
+    return measured(seen, marks, audit, workers=workers, gone=gone or 0.0)
 
 
 def _last_words(directory: Path) -> str:
@@ -172,14 +152,6 @@ def _await(system: System, interrupted: Event) -> int:
     return samples
 
 
-class Mark(NamedTuple):
-    """How many samples counted at some moment, when a fault struck."""
-
-    kind: Kind | None
-    at: float
-    samples: int
-
-
 def _strike(
     directory: Path, system: System, faults: Sequence[Fault], end: float, interrupted: Event
 ) -> tuple[list[Mark], list[tuple[float, int]]]:
@@ -201,7 +173,7 @@ def _strike(
             fault = due.pop(0)
             samples = system.samples() or samples
             if _strikes(directory, system, fault, frozen):
-                marks.append(Mark(fault.kind, now, samples))
+                marks.append(Mark(fault, now, samples))
         time.sleep(0.02)
     for thawed in frozen:
         signal_to(thawed, signal.SIGCONT)
@@ -223,34 +195,10 @@ def _strikes(directory: Path, system: System, fault: Fault, frozen: dict[int, fl
             pid = system.pid(fault.worker)
             if pid is None or not signal_to(pid, signal.SIGSTOP):
                 return False
-            frozen[pid] = until
+            frozen[pid] = max(until, frozen.get(pid, until))
             return True
         case _:
             assert_never(fault.kind)
-
-
-def standstill(seen: Sequence[tuple[float, int]]) -> float:
-    """The longest time in which no sample came to count, of moments and how many counted then.
-
-    What is trained again, after the model has gone back, counts once there are more samples than ever.
-    """
-    longest, since, most = 0.0, seen[0][0], seen[0][1]
-    for at, samples in seen:
-        longest = max(longest, at - since)
-        if samples > most:
-            since, most = at, samples
-    return longest
-
-
-def costs(quiet: Measured, disturbed: Measured) -> dict[Kind, float]:
-    """How many seconds of undisturbed training a fault of each kind has cost, on average.
-
-    What one fault costs after the next one has struck is put down to that one.
-    """
-    lost: dict[Kind, list[float]] = defaultdict(list)
-    for kind, seconds, samples in disturbed.between:
-        lost[kind].append(seconds - samples / quiet.rate)
-    return {kind: sum(lost[kind]) / len(lost[kind]) for kind in get_args(Kind) if kind in lost}
 
 
 def systems(workers: int, gone: float | None = None) -> Mapping[str, Open]:
@@ -268,12 +216,6 @@ def systems(workers: int, gone: float | None = None) -> Mapping[str, Open]:
     return found
 
 
-def rival(found: Mapping[str, tuple[Measured, Measured]]) -> float | None:
-    """The rate with faults of the faster torchrun; None if none was measured."""
-    theirs = [disturbed.rate for name, (_, disturbed) in found.items() if name.startswith("torchrun")]
-    return max(theirs, default=None)
-
-
 def chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
     """Those of the known names that begin as a wanted one does, in their order; all if nothing is wanted.
 
@@ -284,18 +226,6 @@ def chosen(wanted: Sequence[str], known: Sequence[str]) -> list[str]:
         if not any(name.startswith(each) for name in known):
             raise ValueError(f"there is no system that begins with {each!r}; there are {'; '.join(known)}")
     return [name for name in known if not wanted or name.startswith(tuple(wanted))]
-
-
-def row(name: str, quiet: Measured, disturbed: Measured, torchrun: float | None) -> str:
-    """What was measured of a system, in a line; and what its faults have cost, in another one."""
-    ratio = "" if torchrun is None else f"{disturbed.rate / max(torchrun, 1e-9):.2f}"
-    line = (
-        f"{name:20} {quiet.rate:11.0f} {disturbed.rate:12.0f} {disturbed.rate / max(quiet.rate, 1e-9):6.2f} "
-        f"{ratio:>12} {disturbed.struck:7}  {disturbed.audit}"
-    )
-    each = ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in costs(quiet, disturbed).items())
-    longest = f"the longest standstill: {disturbed.standstill:.1f} s"
-    return f"{line}\n{'':20} a fault has cost: {each}; {longest}" if each else line
 
 
 def between(text: str) -> tuple[float, float]:
@@ -394,7 +324,10 @@ def main() -> int:
     if not importlib.util.find_spec("torchft"):
         print("torchft is not installed, so it is left out; pip install torchft")
     print(f"{'samples that count':20} undisturbed  with faults  share  to torchrun  struck", flush=True)
-    found, failed = measure_all({name: known[name] for name in names}, parsed.minutes, parsed.quiet, faults)
+    wanted = {name: known[name] for name in names}
+    found, failed = measure_all(
+        wanted, parsed.minutes, parsed.quiet, faults, workers=parsed.workers, gone=gone
+    )
     ours = {name: each for name, each in found.items() if name in modes(parsed.workers)}
     if (theirs := rival(found)) is not None:
         figures = [
@@ -407,7 +340,13 @@ def main() -> int:
 
 
 def measure_all(
-    wanted: Mapping[str, Open], minutes: float, quiet_minutes: float, faults: Sequence[Fault]
+    wanted: Mapping[str, Open],
+    minutes: float,
+    quiet_minutes: float,
+    faults: Sequence[Fault],
+    *,
+    workers: int,
+    gone: float | None,
 ) -> tuple[dict[str, tuple[Measured, Measured]], list[str]]:
     """Measure and print one system after the other, without faults and with them, until Ctrl-C.
 
@@ -419,16 +358,16 @@ def measure_all(
     with _interruptible() as interrupted:
         for name, open_ in wanted.items():
             try:
-                quiet = measure(open_, 60 * quiet_minutes, [], interrupted)
+                quiet = measure(open_, 60 * quiet_minutes, [], interrupted, workers=workers, gone=gone)
                 if interrupted.is_set():
                     break
-                disturbed = measure(open_, 60 * minutes, faults, interrupted)
+                disturbed = measure(open_, 60 * minutes, faults, interrupted, workers=workers, gone=gone)
             except TimeoutError as error:
                 print(f"{name:20} was not measured: {error}", flush=True)
                 failed.append(name)
                 continue
             found[name] = quiet, disturbed
-            print(row(name, quiet, disturbed, rival(found)), flush=True)
+            print(rows(name, quiet, disturbed, rival(found)), flush=True)
             if interrupted.is_set():
                 print(f"interrupted: {name} had {disturbed.seconds:.0f} s of faults")
                 break

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,18 +20,13 @@ from benchmarks.goodput import (
     LASTING,
     TORCHRUN,
     TORCHRUN_TUNED,
-    Fault,
-    Measured,
     chosen,
-    costs,
     make_parser,
     measure,
-    rival,
-    row,
     schedule,
-    standstill,
     systems,
 )
+from benchmarks.goodput_found import Fault, Measured, rival
 from benchmarks.goodput_machines import ROOT, kill_all_of, variables
 from benchmarks.goodput_systems import CLEAN, Kind, System, make_job, modes
 from tests.polling import eventually
@@ -92,12 +88,6 @@ def test_how_long_a_machine_is_away_needs_machines(
     with pytest.raises(SystemExit):
         goodput.main()
     assert "it needs --machines" in capsys.readouterr().err
-
-
-def test_the_longest_standstill_is_between_samples_that_are_new() -> None:
-    assert standstill([(0.0, 10), (1.0, 20), (2.0, 20), (4.0, 30), (5.0, 30)]) == 3.0
-    assert standstill([(0.0, 10), (1.0, 20), (2.0, 15), (3.0, 18), (4.0, 21), (5.0, 22)]) == 3.0
-    assert standstill([(0.0, 10), (9.0, 10)]) == 9.0
 
 
 def test_machines_are_compared_with_the_faster_torchrun() -> None:
@@ -197,17 +187,28 @@ def test_a_measurement_that_is_interrupted_before_anything_counts_ends() -> None
     interrupted.set()
     system = Counting(interrupt_at=0)
     system.samples = lambda: None  # type: ignore[method-assign]
-    assert measure(system.open, 600.0, [], interrupted).struck == 0
+    assert measure(system.open, 600.0, [], interrupted, workers=1).struck == 0
     assert system.over
 
 
-def test_what_a_fault_costs_is_the_training_that_is_missing_until_the_next_one() -> None:
-    quiet = Measured(100.0, 60.0, 0, [], CLEAN)
-    between: list[tuple[Kind, float, int]] = [("kill", 10.0, 900), ("freeze", 5.0, 500), ("kill", 10.0, 700)]
-    disturbed = Measured(80.0, 30.0, 3, between, CLEAN)
-    assert costs(quiet, disturbed) == {"kill": pytest.approx(2.0), "freeze": pytest.approx(0.0)}
-    assert "kill 2.0 s, freeze 0.0 s" in row("sync", quiet, disturbed, 20.0)
-    assert " 0.80         4.00 " in row("sync", quiet, disturbed, 20.0)
+def test_a_freeze_is_not_over_before_its_time_though_another_one_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[tuple[float, signal.Signals]] = []
+
+    def note(_pid: int, number: signal.Signals) -> bool:
+        sent.append((time.monotonic(), number))
+        return True
+
+    monkeypatch.setattr(goodput, "signal_to", note)
+    system = Counting(interrupt_at=0)
+    system.pid = lambda worker: 1  # type: ignore[method-assign]
+    faults = [Fault(0.0, "freeze", 0, 1.0), Fault(0.1, "freeze", 0, 0.1)]
+    measure(system.open, 1.5, faults, Event(), workers=1)
+    stops = [at for at, number in sent if number == signal.SIGSTOP]
+    thaws = [at for at, number in sent if number == signal.SIGCONT]
+    assert (len(stops), len(thaws)) == (2, 1)
+    assert thaws[0] - stops[0] >= 0.99
 
 
 def test_every_process_of_a_directory_is_killed(tmp_path: Path) -> None:
