@@ -27,6 +27,7 @@ from benchmarks.convergence import ROOT, Run, make_job, measure
 OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "sgd without momentum": torch.optim.SGD,
 }
 
 CONTEXT = 64
@@ -77,11 +78,12 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.T
 
 
 class Row(NamedTuple):
-    """A training. `against` is the row that it is compared with."""
+    """A training. `against` is the row that it is compared with; `optimizer` replaces the command's."""
 
     consistency: Mapping[str, Any] = {}
     compression: Mapping[str, Any] = {}
     against: str = "sync"
+    optimizer: str | None = None
 
 
 def rows(workers: int, steps: int, batch: int) -> Mapping[str, Row]:
@@ -92,6 +94,7 @@ def rows(workers: int, steps: int, batch: int) -> Mapping[str, Row]:
     local = {"mode": "local", "steps": steps}
     each = {"mode": "local", "steps": 1, "outer": "average"}
     diloco = {**local, "outer": "diloco", "outerMomentum": 0.9 if steps >= 100 else 0.6}
+    masked = {"codec": "topk", "options": {"momentum": 0.9}}  # to be compared with --optimizer sgd
     warm = {"codec": "topk", "options": {"warmup": 100}}
     return {
         "sync": Row(),
@@ -111,6 +114,7 @@ def rows(workers: int, steps: int, batch: int) -> Mapping[str, Row]:
         "codec topk, steps: 1": Row(each, {"codec": "topk"}),
         "codec topk 5 %, steps: 1": Row(each, {"codec": "topk", "options": {"ratio": 0.05}}),
         "codec topk, steps: 1, warmup": Row(each, warm),
+        "codec topk, momentum": Row({}, masked, optimizer="sgd without momentum"),
         "codec int4, diloco": Row(diloco, {"codec": "int4"}, against="local, diloco"),
     }
 
@@ -147,10 +151,11 @@ def main() -> int:
     print(f"{'':30} seconds  versions  bits per byte  compared with   above  most stale  bytes pushed")
     for name in chosen(all_rows, parsed.rows):
         row = all_rows[name]
+        settings: dict[str, Any] = {**arguments, "optimizer": row.optimizer or parsed.optimizer}
         job = make_job(
             parsed.workers,
             row.consistency,
-            arguments,
+            settings,
             entrypoint="benchmarks.characters:train",
             compression=dict(row.compression),
             data={"seed": parsed.seed},

@@ -504,8 +504,9 @@ class Compression(CamelModel):
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Arguments of the codec: block, the number of elements that share a scale (int8, int4, "
-        "signsgd); ratio, the share of elements that is sent, and warmup, in how many versions it falls to "
-        "that (topk); rank, the number of columns (powersgd).",
+        "signsgd); ratio, the share of elements that is sent, warmup, in how many versions it falls to "
+        "that, and momentum, of the workers' gradients before they are sent (topk); rank, the number of "
+        "columns (powersgd).",
     )
     rules: list[CompressionRule] = Field(
         default_factory=list, description="Other codecs for some of the parameters, by their names."

@@ -51,6 +51,10 @@ class Sparse(NamedTuple):
         return torch.zeros(len(places), dtype=self.values.dtype).index_add_(0, where, self.values)
 
 
+MOMENTUM = "momentum"
+"""Where the worker keeps the momentum in the state of a codec that has one: flat, float32, never changed."""
+
+
 class Codec(abc.ABC):
     """Encodes gradients, and decodes them. One object serves all threads.
 
@@ -58,6 +62,9 @@ class Codec(abc.ABC):
         lossless: `decode` gives back exactly what was encoded.
         unbiased: the mean of what `decode` gives back, over the generator's numbers, is what was encoded.
         feedback: what is lost is added to the next step's gradient; for codecs that are biased.
+        momentum: with `feedback`, from 0 to below 1. Above 0 the worker makes momentum of its gradients
+            before they are encoded, and sets it to zero where something is sent (Lin et al. 2018, "Deep
+            Gradient Compression"). It keeps it in the codec's state, as `MOMENTUM`.
         by_piece: each parameter is encoded by itself, as a matrix; see `for_matrix`.
         version: of what it sends. A worker that has another one than the parameter server ends when it joins.
     """
@@ -66,6 +73,7 @@ class Codec(abc.ABC):
     lossless = False
     unbiased = False
     feedback = False
+    momentum = 0.0
     by_piece = False
 
     def for_matrix(self, rows: int, columns: int) -> Codec | None:  # noqa: ARG002

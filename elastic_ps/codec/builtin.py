@@ -199,17 +199,19 @@ class TopK(Codec):
 
     The model changes most at first, when what waits is soon out of date. So with `warmup` more is sent at
     first, as in Lin et al. 2018, "Deep Gradient Compression". There the share falls by a factor of 4 after
-    each epoch, from a quarter on. Here it falls likewise, but a little with each version.
+    each epoch, from a quarter on. Here it falls likewise, but a little with each version. `momentum` is
+    that of the same paper.
     """
 
     feedback = True
 
-    def __init__(self, ratio: float = 0.01, warmup: int = 0) -> None:
+    def __init__(self, ratio: float = 0.01, warmup: int = 0, momentum: float = 0.0) -> None:
         """Raises ValueError: one of them is out of range.
 
         Args:
             ratio: the largest share of the elements that is sent; one element is sent in any case.
             warmup: from this version on. Of version 0 it is a quarter, and it falls exponentially.
+            momentum: see `Codec`; for an optimizer that has none itself.
         """
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio is {ratio}; expected a number above 0, and 1 at most")
@@ -220,7 +222,9 @@ class TopK(Codec):
                 f"warmup is {warmup}, but ratio is {ratio}: not less than the {_AT_FIRST} that is sent at "
                 "first; leave warmup out"
             )
-        self._ratio, self._warmup = ratio, warmup
+        if isinstance(momentum, bool) or not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum!r}; expected a number from 0 to below 1, as 0.9")
+        self._ratio, self._warmup, self.momentum = ratio, warmup, momentum
 
     def share(self, version: int) -> float:
         """The largest share of the elements that is sent in a step on this version."""

@@ -65,6 +65,7 @@ class Compressed(Codec):
                 f"the parameter server: pip install 'elastic-ps[{self.name}]'"
             ) from error
         self.lossless, self.unbiased, self.feedback = inner.lossless, inner.unbiased, inner.feedback
+        self.momentum = inner.momentum
 
     @abc.abstractmethod
     def _compress(self, parts: Sequence[tuple[Part, memoryview]]) -> bytes:

@@ -92,7 +92,13 @@ class Plan:
         self.values, self._values = self._followed(NONE if changes else chosen, values)
         self.deltas, self._deltas = NONE, None
         if changes:
-            self.deltas, self._deltas = self._followed(chosen, make(chosen, compression.values_options))
+            deltas = make(chosen, compression.values_options)
+            if deltas is not None and deltas.momentum:
+                raise InvalidJob(
+                    f"compression.valuesOptions has momentum {deltas.momentum}, which values do not have. "
+                    "Leave it out: compression.options has that of gradients"
+                )
+            self.deltas, self._deltas = self._followed(chosen, deltas)
 
     def _followed(self, name: str, codec: Codec | None) -> tuple[str, Codec | None]:
         """A codec and its name, followed by the lossless one if the job has one."""

@@ -8,6 +8,11 @@ is left over when the worker ends is lost.
 
 It does not matter which codec has left something over: it is added to the next gradient, whatever the codec
 is then. So another `spec.compression` may come with another term.
+
+Where a codec has momentum, the sum of that is what waits: this is algorithm 1 of Lin et al. 2018, "Deep
+Gradient Compression", with momentum factor masking. The momentum is in the codec's state. So a step that is
+void leaves nothing of it, either. There is one exception: if the worker has made several steps for a version
+and its round starts again, only the last one counts. Its bytes have the momentum of those before in them.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic_ps.codec import NONE
-from elastic_ps.codec.base import Packed, Part, pack
+from elastic_ps.codec.base import MOMENTUM, Packed, Part, pack
 from elastic_ps.codec.memory import as_bytes, name_of
 from elastic_ps.codec.plan import Plan, Run
 from elastic_ps.core.partition import Bucket, Layout
@@ -285,11 +290,12 @@ class _Made:
                 self.rest[piece] = waiting[piece]
 
     def encode(self, run: Run, state: State, random: torch.Generator) -> Packed:
-        """A run as it travels."""
+        """A run as it travels. Puts into `state` what the codec keeps, and its momentum."""
         if run.codec is None:
             own = self.plain(run.elements)
             return Packed((Part("", name_of(own.dtype), run.length),), "", [as_bytes(own)])
         total = self._total(run.elements, torch.float32)
+        momentum = self._momentum(run.elements, run.codec.momentum, state, total)
         encoded = run.codec.encode(total, state, random)
         packed = pack(encoded)
         if run.codec.feedback:
@@ -297,7 +303,30 @@ class _Made:
             run.codec.decode(encoded, decoded)
             # The parameter server has it in the model's dtype.
             self._leave(run.elements, (total - decoded.to(self._gradient.dtype)).to(torch.float32))
+            if momentum is not None:
+                state[MOMENTUM] = momentum.masked_fill_(decoded != 0, 0.0)
         return packed
+
+    def _momentum(
+        self, elements: slice, factor: float, state: State, total: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Momentum with this step's gradient; None: the codec has none. `total` becomes what that adds up to.
+
+        That of pieces without a gradient stays as it is, and does not enter the total.
+        """
+        if not factor:
+            return None
+        before, gradient = state.get(MOMENTUM), self._gradient[elements]
+        if before is None:
+            momentum = gradient.to(torch.float32, copy=True)
+        else:
+            momentum = before * factor
+            total += momentum
+            momentum += gradient
+        for piece in self._absent_in(elements):
+            total[piece] = 0.0
+            momentum[piece] = 0.0 if before is None else before[piece]
+        return momentum
 
     def plain(self, elements: slice) -> torch.Tensor:
         """These elements as they are sent without a codec: nothing is left over of them."""

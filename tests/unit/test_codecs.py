@@ -214,9 +214,12 @@ def test_more_than_the_warmup_sends_is_not_decoded() -> None:
         ("int9", {}, ["int9", "none, bf16", "module:Class"]),
         ("none", {"ratio": 1}, ["no options", "ratio"]),
         ("topk", {"ratio": 0}, ["ratio is 0", "above 0"]),
-        ("topk", {"share": 0.1}, ["takes: ratio, warmup", "share"]),
+        ("topk", {"share": 0.1}, ["takes: ratio, warmup, momentum", "share"]),
         ("topk", {"warmup": -1}, ["warmup is -1", "0 or more"]),
         ("topk", {"warmup": 0.5}, ["warmup is 0.5"]),
+        ("topk", {"momentum": 1}, ["momentum is 1;", "below 1"]),
+        ("topk", {"momentum": -0.1}, ["momentum is -0.1"]),
+        ("topk", {"momentum": True}, ["momentum is True"]),
         ("topk", {"ratio": 0.3, "warmup": 9}, ["warmup is 9", "ratio is 0.3", "0.25"]),
         ("int8", {"block": 3}, ["block is 3"]),
         ("int8", {"block": "a"}, ["block"]),
@@ -370,8 +373,9 @@ def test_a_lossless_codec_changes_nothing(
     if zeros:
         tensor = tensor.relu()
     assert torch.equal(through(codec, tensor, seed), through(inner, tensor, seed))
-    kinds = (codec.lossless, codec.unbiased, codec.feedback, codec.error_bound(tensor))
-    assert kinds == (inner.lossless, inner.unbiased, inner.feedback, inner.error_bound(tensor))
+    kinds = (codec.lossless, codec.unbiased, codec.feedback, codec.momentum, codec.error_bound(tensor))
+    expected = (inner.lossless, inner.unbiased, inner.feedback, inner.momentum, inner.error_bound(tensor))
+    assert kinds == expected
 
 
 @pytest.mark.parametrize("kind", LOSSLESS.values())

@@ -323,6 +323,7 @@ def test_a_delta_of_what_a_worker_does_not_have_is_refused() -> None:
     [
         ({"values": "bf16", "valuesOptions": {"block": 2}}, "valuesOptions .* no meaning with values bf16"),
         ({"values": "int8", "valuesOptions": {"block": 3}}, "block is 3"),
+        ({"values": "topk", "valuesOptions": {"momentum": 0.9}}, "momentum 0.9, which values do not have"),
         ({"values": "topk", "valuesOptions": {"block": 8}}, "It takes: ratio"),
     ],
 )

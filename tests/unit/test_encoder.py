@@ -195,6 +195,69 @@ def test_a_step_that_is_not_made_leaves_nothing_over() -> None:
     assert worker.push([0.0] * 8, 2)[0] == [0, 0, 0, 0, 0, 3, 0, 0]
 
 
+MOMENTUM = {"codec": "topk", "options": {"ratio": 1 / 8, "momentum": 0.5}}
+
+
+@pytest.mark.parametrize("lossless", ["none", "zstd"])
+def test_momentum_is_that_of_deep_gradient_compression(lossless: str) -> None:
+    """Algorithm 1 of Lin et al. 2018 with momentum factor masking. Steps that are void are not in it."""
+    worker = Worker(plan(**MOMENTUM, lossless=lossless))
+    random = torch.Generator().manual_seed(3)
+    velocity, waiting = torch.zeros(8), torch.zeros(8)
+    for step in range(40):
+        gradient = torch.randn(8, generator=random)
+        worker.encoder.begin(step)
+        sent, _ = worker.push(gradient.tolist(), step, version=step)
+        if step % 3 == 1:
+            continue  # it is void
+        worker.encoder.applied()
+        velocity = 0.5 * velocity + gradient
+        waiting += velocity
+        place = int(waiting.abs().argmax())
+        expected = torch.zeros(8)
+        expected[place] = waiting[place]
+        velocity[place] = waiting[place] = 0.0
+        torch.testing.assert_close(torch.tensor(sent), expected)
+        left = worker.encoder.left_over.get(0, torch.zeros(8))
+        torch.testing.assert_close(left, waiting)
+
+
+def test_the_momentum_of_a_step_that_becomes_void_is_taken_back() -> None:
+    """It was in the sums of a round that starts again, so its records go to others."""
+    worker = Worker(plan(**MOMENTUM))
+    worker.encoder.begin(0)
+    worker.push([8, 4, 0, 0, 0, 0, 0, 0], 0)
+    worker.encoder.applied(in_sums=True)
+    worker.encoder.settle(made=0, term=1, version=0)
+    worker.encoder.begin(1, term=1)
+    assert worker.push([0, 0, 1, 0, 0, 0, 0, 0], 1)[0] == [0, 0, 1, 0, 0, 0, 0, 0]
+    worker.encoder.applied()
+    assert not worker.encoder.left_over[0].any()
+
+
+def test_the_momentum_of_a_parameter_without_a_gradient_stays() -> None:
+    worker = Worker(plan(**MOMENTUM))
+    worker.encoder.begin(0)
+    worker.push([8, 0, 0, 0, 0, 4, 0, 0], 0)
+    worker.encoder.applied()
+    worker.encoder.begin(1)
+    assert worker.push([1, 0, 0, 0, 7, 7, 7, 7], 1, [True, False])[0] == [1, 0, 0, 0, 0, 0, 0, 0]
+    worker.encoder.applied()
+    worker.encoder.begin(2)
+    assert worker.push([0.0] * 8, 2)[0] == [0, 0, 0, 0, 0, 6, 0, 0], "4 and half of that"
+
+
+def test_momentum_begins_anew_with_another_codec() -> None:
+    """What waits does not."""
+    worker = Worker(plan(**MOMENTUM))
+    worker.encoder.begin(0)
+    worker.push([8, 4, 0, 0, 0, 0, 0, 0], 0)
+    worker.encoder.applied()
+    worker.encoder.adopt(plan(**MOMENTUM))
+    worker.encoder.begin(1)
+    assert worker.push([0.0] * 8, 1)[0] == [0, 4, 0, 0, 0, 0, 0, 0]
+
+
 def test_a_thread_that_is_late_changes_nothing() -> None:
     worker = Worker()
     worker.encoder.begin(1)

@@ -1,0 +1,96 @@
+"""Momentum that workers make of their gradients before `topk` chooses, beside plain torch in one process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+
+from elastic_ps.drill.history import Data, check
+from elastic_ps.drill.recorded import read
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.oracle import mse
+
+RATIO, MOMENTUM, LR, BATCH, RECORDS = 0.125, 0.9, 0.05, 4, 80
+COMPRESSION = {"codec": "topk", "options": {"ratio": RATIO, "momentum": MOMENTUM}}
+
+
+def expected(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Algorithm 1 of Lin et al. 2018 with momentum factor masking, for one worker."""
+    model = make_mlp()
+    parameters = list(model.parameters())
+    elements = sum(parameter.numel() for parameter in parameters)
+    velocity, waiting = torch.zeros(elements), torch.zeros(elements)
+    for x, y in batches:
+        model.zero_grad()
+        mse(model, x, y).backward()
+        grads = [parameter.grad for parameter in parameters]
+        velocity = MOMENTUM * velocity + torch.cat([g.flatten() for g in grads if g is not None])
+        waiting += velocity
+        sent = torch.zeros(elements, dtype=torch.bool)
+        sent[waiting.abs().topk(-int(-RATIO * elements // 1)).indices] = True
+        change = (waiting * sent).split([parameter.numel() for parameter in parameters])
+        velocity[sent], waiting[sent] = 0.0, 0.0
+        with torch.no_grad():
+            for parameter, part in zip(parameters, change, strict=True):
+                parameter.sub_(part.view_as(parameter), alpha=LR)
+    return [parameter.detach() for parameter in parameters]
+
+
+def test_a_job_trains_as_the_paper_says(tmp_path: Path) -> None:
+    models: dict[int, torch.nn.Module] = {}
+    batches: list[tuple[torch.Tensor, torch.Tensor]] = []
+    data = Numbers(RECORDS)
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=LR), model)
+        for x, y in session.loader(data, BATCH):
+            batches.append((x.clone(), y.clone()))
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, compression=COMPRESSION) as job:
+        job.run(script, workers=1)
+    assert len(batches) == RECORDS // BATCH
+    for got, wanted in zip(models[0].parameters(), expected(batches), strict=True):
+        torch.testing.assert_close(got.detach(), wanted, atol=1e-5, rtol=1e-4)
+
+
+def test_each_record_counts_once_though_a_worker_dies(tmp_path: Path) -> None:
+    """The one that takes its place begins with no momentum; the others keep theirs."""
+    data, models = Numbers(240), dict[int, torch.nn.Module]()
+    dead = threading.Event()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        dies = session.worker == 1 and not dead.is_set()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.001), model)
+        for number, (x, y) in enumerate(session.loader(data, BATCH)):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if dies and number == 3:
+                session._engine.client.close()  # without a goodbye
+                session.close()
+                dead.set()
+                return
+            optimizer.step()
+        models[session.worker] = model
+
+    with running_job(
+        tmp_path,
+        compression=COMPRESSION,
+        worker={"leaseDuration": "1s", "replicas": 2, "minReplicas": 2},
+    ) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.until(dead.is_set, "worker 1 dies")
+        job.start(1, script)
+        job.join()
+        assert check(read(job.history), Data(len(data), 1)) == []
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert bool(one.isfinite().all())
