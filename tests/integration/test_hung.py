@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from datetime import timedelta
@@ -23,6 +24,8 @@ from tests.integration.oracle import mse
 from tests.polling import eventually
 
 LIMIT = timedelta(seconds=120)
+WAITED = r"the others have waited for its step for \d+\.\d s"
+"""At least as long as `progressTimeout`; how much longer depends on how busy the machine is."""
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -48,7 +51,8 @@ def test_the_others_go_on_and_the_worker_is_told(tmp_path: Path, shards: int) ->
 
     with running_job(
         tmp_path,
-        worker={"replicas": 3, "leaseDuration": "1s", "progressTimeout": "500ms"},
+        # On a busy machine this process may stand still for a second. Workers 0 and 2 are not hung then.
+        worker={"replicas": 3, "leaseDuration": "10s", "progressTimeout": "2s"},
         parameterServer={"replicas": shards, "bucketBytes": 1024},
     ) as job:
         for worker in range(3):
@@ -60,7 +64,7 @@ def test_the_others_go_on_and_the_worker_is_told(tmp_path: Path, shards: int) ->
         job.until(lambda: job.status().progress.finished, "the others train all records")
         [member] = [m for m in job.status().members if m.state == "hung"]
         assert member.worker == 1
-        assert member.reason.startswith("the others have waited for its step for 0.")
+        assert re.fullmatch(WAITED, member.reason)
         eventually(lambda: bool(told), "its heartbeat is told")
         release.set()
         job.join()
@@ -119,7 +123,7 @@ def test_its_process_is_replaced(tmp_path: Path, how: str) -> None:
     texts = "\n".join(event.text for event in outcome.record.events)
     if how == "looping":
         assert "worker 1 was declared hung at version" in texts
-        assert "the others have waited for its step for 4." in texts
+        assert re.search(WAITED, texts)
         assert f"exit status {EXIT_HUNG}" in texts
         assert "steady.py" in log, "where its threads were"
     else:
