@@ -536,13 +536,14 @@ def test_who_stops_sending_in_a_body_is_cut_off_and_what_it_held_is_free() -> No
 
 
 def test_a_slow_sender_that_goes_on_is_not_cut_off() -> None:
-    server = GrpcServer("127.0.0.1:0", stall=timedelta(milliseconds=400))
+    """Until the end it takes longer than a client may be silent, which is long enough for a busy machine."""
+    server = GrpcServer("127.0.0.1:0", stall=timedelta(seconds=2))
     server.serve(echo)
 
     def slowly() -> Iterator[bytes]:
         for message in messages(Frame(b"", memoryview(bytes(8 * MIB))), "push"):
             yield message
-            time.sleep(0.1)  # not for something to happen: this is what a slow sender does
+            time.sleep(0.3)  # not for something to happen: this is what a slow sender does
 
     with grpc.insecure_channel(server.address) as channel:
         call = channel.stream_stream("/elastic_ps.transport.Transport/Call", None, None)
