@@ -421,6 +421,16 @@ class TrainingJobSpec(CamelModel):
             )
 
     @model_validator(mode="after")
+    def _check_momentum(self) -> TrainingJobSpec:
+        if self.compression.momentum and self.consistency.mode == "local":
+            raise ValueError(
+                f"compression has momentum {self.compression.momentum}, which is made of gradients, but in "
+                "consistency.mode local workers send what they have trained. Leave it out, and give the "
+                "script's optimizer a momentum"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_same_bits(self) -> TrainingJobSpec:
         if self.consistency.deterministic and self.compression.codec == AUTO:
             raise ValueError(

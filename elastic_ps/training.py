@@ -531,6 +531,12 @@ class Compression(CamelModel):
         "ratio and warmup (topk).",
     )
 
+    @property
+    def momentum(self) -> JsonValue:
+        """What any codec of gradients has as its momentum; 0 if none has one."""
+        options = [self.options, *(rule.options for rule in self.rules)]
+        return next((each["momentum"] for each in options if each.get("momentum")), 0)
+
     @model_validator(mode="after")
     def _check_auto(self) -> Compression:
         if self.codec != AUTO:

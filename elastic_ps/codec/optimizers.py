@@ -35,6 +35,19 @@ class Entry(NamedTuple):
     scalar: bool
 
 
+def refuse_momentum(optimizer: torch.optim.Optimizer, sent: object) -> None:
+    """Raise InvalidModel if an optimizer makes momentum of gradients that have momentum already, `sent`."""
+    for number, group in enumerate(optimizer.param_groups):
+        for name in ("momentum", "betas"):
+            own = group.get(name, 0)
+            if own[0] if name == "betas" and own else own:
+                raise InvalidModel(
+                    f"{name} is {own} in parameter group {number} of the optimizer, but compression.options "
+                    f"has momentum {sent} already, and there cannot be two. Use torch.optim.SGD(..., "
+                    "momentum=0), or leave it out of the options"
+                )
+
+
 class Optimizers:
     """The classes of optimizers that a job's parameter servers run.
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
 import torch
 
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
+from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import mse
@@ -94,3 +97,32 @@ def test_each_record_counts_once_though_a_worker_dies(tmp_path: Path) -> None:
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, other)
         assert bool(one.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "match"),
+    [
+        (lambda some: torch.optim.SGD(some, lr=LR, momentum=0.5), r"momentum is 0\.5 in parameter group 0"),
+        (lambda some: torch.optim.AdamW(some, lr=LR), r"betas is \(0\.9, 0\.999\) in parameter group 0"),
+    ],
+)
+def test_an_optimizer_with_momentum_of_its_own_is_refused(
+    tmp_path: Path, optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer], match: str
+) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(optimizer(model.parameters()), model)
+
+    with (
+        running_job(tmp_path, compression={"codec": "none", "rules": [{"match": "*", **COMPRESSION}]}) as job,
+        pytest.raises(InvalidModel, match=match + r".* has momentum 0\.9 already"),
+    ):
+        job.run(script, workers=1)
+
+
+def test_it_is_refused_where_workers_send_what_they_have_trained(tmp_path: Path) -> None:
+    with (
+        pytest.raises(InvalidJob, match=r"momentum 0\.9.*mode local"),
+        running_job(tmp_path, compression=COMPRESSION, consistency={"mode": "local", "steps": 2}),
+    ):
+        pass
