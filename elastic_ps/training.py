@@ -533,9 +533,13 @@ class Compression(CamelModel):
 
     @property
     def momentum(self) -> JsonValue:
-        """What any codec of gradients has as its momentum; 0 if none has one."""
-        options = [self.options, *(rule.options for rule in self.rules)]
-        return next((each["momentum"] for each in options if each.get("momentum")), 0)
+        """The option of that name, of the first built-in codec of gradients that has it; 0 if none has.
+
+        What a codec of the user's own means by it is not known here.
+        """
+        chosen = [(self.codec, self.options), *((rule.codec, rule.options) for rule in self.rules)]
+        known = (options.get("momentum") for codec, options in chosen if ":" not in codec)
+        return next((momentum for momentum in known if momentum), 0)
 
     @model_validator(mode="after")
     def _check_auto(self) -> Compression:

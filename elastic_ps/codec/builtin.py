@@ -213,8 +213,8 @@ class TopK(Codec):
             warmup: from this version on. Of version 0 it is a quarter, and it falls exponentially.
             momentum: see `Codec`; for an optimizer that has none itself.
         """
-        if not 0 < ratio <= 1:
-            raise ValueError(f"ratio is {ratio}; expected a number above 0, and 1 at most")
+        if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+            raise ValueError(f"ratio is {ratio!r}; expected a number above 0, and 1 at most")
         if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
             raise ValueError(f"warmup is {warmup!r}; expected a number of versions, 0 or more")
         if warmup and ratio >= _AT_FIRST:
@@ -222,7 +222,7 @@ class TopK(Codec):
                 f"warmup is {warmup}, but ratio is {ratio}: not less than the {_AT_FIRST} that is sent at "
                 "first; leave warmup out"
             )
-        if isinstance(momentum, bool) or not 0 <= momentum < 1:
+        if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum!r}; expected a number from 0 to below 1, as 0.9")
         self._ratio, self._warmup, self.momentum = ratio, warmup, momentum
 

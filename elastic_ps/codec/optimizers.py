@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,17 +35,24 @@ class Entry(NamedTuple):
     scalar: bool
 
 
-def refuse_momentum(optimizer: torch.optim.Optimizer, sent: object) -> None:
-    """Raise InvalidModel if an optimizer makes momentum of gradients that have momentum already, `sent`."""
-    for number, group in enumerate(optimizer.param_groups):
+def second_momentum(groups: Iterable[Mapping[str, Any]], sent: float) -> str:
+    """Why an optimizer cannot have these groups where gradients have momentum already; "" if it can.
+
+    Args:
+        sent: the momentum that workers make of their gradients; 0 for none.
+    """
+    if not sent:
+        return ""
+    for number, group in enumerate(groups):
         for name in ("momentum", "betas"):
             own = group.get(name, 0)
-            if own[0] if name == "betas" and own else own:
-                raise InvalidModel(
+            if own[0] if isinstance(own, Sequence) and own else own:
+                return (
                     f"{name} is {own} in parameter group {number} of the optimizer, but compression.options "
                     f"has momentum {sent} already, and there cannot be two. Use torch.optim.SGD(..., "
-                    "momentum=0), or leave it out of the options"
+                    "momentum=0), and no scheduler that sets one, or leave it out of the options"
                 )
+    return ""
 
 
 class Optimizers:

@@ -113,6 +113,12 @@ class Plan:
         return sorted(names - {NONE}) or [NONE]
 
     @property
+    def momentum(self) -> float:
+        """What workers make of their gradients, of the first codec that has any; 0 if none has."""
+        codecs = [self._default[1], *(codec for _, _, codec in self._rules)]
+        return next((codec.momentum for codec in codecs if codec is not None and codec.momentum), 0.0)
+
+    @property
     def encodes(self) -> bool:
         """Whether any gradient is encoded."""
         codecs = [self._default[1], *(codec for _, _, codec in self._rules)]

@@ -14,6 +14,7 @@ import logging
 from datetime import timedelta
 
 from elastic_ps import scales
+from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.objective import WINDOW, Objective, ways
 from elastic_ps.core.progress import Distribution
@@ -156,6 +157,10 @@ class Changes:
                 f"{what} cannot change in a job with strategy all-reduce, which is always sync, and where "
                 "gradients travel as torch.distributed sends them"
             )
+        if wanted.compression is not None and "compression" in wanted.news(self._job.tuning):
+            sent = Plan(wanted.compression).momentum
+            if problem := second_momentum(state.settings.groups, sent):
+                return f"compression cannot change so: {problem}"
         wanted_steps, ledger = wanted.consistency.gradients or 0, state.ledger
         if ledger is None or not state.batch:
             return ""

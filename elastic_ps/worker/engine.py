@@ -300,7 +300,7 @@ class Engine:
 
     def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
         """Keep a scheduler's state on the parameter server, and take over the state in force."""
-        self.schedule.add(scheduler, interval)
+        self._entrance.add_scheduler(scheduler, interval)
 
     def begin_step(self) -> None:
         """The first gradient of a step is there. Raises UsageError if it belongs to no batch."""

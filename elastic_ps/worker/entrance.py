@@ -8,11 +8,13 @@ from functools import partial
 from typing import cast
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
+from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import ConnectionLost, InvalidJob, Refused
+from elastic_ps.errors import ConnectionLost, InvalidJob, InvalidModel, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.tuning import Tuning
@@ -27,7 +29,7 @@ from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.reduced import Reduced
 from elastic_ps.worker.replica import Replica
-from elastic_ps.worker.schedule import Schedule
+from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.summed import Following, Leading
 from elastic_ps.worker.values import Values
 
@@ -91,6 +93,7 @@ class Entrance:
         self.schedule = Schedule(optimizer, own=local)
         membership = self._member.join(described, self.schedule.current())
         self._adopt(membership)
+        self._refuse_momentum()
         self._layout = membership.layout
         flat = Flat(
             membership.layout,
@@ -105,6 +108,23 @@ class Entrance:
         self.done = True
         self._member.note_join(membership.version)
         return flat
+
+    def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
+        """Let the job step a scheduler. Raises InvalidModel: it has made a second momentum."""
+        self.schedule.add(scheduler, interval)
+        self._refuse_momentum()
+
+    def _refuse_momentum(self) -> None:
+        """Raise InvalidModel where what is sent cannot have momentum, or the optimizer makes a second one."""
+        sent = self._codecs.momentum
+        if sent and self.spec.consistency.mode == "local":
+            raise InvalidModel(
+                f"the job's codec has momentum {sent}, which is made of gradients, but in consistency.mode "
+                "local workers send what they have trained. Use another codec, and give the script's "
+                "optimizer a momentum"
+            )
+        if problem := second_momentum(self.schedule.current().groups, sent):
+            raise InvalidModel(problem)
 
     def _make_exchange(self, flat: Flat, optimizer: torch.optim.Optimizer) -> Exchange:
         same = self.spec.consistency.mode == "local"

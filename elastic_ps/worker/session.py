@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from elastic_ps.codec.optimizers import Optimizers, refuse_momentum
+from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.several import parts_of
 from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
@@ -230,8 +230,6 @@ class Session:
         if max_grad_norm is not None:
             for group in optimizer.param_groups:
                 group[MAX_GRAD_NORM] = max_grad_norm
-        if sent := self.spec.compression.momentum:
-            refuse_momentum(optimizer, sent)
         runs_there, brought = optimizer, None
         if self.spec.consistency.mode == "local":
             for part in parts_of(optimizer):

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic_ps.codec.builtin import SignSGD, TopK
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import mse
+from tests.polling import eventually
 
 RATIO, MOMENTUM, LR, BATCH, RECORDS = 0.125, 0.9, 0.05, 4, 80
 COMPRESSION = {"codec": "topk", "options": {"ratio": RATIO, "momentum": MOMENTUM}}
@@ -103,7 +105,7 @@ def test_each_record_counts_once_though_a_worker_dies(tmp_path: Path) -> None:
     ("optimizer", "match"),
     [
         (lambda some: torch.optim.SGD(some, lr=LR, momentum=0.5), r"momentum is 0\.5 in parameter group 0"),
-        (lambda some: torch.optim.AdamW(some, lr=LR), r"betas is \(0\.9, 0\.999\) in parameter group 0"),
+        (lambda some: torch.optim.AdamW(some, lr=LR), r"betas is \[0\.9, 0\.999\] in parameter group 0"),
     ],
 )
 def test_an_optimizer_with_momentum_of_its_own_is_refused(
@@ -118,6 +120,79 @@ def test_an_optimizer_with_momentum_of_its_own_is_refused(
         pytest.raises(InvalidModel, match=match + r".* has momentum 0\.9 already"),
     ):
         job.run(script, workers=1)
+
+
+def test_a_scheduler_that_gives_the_optimizer_a_momentum_is_refused(tmp_path: Path) -> None:
+    def script(session: Session, *, cycle: bool) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=LR), model)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=9, cycle_momentum=cycle)
+        session.scheduler(scheduler, interval="step")
+
+    with running_job(tmp_path, compression=COMPRESSION) as job:
+        script(job.session(0), cycle=False)
+        with pytest.raises(InvalidModel, match=r"momentum is 0\.95 .*no scheduler that sets one"):
+            script(job.session(1), cycle=True)
+
+
+def test_a_running_job_whose_optimizer_has_momentum_gets_no_second_one(tmp_path: Path) -> None:
+    data, told = Numbers(RECORDS), list[str]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5), model)
+        for x, y in session.loader(data, BATCH):
+            if not told:
+                job.encode(1, **COMPRESSION)
+                told.append(eventually(lambda: job.changed(1) or job.status().tuning.problem, "an answer"))
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints") as job:
+        job.run(script, workers=1)
+        assert job.status().term == 1
+    assert "compression cannot change so: momentum is 0.5 in parameter group 0" in told[0]
+
+
+class Heavy(SignSGD):
+    """A codec of a user's own, whose option `momentum` is its own matter."""
+
+    def __init__(self, momentum: float = 0.0) -> None:
+        super().__init__()
+        self.own = momentum
+
+
+def test_what_a_codec_of_ones_own_calls_momentum_is_its_own_matter(tmp_path: Path) -> None:
+    compression = {"codec": f"{__name__}:Heavy", "options": {"momentum": 0.9}}
+    for consistency in ({}, {"mode": "local", "steps": 2}):
+        place = tmp_path / str(len(consistency))
+        place.mkdir()
+        with running_job(place, compression=compression, consistency=consistency) as job:
+            model = make_mlp()
+            job.session(0).optimizer(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5), model)
+
+
+class Inherited(TopK):
+    """A codec of a user's own that has momentum without an option."""
+
+    def __init__(self) -> None:
+        super().__init__(RATIO, momentum=0.5)
+
+
+@pytest.mark.parametrize(
+    ("consistency", "match"),
+    [({}, r"there cannot be two"), ({"mode": "local", "steps": 2}, r"in consistency\.mode local")],
+)
+def test_the_momentum_of_a_codec_of_ones_own_is_known_without_an_option(
+    tmp_path: Path, consistency: dict[str, object], match: str
+) -> None:
+    with running_job(
+        tmp_path, compression={"codec": f"{__name__}:Inherited"}, consistency=consistency
+    ) as job:
+        model = make_mlp()
+        with pytest.raises(InvalidModel, match=match):
+            job.session(0).optimizer(torch.optim.SGD(model.parameters(), lr=LR, momentum=0.5), model)
 
 
 def test_it_is_refused_where_workers_send_what_they_have_trained(tmp_path: Path) -> None:

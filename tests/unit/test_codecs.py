@@ -220,6 +220,8 @@ def test_more_than_the_warmup_sends_is_not_decoded() -> None:
         ("topk", {"momentum": 1}, ["momentum is 1;", "below 1"]),
         ("topk", {"momentum": -0.1}, ["momentum is -0.1"]),
         ("topk", {"momentum": True}, ["momentum is True"]),
+        ("topk", {"momentum": "0.9"}, ["momentum is '0.9'", "expected a number"]),
+        ("topk", {"ratio": [0.1]}, ["ratio is [0.1]", "expected a number"]),
         ("topk", {"ratio": 0.3, "warmup": 9}, ["warmup is 9", "ratio is 0.3", "0.25"]),
         ("int8", {"block": 3}, ["block is 3"]),
         ("int8", {"block": "a"}, ["block"]),
