@@ -7,8 +7,10 @@ ours.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -21,6 +23,9 @@ from elastic_ps.worker.stream import Numbered, Place
 from elastic_ps.worker.supply import NO_EPOCH, Supply
 
 logger = logging.getLogger(__name__)
+
+PATIENCE = timedelta(seconds=2)
+"""For processes that fetch records when the session is closed."""
 
 _OVER = (
     "training is over: an earlier loop over session.loader(...) has trained all epochs. To train 5 epochs, "
@@ -195,12 +200,17 @@ class ElasticLoader:
                 supply.give_up()
 
     def close(self) -> None:
-        """End the processes that fetch, for which torch waits some seconds at most. Idempotent.
+        """End the processes that fetch. Waits a while for them; those that are late end later. Idempotent.
 
         Those that outlive an epoch would be killed when this process ends, and leave what they keep in the
-        temporary directory.
+        temporary directory. Torch waits 5 s for each one that is busy with a record, and a worker that has
+        left the job has not much longer in all.
         """
-        self._fetching = None  # torch ends them when nobody refers to the DataLoader any more
+        last, self._fetching = [self._fetching], None
+        # Torch ends them when nobody refers to the DataLoader any more.
+        ending = threading.Thread(target=last.clear, name="end of fetching", daemon=True)
+        ending.start()
+        ending.join(PATIENCE.total_seconds())
 
     def _end_version(self) -> None:
         """This worker has had all its records of a version: it makes no step with what has had none."""

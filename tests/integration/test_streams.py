@@ -6,6 +6,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import UsageError
 from elastic_ps.local import Launcher, Options
+from elastic_ps.worker import loader
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, Tally, events, make_mlp, running_job
 from tests.integration.launching import make_job, version_of, wait_for_end, wait_for_workers
@@ -354,6 +356,44 @@ def test_the_processes_that_read_a_stream_end_with_the_session(
         assert len(set(active_children()) - before) == 0
     assert seen[-1], "the processes keep something while they live"
     assert list(kept.glob(kind)) == []
+
+
+class Stuck(Numbers):
+    """Waits for a file before it has any record but the first ones."""
+
+    def __init__(self, records: int, go: Path) -> None:
+        super().__init__(records)
+        self.go = go
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index > 8:
+            eventually(self.go.exists, "the test lets it go on")
+        return super().__getitem__(index)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_a_session_does_not_wait_for_a_record_that_does_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "PATIENCE", timedelta(0))
+    before, alive = set(active_children()), list[int]()
+    go = tmp_path / "go"
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model)
+        for _ in session.loader(DataLoader(Stuck(80, go), batch_size=4, num_workers=2)):
+            break
+        session.close()
+        alive.append(len(set(active_children()) - before))
+
+    with running_job(
+        tmp_path, consistency={"globalBatchSize": 40}, data={"shuffle": False, "shardRecords": 40}
+    ) as job:
+        job.run(script, workers=1)
+    go.touch()
+    assert alive == [2]
+    eventually(lambda: not set(active_children()) - before, "they end")
 
 
 # --- real processes
