@@ -296,7 +296,7 @@ class _Made:
             return Packed((Part("", name_of(own.dtype), run.length),), "", [as_bytes(own)])
         total = self._total(run.elements, torch.float32)
         momentum = self._momentum(run.elements, run.codec.momentum, state, total)
-        encoded = run.codec.encode(total, state, random)
+        encoded = run.codec.encode(self._in_range(total), state, random)
         packed = pack(encoded)
         if run.codec.feedback:
             decoded = torch.empty_like(total)
@@ -306,6 +306,14 @@ class _Made:
             if momentum is not None:
                 state[MOMENTUM] = momentum.masked_fill_(decoded != 0, 0.0)
         return packed
+
+    def _in_range(self, total: torch.Tensor) -> torch.Tensor:
+        """What of a total the model's dtype can hold. Gradients add up to more than one of them is."""
+        dtype = self._gradient.dtype
+        if dtype.itemsize >= total.dtype.itemsize:
+            return total
+        limit = torch.finfo(dtype).max
+        return total.clamp(-limit, limit)
 
     def _momentum(
         self, elements: slice, factor: float, state: State, total: torch.Tensor

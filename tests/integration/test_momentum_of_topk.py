@@ -65,6 +65,23 @@ def test_a_job_trains_as_the_paper_says(tmp_path: Path) -> None:
         torch.testing.assert_close(got.detach(), wanted, atol=1e-5, rtol=1e-4)
 
 
+def test_what_half_precision_cannot_hold_goes_on_waiting(tmp_path: Path) -> None:
+    """The gradients are within its range, and what they add up to is not."""
+    models: list[torch.nn.Linear] = []
+
+    def script(session: Session) -> None:
+        model = torch.nn.Linear(8, 1, bias=False).half()
+        models.append(model)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1e-6), model)
+        for _ in session.loader(Numbers(RECORDS), BATCH):
+            model.weight.grad = torch.full_like(model.weight, 20_000.0)
+            optimizer.step()
+
+    with running_job(tmp_path, compression=COMPRESSION) as job:
+        job.run(script, workers=1)
+    assert bool(models[0].weight.isfinite().all())
+
+
 def test_each_record_counts_once_though_a_worker_dies(tmp_path: Path) -> None:
     """The one that takes its place begins with no momentum; the others keep theirs."""
     data, models = Numbers(240), dict[int, torch.nn.Module]()
