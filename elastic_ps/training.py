@@ -517,13 +517,13 @@ class Compression(CamelModel):
         "make is compressed with Zstandard, with blosc by Blosc, and nothing is lost by that. Blosc is "
         "faster, Zstandard finds more. They need the packages zstandard and blosc.",
     )
-    values: Literal["none", "bf16", "int8", "int4", "topk", "signsgd"] = Field(
+    values: Literal["none", "changed", "bf16", "int8", "int4", "topk", "signsgd"] = Field(
         default="none",
         description="How the parameter server sends the model's values to the workers. With none, they are "
         "sent as they are. With bf16, float32 parameters that are trained take half the bytes: workers "
-        "compute on rounded values, and the parameter server keeps and steps the float32 ones. With int8, "
-        "int4, topk or signsgd it sends what a version has changed, encoded so, and adds what is lost by "
-        "that to the next change.",
+        "compute on rounded values, and the parameter server keeps and steps the float32 ones. With "
+        "changed it sends only those that a version has changed, and their places. With int8, int4, topk or "
+        "signsgd it sends by how much, encoded so, and adds what is lost by that to the next change.",
     )
     values_options: dict[str, JsonValue] = Field(
         default_factory=dict,

@@ -65,6 +65,8 @@ class Codec(abc.ABC):
         momentum: with `feedback`, from 0 to below 1. Above 0 the worker makes momentum of its gradients
             before they are encoded, and sets it to zero where something is sent (Lin et al. 2018, "Deep
             Gradient Compression"). It keeps it in the codec's state, as `MOMENTUM`.
+        bits: what it encodes is which bits differ, not by how much: of two versions of the model's values, as
+            `codec.changes` has it. Gradients have no codec that does that.
         by_piece: each parameter is encoded by itself, as a matrix; see `for_matrix`.
         version: of what it sends. A worker that has another one than the parameter server ends when it joins.
     """
@@ -74,6 +76,7 @@ class Codec(abc.ABC):
     unbiased = False
     feedback = False
     momentum = 0.0
+    bits = False
     by_piece = False
 
     def for_matrix(self, rows: int, columns: int) -> Codec | None:  # noqa: ARG002

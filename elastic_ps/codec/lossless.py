@@ -65,7 +65,7 @@ class Compressed(Codec):
                 f"the parameter server: pip install 'elastic-ps[{self.name}]'"
             ) from error
         self.lossless, self.unbiased, self.feedback = inner.lossless, inner.unbiased, inner.feedback
-        self.momentum = inner.momentum
+        self.momentum, self.bits = inner.momentum, inner.bits
 
     @abc.abstractmethod
     def _compress(self, parts: Sequence[tuple[Part, memoryview]]) -> bytes:

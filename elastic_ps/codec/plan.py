@@ -13,6 +13,7 @@ from elastic_ps.codec import NONE
 from elastic_ps.codec.auto import Auto
 from elastic_ps.codec.base import Codec
 from elastic_ps.codec.builtin import Bf16, Fp16, Int4, Int8, SignSGD, TopK
+from elastic_ps.codec.changes import Changed
 from elastic_ps.codec.lossless import LOSSLESS, Plain
 from elastic_ps.codec.powersgd import PowerSGD
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
@@ -34,7 +35,13 @@ BUILT_IN: Mapping[str, type[Codec]] = {
 VALUES: Mapping[str, type[Codec]] = {"bf16": Bf16}
 """Those of values. The same values always give the same bytes: nothing is drawn, and nothing is kept."""
 
-DELTAS = ("int8", "int4", "topk", "signsgd")
+DELTAS: Mapping[str, type[Codec]] = {
+    "changed": Changed,
+    "int8": Int8,
+    "int4": Int4,
+    "topk": TopK,
+    "signsgd": SignSGD,
+}
 """Those of what a version changes in the values. None of them keeps anything for the next one."""
 
 
@@ -92,8 +99,8 @@ class Plan:
         self.values, self._values = self._followed(NONE if changes else chosen, values)
         self.deltas, self._deltas = NONE, None
         if changes:
-            deltas = make(chosen, compression.values_options)
-            if deltas is not None and deltas.momentum:
+            deltas = _build(chosen, DELTAS[chosen], compression.values_options)
+            if deltas.momentum:
                 raise InvalidJob(
                     f"compression.valuesOptions has momentum {deltas.momentum}, which values do not have. "
                     "Leave it out: compression.options has that of gradients"
@@ -212,19 +219,20 @@ def make(name: str, options: Mapping[str, Any]) -> Codec | None:
     Raises:
         InvalidJob: there is no such codec, or it does not take these options.
     """
-    if name == NONE:
-        kind: type[Codec] | None = None
-    elif ":" in name:
-        kind = _imported(name)
-    elif name in BUILT_IN:
-        kind = BUILT_IN[name]
-    else:
+    if ":" in name:
+        return _build(name, _imported(name), options)
+    if name in BUILT_IN:
+        return _build(name, BUILT_IN[name], options)
+    if name != NONE:
         known = ", ".join([NONE, *BUILT_IN])
         raise InvalidJob(f"compression.codec is {name!r}; expected one of {known}, or module:Class")
-    if kind is None:
-        if options:
-            raise InvalidJob(f"compression: the codec {NONE} takes no options; given: {', '.join(options)}")
-        return None
+    if options:
+        raise InvalidJob(f"compression: the codec {NONE} takes no options; given: {', '.join(options)}")
+    return None
+
+
+def _build(name: str, kind: type[Codec], options: Mapping[str, Any]) -> Codec:
+    """Raises InvalidJob: it does not take these options."""
     try:
         inspect.signature(kind).bind(**options)
         return kind(**options)

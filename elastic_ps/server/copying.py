@@ -18,9 +18,10 @@ from elastic_ps.transport.base import Incoming
 def stored(values: BucketValues) -> Iterator[Stored]:
     """The tensors of a bucket. They are live: the next `apply` changes them."""
     kept = {VALUE: values.values}
-    if values.master is not values.values:
-        same = values.master.dtype is values.values.dtype
-        kept = {VALUE: values.master, PULLED: values.values} if same else {**kept, MASTER: values.master}
+    if values.lags:
+        kept = {VALUE: values.master, PULLED: values.values}
+    elif values.master.dtype is not values.values.dtype:
+        kept[MASTER] = values.master
     for key, flat in kept.items():
         start = 0
         for piece in values.bucket.pieces:

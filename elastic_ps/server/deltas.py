@@ -1,4 +1,4 @@
-"""What a version has changed in a bucket, encoded: workers add it to the values that they have.
+"""What a version has changed in a bucket, encoded: workers change the values that they have by it.
 
 A shard knows what all workers have, and encodes how its own values differ from that. So what a delta has lost
 is in the next one's difference: error feedback, on the way down (Tang et al. 2019, "DoubleSqueeze";
@@ -14,14 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from elastic_ps.codec.base import Codec, Packed, pack
+from elastic_ps.codec.changes import difference, follow
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What is added to the values of a bucket.
+    """What changes the values of a bucket.
 
     Attributes:
-        since: the first version that has the values it is added to; all up to `version` have them.
+        since: the first version that has the values it changes; all up to `version` have them.
         version: the one that it makes.
         packed: what it is made of, and its bytes, in one piece. They never change.
     """
@@ -36,24 +37,24 @@ def make_delta(
 ) -> Delta | None:
     """Change `held`, what workers have, to what they have with the delta. Returns that.
 
-    None: `held` is `exact` now, and workers need all of it. So it is if the difference is not finite, or if
-    the codec would save nothing.
+    None: `held` is `exact` now, and workers need all of it. So it is if the difference is not finite, unless
+    the codec encodes its bits, or if the codec would save nothing.
 
     Args:
         held, exact: flat, float32, of the same length.
         bucket, since, version: see `Delta`. With `bucket` and `version` come the same random numbers.
     """
-    difference = exact - held
-    if difference.numel() and bool(torch.isfinite(difference).all()):
+    change = difference(codec, held, exact)
+    if change.numel() and (codec.bits or bool(torch.isfinite(change).all())):
         random = torch.Generator()
         digest = hashlib.blake2b(f"{bucket}/{version}".encode(), digest_size=8).digest()
         random.manual_seed(int.from_bytes(digest, "little"))
-        encoded = codec.encode(difference, {"version": version}, random)
+        encoded = codec.encode(change, {"version": version}, random)
         packed = pack(encoded)
         if packed.nbytes < exact.nbytes:
             body = memoryview(b"".join(packed.body))
-            codec.decode(encoded, difference)
-            held += difference
+            codec.decode(encoded, change)
+            follow(codec, held, change, held)
             return Delta(since, version, packed._replace(body=[body]))
     held.copy_(exact)
     return None

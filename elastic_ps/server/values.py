@@ -114,6 +114,11 @@ class BucketValues:
         self._stepper = Stepper(kinds, groups, self._parameters, group_of)
 
     @property
+    def lags(self) -> bool:
+        """Whether deltas lose something, so that workers may have other values than the optimizer steps."""
+        return self._deltas is not None and not self._deltas.lossless
+
+    @property
     def sum(self) -> torch.Tensor:
         """What the open round's contributions make so far: flat, of the dtype that sums are kept in.
 
@@ -349,7 +354,7 @@ class BucketValues:
             where = (piece.tensor, piece.start, piece.length)
             values, state = stored.value(*where), stored.state(*where)
             pulled, master = state.pop(PULLED, values), state.pop(MASTER, values)
-            self._piece(self.values, index).copy_(values if self._deltas is None else pulled)
+            self._piece(self.values, index).copy_(pulled if self.lags else values)
             if self.master is not self.values:
                 self._piece(self.master, index).copy_(master)
             if self._stepper is not None and state:

@@ -8,6 +8,7 @@ import torch
 
 from elastic_ps.codec import NONE, as_bytes
 from elastic_ps.codec.base import Codec, unpack
+from elastic_ps.codec.changes import follow
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import Malformed
@@ -76,7 +77,7 @@ class Values:
                 incoming.read_into(body)
             started = time.monotonic_ns()
             if delta:
-                self._add(codec, bucket, reply, body, target)
+                self._change(codec, bucket, reply, body, target)
             else:
                 self._decode(codec, bucket, reply.encoded, body, target)
             ended = time.monotonic_ns()
@@ -90,10 +91,10 @@ class Values:
         """The values that are there are those of the version."""
         self._versions[bucket.index] = version
 
-    def _add(
+    def _change(
         self, codec: Codec, bucket: Bucket, reply: pb.PullReply, body: memoryview, target: torch.Tensor
     ) -> None:
-        """Add a delta to the values that are there, once; to be written to `target`."""
+        """Change the values that are there by a delta, once; to be written to `target`."""
         values, held = self._flat.value_of(bucket), self._versions.get(bucket.index)
         if held is None:
             raise Malformed(
@@ -107,7 +108,7 @@ class Values:
             self._changes[bucket.shard] = torch.empty(bucket.elements, dtype=values.dtype)
         changes = self._changes[bucket.shard][: bucket.elements]
         self._decode(codec, bucket, reply.encoded, body, changes)
-        torch.add(values, changes, out=target)
+        follow(codec, values, changes, target)
 
     def _decode(
         self, codec: Codec, bucket: Bucket, run: pb.Run, body: memoryview, target: torch.Tensor

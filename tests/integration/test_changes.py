@@ -147,6 +147,7 @@ COMPRESSIONS: list[dict[str, Any]] = [
     {"codec": "int8", "values": "bf16"},
     {"codec": "topk", "options": {"ratio": 0.25}, "values": "int8"},
     {"codec": "tests.unit.test_codecs:Negative", "lossless": "zstd", "values": "topk"},
+    {"codec": "topk", "options": {"ratio": 0.1}, "values": "changed"},
     {"codec": "auto", "maxError": 1.0, "rules": [{"match": "*.bias", "codec": "none"}]},
     {},
 ]
@@ -159,7 +160,7 @@ def test_the_compression_changes_while_parameter_servers_die_and_workers_join(
     tmp_path: Path, durability: str, mode: dict[str, Any]
 ) -> None:
     """All processes of a term encode and decode in the same way, and have the same values."""
-    data, changes = Numbers(1000), len(COMPRESSIONS)
+    data, changes = Numbers(1400), len(COMPRESSIONS)
 
     def kill(job: Job, generation: int) -> None:
         held = job.servers[0].lead

@@ -29,10 +29,10 @@ from tests.unit.test_codecs import Negative
 NEGATIVE = "tests.unit.test_codecs:Negative"
 
 
-def trainer(models: Models, data: Numbers) -> Any:
+def trainer(models: Models, data: Numbers, *, make: Any = sgd) -> Any:
     def script(session: Session) -> None:
         model = make_mlp()
-        optimizer = session.optimizer(sgd(model), model)
+        optimizer = session.optimizer(make(model), model)
         models[session.worker] = model
         for x, y in session.loader(data, 4):
             optimizer.zero_grad()
@@ -334,6 +334,26 @@ def test_deltas_train_what_one_process_trains_that_computes_on_them(
     make_delta(codec, held, exact, bucket=0, since=0, version=len(commits))
     assert torch.equal(flat(list(models[0].parameters())[::-1]), held)
     assert not torch.equal(held, exact)
+
+
+@pytest.mark.parametrize("transport", BY_NAME)
+def test_changed_elements_train_the_same_bits_as_all_values(tmp_path: Path, transport: str) -> None:
+    """Few elements change where workers send few, and the optimizer has no momentum."""
+    data, found = Numbers(80), dict[str, torch.Tensor]()
+    for values in ("none", "changed"):
+        models = Models()
+        sent = {"codec": "topk", "options": {"ratio": 0.05, "momentum": 0.9}, "values": values}
+        with running_job(tmp_path / values, transport=transport, compression=sent) as job:
+            job.start(0, trainer(models, data, make=without_momentum))
+            job.join()
+            traffic = job.status().traffic
+        found[values] = flat(list(models[0].parameters()))
+    assert torch.equal(found["changed"], found["none"])
+    assert traffic.pulled_bytes < 0.2 * traffic.pulled_plain_bytes
+
+
+def without_momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.02)
 
 
 def flat(parameters: list[torch.nn.Parameter]) -> torch.Tensor:

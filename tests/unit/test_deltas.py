@@ -13,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ps.checkpoint.tensors import PULLED, VALUE
+from elastic_ps.codec.base import Encoded
+from elastic_ps.codec.changes import Changed, difference, follow
 from elastic_ps.codec.plan import DELTAS, Plan, make
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.errors import InvalidJob, Malformed
@@ -28,6 +30,7 @@ from tests.unit.shard_rig import TERM, Body, Rig, ones, tensor
 
 LAYOUT = partition([tensor("w", 60, 10)], bucket_bytes=1 << 20, shards=1)
 (BUCKET,) = LAYOUT.buckets
+LOSSY = [name for name, codec in DELTAS.items() if not codec.lossless]
 
 
 def plan(values: str = "int8", **more: Any) -> Plan:
@@ -100,7 +103,7 @@ def begun(used: Plan, **more: Any) -> tuple[Server, Worker]:
 
 
 @pytest.mark.parametrize("lossless", ["none", "zstd", "blosc"])
-@pytest.mark.parametrize("values", DELTAS)
+@pytest.mark.parametrize("values", LOSSY)
 def test_a_worker_follows_with_few_bytes_and_one_that_comes_later_has_the_same_bits(
     values: str, lossless: str
 ) -> None:
@@ -129,7 +132,7 @@ def test_a_worker_follows_with_few_bytes_and_one_that_comes_later_has_the_same_b
     assert torch.equal(late.model, worker.model)
 
 
-@pytest.mark.parametrize("values", DELTAS)
+@pytest.mark.parametrize("values", LOSSY)
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1 << 30), scale=st.sampled_from([1e-6, 1.0, 1e6]))
 def test_what_a_delta_loses_is_in_a_later_one(values: str, seed: int, scale: float) -> None:
@@ -143,6 +146,92 @@ def test_what_a_delta_loses_is_in_a_later_one(values: str, seed: int, scale: flo
         make_delta(used, held, exact, bucket=0, since=version - 1, version=version)
         lost.append(float((exact - held).norm()))
     assert lost[59] < (0.1 if values == "signsgd" else 1e-2) * lost[0]
+
+
+@pytest.mark.parametrize("lossless", ["none", "zstd", "blosc"])
+def test_a_worker_gets_the_elements_that_have_changed_bit_for_bit(lossless: str) -> None:
+    """Also where values become infinite, and where nothing changes at all."""
+    used = plan("changed", lossless=lossless)
+    server, worker = begun(used)
+    before = worker.traffic.counts()
+    for step, value in enumerate([1.0, 3e38, 3e38, 0.0]):
+        gradient = torch.zeros(600)
+        gradient[::40] = value
+        server.step(gradient)
+        assert worker.pull(server).delta == step + 1
+        assert torch.equal(worker.model, server.exact)
+    assert worker.model.isinf().sum() == 15
+    after = worker.traffic.counts()
+    assert (
+        after.pulled_bytes - before.pulled_bytes < (after.pulled_plain_bytes - before.pulled_plain_bytes) / 5
+    )
+    assert {stored.key for stored in server.rig.shard.stored(0)} == {VALUE}, "nothing is kept twice"
+
+
+@pytest.mark.parametrize(("lossless", "less"), [("none", False), ("zstd", True)])
+def test_where_most_elements_change_their_bits_are_sent_if_that_saves_anything(
+    lossless: str, less: bool
+) -> None:
+    """Zstandard finds the signs and exponents that are as they were."""
+    server, worker = begun(plan("changed", lossless=lossless))
+    server.step(numbers(1) * 1e-3)
+    before = worker.traffic.counts().pulled_bytes
+    assert worker.pull(server).HasField("delta") is less
+    assert torch.equal(worker.model, server.exact)
+    pulled = worker.traffic.counts().pulled_bytes - before
+    assert (pulled < 0.8 * BUCKET.nbytes) is less
+
+
+@settings(max_examples=50)
+@given(
+    bits=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40),
+    changes=st.dictionaries(st.integers(0, 39), st.integers(-(2**31), 2**31 - 1)),
+)
+def test_any_bits_become_any_others(bits: list[int], changes: dict[int, int]) -> None:
+    codec = Changed()
+    held = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    exact = held.clone()
+    for place, value in changes.items():
+        exact.view(torch.int32)[place % len(bits)] = value
+    encoded = codec.encode(difference(codec, held, exact), {}, torch.Generator())
+    change = torch.full_like(held, 7.0)
+    codec.decode(encoded, change)
+    follow(codec, held, change, held)
+    assert torch.equal(held.view(torch.int32), exact.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("bits", "places", "words"),
+    [
+        (torch.zeros(3, dtype=torch.int32), None, "3 bits of torch.int32; expected 4"),
+        (torch.zeros(4), None, "4 bits of torch.float32"),
+        (torch.zeros(2, dtype=torch.int32), torch.tensor([1], dtype=torch.int32), "2 bits .* expected 1"),
+        (torch.zeros(1, dtype=torch.int32), torch.tensor([4], dtype=torch.int32), "places from 4 to 4 of 4"),
+        (torch.zeros(1, dtype=torch.int32), torch.tensor([-1], dtype=torch.int32), "places from -1"),
+        (torch.zeros(1, dtype=torch.int32), torch.tensor([1]), "places of torch.int64"),
+    ],
+)
+def test_changed_elements_that_do_not_fit_are_refused(
+    bits: torch.Tensor, places: torch.Tensor | None, words: str
+) -> None:
+    tensors = {"bits": bits} if places is None else {"bits": bits, "places": places}
+    with pytest.raises(ValueError, match=words):
+        Changed().decode(Encoded(tensors), torch.zeros(4))
+
+
+def test_a_job_that_sends_changed_elements_continues_from_exact_values() -> None:
+    """Also from a checkpoint of one whose deltas have lost something."""
+
+    class Source:
+        def value(self, *_: int) -> torch.Tensor:
+            return numbers(1)
+
+        def state(self, *_: int) -> dict[str, torch.Tensor]:
+            return {PULLED: numbers(2)}
+
+    server = Server(plan("changed"))
+    server.rig.shard.load(Source(), 3)
+    assert torch.equal(server.rig.values(), numbers(1))
 
 
 def test_a_worker_that_has_missed_a_version_gets_all_of_the_values() -> None:
@@ -324,6 +413,7 @@ def test_a_delta_of_what_a_worker_does_not_have_is_refused() -> None:
         ({"values": "bf16", "valuesOptions": {"block": 2}}, "valuesOptions .* no meaning with values bf16"),
         ({"values": "int8", "valuesOptions": {"block": 3}}, "block is 3"),
         ({"values": "topk", "valuesOptions": {"momentum": 0.9}}, "momentum 0.9, which values do not have"),
+        ({"values": "changed", "valuesOptions": {"ratio": 0.1}}, "changed does not take .*: none"),
         ({"values": "topk", "valuesOptions": {"block": 8}}, "It takes: ratio"),
     ],
 )

@@ -1,0 +1,63 @@
+"""What makes a version's values of those before: numbers that are added to them, or the bits that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from elastic_ps.codec.base import Codec, Encoded
+
+
+def difference(codec: Codec, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """What `codec` encodes of a change. `before` and `after` are flat, float32, of the same length."""
+    if codec.bits:
+        return torch.bitwise_xor(_bits(before), _bits(after)).view(torch.float32)
+    return after - before
+
+
+def follow(codec: Codec, before: torch.Tensor, change: torch.Tensor, out: torch.Tensor) -> None:
+    """Write into `out` what the values before become with the change, as `codec` has decoded it."""
+    if codec.bits:
+        torch.bitwise_xor(_bits(before), _bits(change), out=_bits(out))
+    else:
+        torch.add(before, change, out=out)
+
+
+class Changed(Codec):
+    """Of two versions' values, those that differ, and their places. Nothing is lost.
+
+    It saves bytes where an optimizer steps few elements: those that `topk` has sent, if it is SGD without
+    momentum or weight decay, or the rows of an embedding that a batch has used.
+    """
+
+    lossless = unbiased = bits = True
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
+        """See `Codec.encode`."""
+        bits = _bits(tensor)
+        if 2 * int(bits.count_nonzero()) >= len(bits):
+            return Encoded({"bits": bits})
+        places = bits.nonzero().view(-1)
+        if not len(places):  # one is sent in any case: no bytes would mean something else
+            places = torch.zeros(1, dtype=torch.int64)
+        return Encoded({"bits": bits[places], "places": places.to(torch.int32)})
+
+    def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
+        """See `Codec.decode`."""
+        bits, places = encoded.tensors["bits"], encoded.tensors.get("places")
+        expected = out.numel() if places is None else places.numel()
+        if bits.dtype is not torch.int32 or bits.numel() != expected:
+            raise ValueError(f"{bits.numel()} bits of {bits.dtype}; expected {expected} of {torch.int32}")
+        if places is None:
+            _bits(out).copy_(bits)
+            return
+        if places.dtype is not torch.int32:
+            raise ValueError(f"places of {places.dtype}; expected {torch.int32}")
+        if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < out.numel()):
+            raise ValueError(f"places from {int(places.min())} to {int(places.max())} of {out.numel()}")
+        _bits(out).zero_()[places.to(torch.int64)] = bits
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.int32)
