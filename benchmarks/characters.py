@@ -4,7 +4,7 @@
 reference of Python's language and library that `help()` shows, so nothing is downloaded. The script,
 optimizer and number of records are the same in every row. It prints the loss on held-out text in bits per
 byte, by how much it is above that of the row that it is compared with, which is `sync` for most, and the
-share of that row's bytes. Its exit status is 1 if a loss is more than `--margin` percent above.
+shares of that row's bytes. Its exit status is 1 if a loss is more than `--margin` percent above.
 
 `--rows codec` trains with codecs instead of in all modes.
 """
@@ -94,7 +94,9 @@ def rows(workers: int, steps: int, batch: int) -> Mapping[str, Row]:
     local = {"mode": "local", "steps": steps}
     each = {"mode": "local", "steps": 1, "outer": "average"}
     diloco = {**local, "outer": "diloco", "outerMomentum": 0.9 if steps >= 100 else 0.6}
-    masked = {"codec": "topk", "options": {"momentum": 0.9}}  # to be compared with --optimizer sgd
+    # The next two are to be compared with --optimizer sgd.
+    masked = {"codec": "topk", "options": {"momentum": 0.9}}
+    both = {**masked, "values": "changed", "lossless": "zstd"}
     warm = {"codec": "topk", "options": {"warmup": 100}}
     return {
         "sync": Row(),
@@ -115,6 +117,7 @@ def rows(workers: int, steps: int, batch: int) -> Mapping[str, Row]:
         "codec topk 5 %, steps: 1": Row(each, {"codec": "topk", "options": {"ratio": 0.05}}),
         "codec topk, steps: 1, warmup": Row(each, warm),
         "codec topk, momentum": Row({}, masked, optimizer="sgd without momentum"),
+        "codec topk, momentum, values changed": Row({}, both, optimizer="sgd without momentum"),
         "codec int4, diloco": Row(diloco, {"codec": "int4"}, against="local, diloco"),
     }
 
@@ -148,7 +151,9 @@ def main() -> int:
     arguments = {name: getattr(parsed, name) for name in ("epochs", "lr", "share", "batch", "optimizer")}
     all_rows = rows(parsed.workers, parsed.steps, parsed.batch)
     runs: dict[str, Run] = {}
-    print(f"{'':30} seconds  versions  bits per byte  compared with   above  most stale  bytes pushed")
+    print(
+        f"{'':36} seconds  versions  bits per byte  compared with   above  most stale  bytes pushed  pulled"
+    )
     for name in chosen(all_rows, parsed.rows):
         row = all_rows[name]
         settings: dict[str, Any] = {**arguments, "optimizer": row.optimizer or parsed.optimizer}
@@ -163,8 +168,9 @@ def main() -> int:
         run = runs[name] = measure(job, score="test_loss", limit=timedelta(hours=1))
         other = runs[row.against]
         print(
-            f"{name:30} {run.seconds:7.0f} {run.versions:9} {run.score / math.log(2):14.3f} "
-            f"{row.against:>14} {above(run, other):+6.1f} % {run.stale:11} {run.pushed / other.pushed:13.2%}",
+            f"{name:36} {run.seconds:7.0f} {run.versions:9} {run.score / math.log(2):14.3f} "
+            f"{row.against:>14} {above(run, other):+6.1f} % {run.stale:11} {run.pushed / other.pushed:13.2%} "
+            f"{run.pulled / other.pulled:7.2%}",
             flush=True,
         )
     too_far = [name for name, run in runs.items() if above(run, runs[all_rows[name].against]) > parsed.margin]

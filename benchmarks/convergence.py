@@ -85,6 +85,7 @@ class Run:
     samples: int = 0
     stale: int = 0
     pushed: int = 0
+    pulled: int = 0
 
     @property
     def seconds(self) -> float:
@@ -145,7 +146,10 @@ def measure(job: TrainingJob, *, score: str = "test_accuracy", limit: timedelta 
         run.samples, run.stale = progress.records_applied, progress.staleness.max if progress.staleness else 0
         trace = json.loads((Path(name) / "trace.json").read_text())
         spans = trace["traceEvents"] if isinstance(trace, dict) else trace
-        run.pushed = sum(span["args"]["bytes"] for span in spans if span.get("name") == "push")
+        run.pushed, run.pulled = (
+            sum(span["args"]["bytes"] for span in spans if span.get("name") == name)
+            for name in ("push", "pull")
+        )
     return run
 
 

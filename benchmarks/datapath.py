@@ -55,6 +55,7 @@ CASES = {
     "small": Case("mlp-64-128-10", "SGD", 16, 2, 3000),
     "mlp": Case("mlp-10.5M", "SGD", 64, 2, 60),
     "mlp4": Case("mlp-10.5M", "SGD", 64, 4, 30),
+    "plain4": Case("mlp-10.5M", "SGD without momentum", 64, 4, 30),
     "resnet": Case("resnet18", "SGD", 8, 2, 24),
     "adam": Case("mlp-10.5M", "Adam", 64, 2, 30),
 }
@@ -100,7 +101,8 @@ def make_model(name: str) -> tuple[torch.nn.Module, tuple[int, ...], int]:
 def make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
     if name == "Adam":
         return torch.optim.Adam(model.parameters(), lr=1e-4)
-    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    momentum = 0.9 if name == "SGD" else 0.0
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum)
 
 
 def make_batch(shape: tuple[int, ...], classes: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:

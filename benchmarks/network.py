@@ -10,9 +10,13 @@ turns.
 gradients one way and values the other, and both at the same time: see `parameterServer.sendAhead`. One of the
 rows is without that.
 
-`--codec int8` also measures elastic-ps with gradients encoded so; it may be given several times. `--values
-int8` measures each of them once more with values encoded so. `--hooks` also measures DDP with its own hooks
-`bf16_compress` and PowerSGD (rank 4).
+`--codec int8` also measures elastic-ps with gradients encoded so, and `--compression '{codec: int8, values:
+int8}'` with any compression; both may be given several times. `--hooks` also measures DDP with its own hooks
+`bf16_compress` and PowerSGD (rank 4). `--brief` leaves out what has to do with neither.
+
+All hosts share this machine's cores. With `--gbit 0.1` a step is that of hosts with 10 times the cores and
+links of 1 Gbit/s, 10 times slower (Gupta et al. 2006, "To Infinity and Beyond: Time-Warped Network
+Emulation").
 
 `--workers 1` measures a single worker with a parameter server on another host, beside that least time.
 """
@@ -32,10 +36,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.datapath import CASES, HOOKS, Measured, collect, make_model, median
 from benchmarks.figures import Figure, write
 from benchmarks.recovery import ROOT
-from elastic_ps.codec.plan import DELTAS, VALUES
+from elastic_ps.codec import NONE
 from elastic_ps.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, ProcessEnvironment, Role
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.training import AUTO, CODECS
@@ -187,7 +193,7 @@ def measure_ours(
     workers: Sequence[int],
     *,
     scheme: str = "",
-    compression: Mapping[str, str] = {},
+    compression: Mapping[str, Any] = {},
     ahead: bool = True,
 ) -> Measured:
     """`servers`, `workers`: on which hosts they are."""
@@ -244,7 +250,8 @@ def main() -> None:
     parser.add_argument(
         "--codec", action="append", default=[], choices=(*CODECS[1:], AUTO), help="another row"
     )
-    parser.add_argument("--values", choices=(*VALUES, *DELTAS), help="another row for each codec")
+    parser.add_argument("--compression", action="append", default=[], type=yaml.safe_load, help="another row")
+    parser.add_argument("--brief", action="store_true", help="neither without sendAhead, nor over gRPC")
     parser.add_argument("--hooks", action="store_true", help="also DDP with its own compression")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parsed = parser.parse_args()
@@ -253,17 +260,14 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the hosts are removed
     four = range(4)
     servers, workers = ([0], [1]) if parsed.workers == 1 else (range(4, 8) if parsed.apart else four, four)
-    codecs: list[dict[str, str]] = [{"codec": codec} for codec in parsed.codec]
-    if parsed.values:
-        codecs += [{**codec, "values": parsed.values} for codec in codecs]
-    rows: dict[str, dict[str, Any]] = {
-        "elastic-ps": {},
-        "elastic-ps, no sendAhead": {"ahead": False},
-        "elastic-ps over gRPC": {"scheme": "grpc:"},
-    }
-    for codec in codecs:
-        values = f", values {codec['values']}" if "values" in codec else ""
-        rows[f"elastic-ps, {codec['codec']}{values}"] = {"compression": codec}
+    rows: dict[str, dict[str, Any]] = {"elastic-ps": {}}
+    if not parsed.brief:
+        rows["elastic-ps, no sendAhead"] = {"ahead": False}
+        rows["elastic-ps over gRPC"] = {"scheme": "grpc:"}
+    for compression in [{"codec": codec} for codec in parsed.codec] + parsed.compression:
+        words = [compression.get("codec", NONE)]
+        words += [f"{key} {value}" for key, value in compression.items() if key != "codec"]
+        rows[f"elastic-ps, {', '.join(words)}"] = {"compression": compression}
     found: dict[str, list[Measured]] = {name: [] for name in rows}
     if parsed.workers == 4:
         found["DDP"] = []
@@ -287,7 +291,7 @@ def main() -> None:
         ratio = (
             f"  {step / steps['DDP']:.2f} of DDP" if "DDP" in steps else f"  {step / least:.2f} of the bytes"
         )
-        print(f"{name:32} {step * 1e3:7.0f} ms{ratio}")
+        print(f"{name:44} {step * 1e3:7.0f} ms{ratio}")
     competitor, theirs = ("DDP", steps["DDP"]) if "DDP" in steps else ("the bytes alone", least)
     write(
         parsed.json,
