@@ -8,11 +8,12 @@ turns.
 
 `--apart` gives each of the four shards a host of its own, as a cluster does. Then a worker's link carries
 gradients one way and values the other, and both at the same time: see `parameterServer.sendAhead`. One of the
-rows is without that.
+rows is without that, and one has the size of buckets chosen.
 
 `--codec int8` also measures elastic-ps with gradients encoded so, and `--compression '{codec: int8, values:
 int8}'` with any compression; both may be given several times. `--hooks` also measures DDP with its own hooks
-`bf16_compress` and PowerSGD (rank 4). `--brief` leaves out what has to do with neither.
+`bf16_compress` and PowerSGD (rank 4). `--brief` leaves rows out that have to do with
+neither.
 
 All hosts share this machine's cores. With `--gbit 0.1` a step is that of hosts with 10 times the cores and
 links of 1 Gbit/s, 10 times slower (Gupta et al. 2006, "To Infinity and Beyond: Time-Warped Network
@@ -194,9 +195,9 @@ def measure_ours(
     *,
     scheme: str = "",
     compression: Mapping[str, Any] = {},
-    ahead: bool = True,
+    server: Mapping[str, Any] = {},
 ) -> Measured:
-    """`servers`, `workers`: on which hosts they are."""
+    """`servers`, `workers`: on which hosts they are. `server`: more of `spec.parameterServer`."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         spec = TrainingJobSpec.model_validate(
@@ -204,7 +205,7 @@ def measure_ours(
                 "entrypoint": "benchmarks.datapath:train_with_parameter_server",
                 "arguments": {"case": case, "directory": name},
                 "worker": {"replicas": len(workers)},
-                "parameterServer": {"replicas": len(servers), "sendAhead": ahead},
+                "parameterServer": {"replicas": len(servers), **server},
                 "data": {"shuffle": False},
                 "compression": compression,
             }
@@ -251,7 +252,7 @@ def main() -> None:
         "--codec", action="append", default=[], choices=(*CODECS[1:], AUTO), help="another row"
     )
     parser.add_argument("--compression", action="append", default=[], type=yaml.safe_load, help="another row")
-    parser.add_argument("--brief", action="store_true", help="neither without sendAhead, nor over gRPC")
+    parser.add_argument("--brief", action="store_true", help="neither without sendAhead nor over gRPC")
     parser.add_argument("--hooks", action="store_true", help="also DDP with its own compression")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parsed = parser.parse_args()
@@ -260,9 +261,12 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the hosts are removed
     four = range(4)
     servers, workers = ([0], [1]) if parsed.workers == 1 else (range(4, 8) if parsed.apart else four, four)
-    rows: dict[str, dict[str, Any]] = {"elastic-ps": {}}
+    rows: dict[str, dict[str, Any]] = {
+        "elastic-ps": {},
+        "elastic-ps, chosen buckets": {"server": {"bucketBytes": 0}},
+    }
     if not parsed.brief:
-        rows["elastic-ps, no sendAhead"] = {"ahead": False}
+        rows["elastic-ps, no sendAhead"] = {"server": {"sendAhead": False}}
         rows["elastic-ps over gRPC"] = {"scheme": "grpc:"}
     for compression in [{"codec": codec} for codec in parsed.codec] + parsed.compression:
         words = [compression.get("codec", NONE)]
