@@ -184,6 +184,12 @@ def test_the_kubelet_restarts_an_operator_that_is_not_healthy() -> None:
     assert [port["containerPort"] for port in container["ports"] if port["name"] == "http"] == [8080]
 
 
+def test_an_operator_that_is_asked_to_end_while_it_starts_need_not_be_killed() -> None:
+    """It is not the first process of its pod, which ignores SIGTERM until it has a handler."""
+    (deployment,) = (d for d in documents() if d["kind"] == "Deployment")
+    assert deployment["spec"]["template"]["spec"]["shareProcessNamespace"] is True
+
+
 def test_the_operator_reads_the_permissions_of_the_values() -> None:
     (deployment,) = (d for d in documents(EVERYTHING) if d["kind"] == "Deployment")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
