@@ -13,12 +13,12 @@ IMAGES = {
 }
 
 
-def main() -> None:
-    cluster = Cluster.up()
+def load_images(cluster: Cluster) -> None:
+    """Blocks: for minutes, where nothing is built yet."""
     for dockerfile, tag in IMAGES.items():
         build_image(ROOT / dockerfile, ROOT, tag)
         cluster.load_image(tag)
 
 
 if __name__ == "__main__":
-    main()
+    load_images(Cluster.up())

@@ -10,6 +10,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,22 +23,31 @@ from tests.e2e.cluster import (
     GivenCluster,
     apt,
     base_image,
-    build_image,
     given_cluster,
     host,
     wait_for,
 )
 from tests.e2e.operator_process import OperatorProcess
-from tools.load_images import IMAGES, ROOT
+from tools.load_images import load_images
+
+IMAGES_LOADED = pytest.StashKey[Future[None]]()
+"""Ends when the cluster has the images of this session."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "own_cluster: brings its own cluster up, so it runs first")
+    config.addinivalue_line("markers", "builds_images: builds the images itself, so it runs late")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # A machine carries one cluster, and the session's lives from its first use to the session's end.
-    items.sort(key=lambda item: item.get_closest_marker("own_cluster") is None)
+    # First what does without the session's cluster, which lives from its first use to the session's end: one
+    # of these tests brings up a cluster of its own, and a machine carries one. What needs the images comes
+    # last: they are built meanwhile.
+    items.sort(key=lambda item: (needs_images(item), "cluster" in getattr(item, "fixturenames", ())))
+
+
+def needs_images(item: pytest.Item) -> bool:
+    built = item.get_closest_marker("builds_images") is not None
+    return built or "training_images" in getattr(item, "fixturenames", ())
 
 
 def unavailable(error: ClusterUnavailable) -> None:
@@ -48,10 +58,11 @@ def unavailable(error: ClusterUnavailable) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[GivenCluster]:
+def cluster(request: pytest.FixtureRequest) -> Iterator[GivenCluster]:
     """The cluster of E2E_KUBECONFIG, one that is up already, or a new one for this session.
 
-    A new one is taken down at the end, and what it left on the machine is an error.
+    A new one is taken down at the end, and what it left on the machine is an error. Where a test needs the
+    images, they are built and loaded from now on, beside the tests that need none.
     """
     given = given_cluster()
     if given is not None:
@@ -64,7 +75,9 @@ def cluster() -> Iterator[GivenCluster]:
     except ClusterUnavailable as error:
         unavailable(error)
         raise  # not reached: the line above raises
-    with ours:
+    with ours, ThreadPoolExecutor(1, thread_name_prefix="images") as beside:
+        if any(needs_images(item) for item in request.session.items):
+            request.config.stash[IMAGES_LOADED] = beside.submit(load_images, ours)
         yield ours
     if not ours.reused:
         assert host.left_behind(before) == []
@@ -88,14 +101,11 @@ def python_image(cluster: GivenCluster) -> str:
     return image.tag
 
 
-@pytest.fixture(scope="module")
-def training_images(cluster: GivenCluster) -> None:
+@pytest.fixture(scope="session")
+def training_images(cluster: GivenCluster, pytestconfig: pytest.Config) -> None:
     """The operator's and the training image, built from the Dockerfiles and known to the node."""
-    if not isinstance(cluster, Cluster):
-        return  # whoever gave the cluster has loaded them
-    for dockerfile, tag in IMAGES.items():
-        build_image(ROOT / dockerfile, ROOT, tag)
-        cluster.load_image(tag)
+    if isinstance(cluster, Cluster):  # whoever gave a cluster has loaded them
+        pytestconfig.stash[IMAGES_LOADED].result()
 
 
 def minor_version(cluster: GivenCluster) -> int:

@@ -100,7 +100,6 @@ for kind in ("pods", "secrets"):
 """
 
 
-@pytest.mark.own_cluster
 def test_down_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a component was killed, and a pod with a volume, a limit and a network is still running.
 

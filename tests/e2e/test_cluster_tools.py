@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,39 @@ def test_an_image_is_built_anew_when_what_it_copies_changes(tmp_path: Path) -> N
     assert images.digest_of(dockerfile, tmp_path, {}) == before
     (tmp_path / "code" / "a.py").write_text("2")
     assert images.digest_of(dockerfile, tmp_path, {}) != before
+
+
+def test_an_image_that_another_process_has_just_built_is_not_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archives: list[Path] = []
+
+    def build(*arguments: object) -> None:
+        raise AssertionError("it is built again")
+
+    @contextmanager
+    def waits_for_another_process(path: Path, action: str) -> Iterator[None]:
+        archives[0].touch()
+        yield
+
+    def archive_path(tag: str, digest: str) -> Path:
+        archives.append(tmp_path / f"{digest}.tar")
+        return archives[0]
+
+    dockerfile = tmp_path / "Dockerfile"
+    dockerfile.write_text("FROM base\n")
+    base = images.Image(images.BASE_IMAGE, "digest", tmp_path / "base.tar")
+    for name, stand_in in {
+        "base_image": lambda: base,
+        "locked": waits_for_another_process,
+        "_archive_path": archive_path,
+        "_build": build,
+    }.items():
+        monkeypatch.setattr(images, name, stand_in)
+    monkeypatch.setattr(apt, "require_debian", lambda: None)
+    monkeypatch.setattr(apt, "install", lambda packages, log: None)
+    image = images.build_image(dockerfile, tmp_path, "localhost/x:1")
+    assert image.archive.is_file()
 
 
 def test_flags_follow_the_version(tmp_path: Path) -> None:

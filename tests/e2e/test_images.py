@@ -13,6 +13,7 @@ from tests.e2e.conftest import unavailable
 from tools.load_images import IMAGES, ROOT
 
 
+@pytest.mark.builds_images
 @pytest.mark.parametrize(
     ("dockerfile", "title", "package", "source"),
     [

@@ -318,13 +318,15 @@ class Cluster(GivenCluster):
 
     def _import(self, image: images.Image) -> None:
         record = self.layout.state_dir / "images.json"
-        loaded: dict[str, str] = json.loads(record.read_text()) if record.is_file() else {}
-        if loaded.get(image.tag) == image.digest:
+        if _loaded(record).get(image.tag) == image.digest:
             return
         if image.tag != PAUSE_IMAGE:
             say(f"loading image {image.tag} into the cluster")
         self.ctr("images", "import", image.archive, timeout=IMPORT_TIMEOUT)
-        record.write_text(json.dumps({**loaded, image.tag: image.digest}))
+        with locked(self.layout.state_dir / "images.lock", "noting an image"):
+            temporary = record.with_suffix(".tmp")
+            temporary.write_text(json.dumps({**_loaded(record), image.tag: image.digest}))
+            temporary.rename(record)
 
     def _known(self, component: str) -> str:
         if component not in COMPONENTS:
@@ -356,6 +358,12 @@ def status(state_dir: Path | None = None) -> dict[str, Any] | None:
         "logs": str(layout.logs),
         "components": {name: processes.pid_of(name, layout) for name in COMPONENTS},
     }
+
+
+def _loaded(record: Path) -> dict[str, str]:
+    """The digests of the images that the cluster has, by tag."""
+    found: dict[str, str] = json.loads(record.read_text()) if record.is_file() else {}
+    return found
 
 
 def _remove(directory: Path) -> bool:

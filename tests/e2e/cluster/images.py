@@ -147,6 +147,8 @@ def build_image(
         return Image(tag, digest, archive)
     apt.install(PACKAGES, log=cache_dir() / "apt.log")
     with locked(cache_dir() / "images.lock", "building an image"):
+        if archive.is_file():  # by now: whoever had the lock has built it
+            return Image(tag, digest, archive)
         try:
             _build(dockerfile, context, tag, arguments, base)
             _export(tag, archive)
