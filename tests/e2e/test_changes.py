@@ -12,11 +12,11 @@ from elastic_ps.drill.history import Data, check, consistencies
 from elastic_ps.job import API_VERSION, KIND
 from tests.e2e.cluster import Cluster, wait_for
 from tests.e2e.operator_process import HISTORIES, TRAINING_IMAGE, Jobs, OperatorProcess
-from tests.e2e.test_losses import CONFIG, histories, template
+from tests.e2e.recorded_job import CONFIG, histories, hurry, template
 
 pytestmark = pytest.mark.usefixtures("definition", "training_images")
 
-RECORDS, EPOCHS = 600, 8
+RECORDS, EPOCHS = 600, 4
 
 
 @pytest.fixture
@@ -60,6 +60,7 @@ def test_a_job_is_changed_while_it_trains(jobs: Jobs, operator: OperatorProcess,
     change({"codec": "int8", "values": "bf16"}, "codec: int8, values: bf16", what="compression")
     assert jobs.identities("changing") == before, "no pod was made again"
     assert not jobs.progress("changing")["finished"], "the job ended too soon; give it more epochs"
+    hurry(jobs)
     jobs.wait_status("changing", phase="Succeeded", timeout=timedelta(minutes=4))
     status = jobs.job("changing")["status"]
     assert (status["parameterServer"]["term"], status["worker"]["failures"]) == (4, 0)

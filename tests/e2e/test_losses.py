@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import time
 from datetime import timedelta
@@ -18,73 +17,21 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.drill import recorded
-from elastic_ps.drill.history import Data, Histories, check
+from elastic_ps.drill.history import Data, check
 from elastic_ps.job import API_VERSION, KIND
 from tests.e2e.cluster import Cluster, ClusterError, wait_for
 from tests.e2e.operator_process import HISTORIES, TRAINING_IMAGE, Jobs, OperatorProcess
+from tests.e2e.recorded_job import CONFIG, histories, hurry, template
 
 pytestmark = pytest.mark.usefixtures("definition", "training_images")
 
 MINUTE = timedelta(minutes=1)
-RECORDS, EPOCHS = 600, 16
-SCRIPT = """
-import time, torch, elastic_ps
-
-def main(records, epochs):
-    torch.manual_seed(1)
-    data = torch.utils.data.TensorDataset(torch.randn(records, 4), torch.randn(records, 1))
-    model = torch.nn.Linear(4, 1)
-    session = elastic_ps.connect()
-    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
-    for x, y in session.loader(data, batch_size=4, epochs=epochs):
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
-        time.sleep(0.04)  # so that the job outlives the faults on a fast machine, too
-        optimizer.step()
-"""
-CONFIG = {
-    "apiVersion": "v1",
-    "kind": "ConfigMap",
-    "metadata": {"name": "script"},
-    "data": {"slow.py": SCRIPT},
-}
-
-
-def template(container: str) -> dict[str, Any]:
-    """The script is there, and every process writes its history to a folder of its pod's own on the claim."""
-    uid = {"name": "POD_UID", "valueFrom": {"fieldRef": {"fieldPath": "metadata.uid"}}}
-    main = {
-        "name": container,
-        "env": [
-            uid,
-            {"name": "ELASTIC_PS_HISTORY", "value": "/histories/$(POD_UID)"},
-            {"name": "PYTHONPATH", "value": "/app:/script"},
-        ],
-        "volumeMounts": [
-            {"name": "histories", "mountPath": "/histories"},
-            {"name": "script", "mountPath": "/script"},
-        ],
-    }
-    volumes = [
-        {"name": "histories", "persistentVolumeClaim": {"claimName": "histories"}},
-        {"name": "script", "configMap": {"name": "script"}},
-    ]
-    return {"spec": {"containers": [main], "volumes": volumes}}
+RECORDS, EPOCHS = 600, 8
 
 
 @pytest.fixture
 def jobs(local_cluster: Cluster, namespace: str) -> Jobs:
     return Jobs(local_cluster, namespace, TRAINING_IMAGE)
-
-
-def histories(jobs: Jobs, into: Path) -> Histories:
-    """What all processes of all pods have recorded, gathered from the machine's side of the claim."""
-    volume = jobs.cluster.get("-n", jobs.namespace, "pvc", "histories")["spec"]["volumeName"]
-    folder = Path(jobs.cluster.get("pv", volume)["spec"]["hostPath"]["path"])
-    for path in folder.glob("*/*.jsonl"):
-        shutil.copy(path, into / f"{path.stem}-{path.parent.name}.jsonl")
-    return recorded.read(into)
 
 
 def members(jobs: Jobs) -> list[dict[str, Any]]:
@@ -158,6 +105,7 @@ def assert_each_record_counted_once(jobs: Jobs, tmp_path: Path) -> None:
     assert not jobs.progress("lost")["finished"], (
         "the job ended before it had lost enough; give it more epochs"
     )
+    hurry(jobs)
     jobs.wait_status("lost", phase="Succeeded", timeout=timedelta(minutes=4))
     status = jobs.job("lost")["status"]
     assert status["parameterServer"]["term"] == 2

@@ -12,7 +12,7 @@ import yaml
 from elastic_ps.drill.history import Data, check
 from tests.e2e.cluster import Cluster, wait_for
 from tests.e2e.operator_process import HISTORIES, TRAINING_IMAGE, Jobs, OperatorProcess
-from tests.e2e.test_losses import CONFIG, histories
+from tests.e2e.recorded_job import CONFIG, histories, hurry
 
 pytestmark = pytest.mark.usefixtures("definition", "training_images")
 
@@ -62,6 +62,7 @@ def test_a_job_of_an_older_operator_goes_on_and_ends(
     jobs.kubectl("delete", "pod", "older-ps-0", "--wait=false")
     jobs.wait_replaced("older", "older-ps-0", started)
     jobs.wait_status("older", workers="2/2")
+    hurry(jobs)
     jobs.wait_status("older", phase="Succeeded", timeout=MINUTES)
     after, status = jobs.identities("older"), jobs.job("older")["status"]
     assert after["older-worker-0"] == started["older-worker-0"]
