@@ -36,7 +36,7 @@ def behind(api: FaultyApi, namespace: str, tmp_path: Path) -> Iterator[OperatorP
     path = tmp_path / "kubeconfig"
     path.write_text(api.kubeconfig())
     process = OperatorProcess(path, namespace, tmp_path / "operator.log")
-    process.start("--resync=5s")
+    process.start("--resync=2s")
     yield process
     process.close()
     print(process.log.read_text()[-6000:])

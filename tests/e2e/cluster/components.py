@@ -116,7 +116,7 @@ def _controller_manager(layout: Layout, binaries: Binaries) -> list[str]:
         # start after it up for ten seconds.
         "--allocate-node-cidrs=false",
         f"--service-cluster-ip-range={SERVICE_CIDR}",
-        "--horizontal-pod-autoscaler-sync-period=5s",
+        "--horizontal-pod-autoscaler-sync-period=1s",
         *_serving("kube-controller-manager", layout, binaries),
     ]
 
