@@ -371,6 +371,7 @@ class Engine:
 
         Raises:
             UsageError: several batches were computed on with the gradients of one.
+            InvalidModel: the optimizer has got a second momentum.
             Refused, ConnectionLost: the parameter server did not take the step.
         """
         exchange = self._exchange()
@@ -381,13 +382,14 @@ class Engine:
             self.records.stop_computing()
 
     def _ended(self) -> tuple[Step, Ending, Settings]:
-        """The step that has begun, and what it ends with. Raises UsageError."""
+        """The step that has begun, and what it ends with. Raises UsageError, InvalidModel."""
         step, batches = self._exchange().under_way, self.batches
         assert step is not None
         if self.local is None and step.samples != batches.samples:
             raise UsageError("backward() ran for two batches before optimizer.step(); call step() first")
         self._note_skipped(batches.decide(keep_new=True))
         settings = self.schedule.current()
+        self._entrance.check(settings)
         ending = Ending(
             ranges=batches.computed,
             settings=settings.to_json(),

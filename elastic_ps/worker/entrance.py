@@ -93,7 +93,7 @@ class Entrance:
         self.schedule = Schedule(optimizer, own=local)
         membership = self._member.join(described, self.schedule.current())
         self._adopt(membership)
-        self._refuse_momentum()
+        self.check(self.schedule.current())
         self._layout = membership.layout
         flat = Flat(
             membership.layout,
@@ -112,10 +112,10 @@ class Entrance:
     def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
         """Let the job step a scheduler. Raises InvalidModel: it has made a second momentum."""
         self.schedule.add(scheduler, interval)
-        self._refuse_momentum()
+        self.check(self.schedule.current())
 
-    def _refuse_momentum(self) -> None:
-        """Raise InvalidModel where what is sent cannot have momentum, or the optimizer makes a second one."""
+    def check(self, settings: Settings) -> None:
+        """Raise InvalidModel where what is sent cannot have momentum, or `settings` make a second one."""
         sent = self._codecs.momentum
         if sent and self.spec.consistency.mode == "local":
             raise InvalidModel(
@@ -123,7 +123,7 @@ class Entrance:
                 "local workers send what they have trained. Use another codec, and give the script's "
                 "optimizer a momentum"
             )
-        if problem := second_momentum(self.schedule.current().groups, sent):
+        if problem := second_momentum(settings.groups, sent):
             raise InvalidModel(problem)
 
     def _make_exchange(self, flat: Flat, optimizer: torch.optim.Optimizer) -> Exchange:

@@ -121,6 +121,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: the batch did not come from `session.loader`, a gradient was changed after it was
                 sent, or the torch optimizer has other parameter groups than `session.optimizer` was given.
+            InvalidModel: the script, or a scheduler, has set a momentum beside that of the codec.
             Refused, ConnectionLost: the parameter server did not accept the step.
 
         In mode `local` the wrapped optimizer makes a step; only an exchange blocks. Of several processes of a

@@ -152,6 +152,27 @@ def test_a_scheduler_that_gives_the_optimizer_a_momentum_is_refused(tmp_path: Pa
             script(job.session(1), cycle=True)
 
 
+def test_a_momentum_that_a_script_sets_later_is_refused(tmp_path: Path) -> None:
+    steps = list[int]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=LR), model)
+        for x, y in session.loader(Numbers(RECORDS), BATCH):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.param_groups[0]["momentum"] = 0.5 * (session.version == 3)
+            optimizer.step()
+            steps.append(session.version)
+
+    with (
+        running_job(tmp_path, compression=COMPRESSION) as job,
+        pytest.raises(InvalidModel, match=r"momentum is 0\.5 in parameter group 0 .*there cannot be two"),
+    ):
+        job.run(script, workers=1)
+    assert steps == [1, 2, 3]
+
+
 def test_a_running_job_whose_optimizer_has_momentum_gets_no_second_one(tmp_path: Path) -> None:
     data, told = Numbers(RECORDS), list[str]()
 
