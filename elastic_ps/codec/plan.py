@@ -235,13 +235,28 @@ def _build(name: str, kind: type[Codec], options: Mapping[str, Any]) -> Codec:
     """Raises InvalidJob: it does not take these options."""
     try:
         inspect.signature(kind).bind(**options)
-        return kind(**options)
+        codec = kind(**options)
     except (TypeError, ValueError) as error:
         takes = ", ".join(str(p).partition(":")[0] for p in inspect.signature(kind).parameters.values())
         raise InvalidJob(
             f"compression: the codec {name} does not take the options {dict(options)}: {error}. It takes: "
             f"{takes or 'none'}"
         ) from error
+    _check_momentum(name, codec)
+    return codec
+
+
+def _check_momentum(name: str, codec: Codec) -> None:
+    """Raise InvalidJob if a codec has a momentum that no worker can make."""
+    momentum: object = codec.momentum
+    if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
+        raise InvalidJob(f"the codec {name} has momentum {momentum!r}; expected a number from 0 to below 1")
+    if momentum and not codec.feedback:
+        raise InvalidJob(
+            f"the codec {name} has momentum {momentum}, but no feedback. Workers make momentum for codecs "
+            "that send few elements at a time and keep the others: set feedback = True in the class, or "
+            "leave momentum at 0"
+        )
 
 
 def _imported(name: str) -> type[Codec]:

@@ -304,6 +304,8 @@ class _Made:
             # The parameter server has it in the model's dtype.
             self._leave(run.elements, (total - decoded.to(self._gradient.dtype)).to(torch.float32))
             if momentum is not None:
+                for piece in self._absent_in(run.elements):
+                    decoded[piece] = 0.0  # a codec that sends all makes something of what is absent, too
                 state[MOMENTUM] = momentum.masked_fill_(decoded != 0, 0.0)
         return packed
 

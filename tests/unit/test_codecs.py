@@ -39,6 +39,13 @@ class Negative(Codec):
         out.copy_(encoded.tensors["negative"] * encoded.values["factor"])
 
 
+class Heavy(Negative):
+    """A user's own, with momentum; whether it keeps what it does not send is its caller's choice."""
+
+    def __init__(self, momentum: Any = 0.9, feedback: bool = False) -> None:
+        self.momentum, self.feedback = momentum, feedback
+
+
 def through(codec: Codec, tensor: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """Encoded, packed as it travels, and decoded."""
     random = torch.Generator()
@@ -231,6 +238,9 @@ def test_more_than_the_warmup_sends_is_not_decoded() -> None:
         ("no.such.module:Codec", {}, ["no.such.module:Codec", "cannot be imported", "parameter server"]),
         ("tests.unit.test_codecs:Nobody", {}, ["Nobody", "cannot be imported"]),
         ("tests.unit.test_codecs:through", {}, ["no subclass"]),
+        ("tests.unit.test_codecs:Heavy", {}, ["Heavy has momentum 0.9, but no feedback", "feedback = True"]),
+        ("tests.unit.test_codecs:Heavy", {"momentum": 1, "feedback": True}, ["momentum 1;", "below 1"]),
+        ("tests.unit.test_codecs:Heavy", {"momentum": "0.9", "feedback": True}, ["momentum '0.9';"]),
     ],
 )
 def test_a_codec_that_cannot_be_is_refused(name: str, options: dict[str, Any], words: list[str]) -> None:

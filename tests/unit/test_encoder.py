@@ -247,6 +247,30 @@ def test_the_momentum_of_a_parameter_without_a_gradient_stays() -> None:
     assert worker.push([0.0] * 8, 2)[0] == [0, 0, 0, 0, 0, 6, 0, 0], "4 and half of that"
 
 
+class EverySecond(Codec):
+    """Sends a sign of each element, also of zeros, on every second version."""
+
+    feedback, momentum = True, 0.5
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        signs = torch.where(tensor < 0, -1.0, 1.0)
+        return Encoded({"signs": signs * (state["version"] % 2)})
+
+    def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
+        out.copy_(encoded.tensors["signs"])
+
+
+def test_the_momentum_of_a_parameter_without_a_gradient_stays_with_a_codec_that_sends_all() -> None:
+    worker = Worker(plan(codec=f"{__name__}:EverySecond"))
+    for version, (gradient, present) in enumerate(
+        [([0, 0, 0, 0, 0, 4, 0, 0], ()), ([0] * 8, [True, False]), ([0] * 8, ())]
+    ):
+        worker.encoder.begin(version)
+        worker.push(torch.tensor(gradient, dtype=torch.float32).tolist(), version, present, version)
+        worker.encoder.applied()
+    assert worker.encoder.left_over[0][5] == 6, "4 and half of that"
+
+
 def test_momentum_begins_anew_with_another_codec() -> None:
     """What waits does not."""
     worker = Worker(plan(**MOMENTUM))
