@@ -37,6 +37,9 @@ from elastic_ps.worker.residual import Residual, Rest, State
 from elastic_ps.worker.traffic import Traffic
 from elastic_ps.worker.tuner import Tuner
 
+_BELOW_FLOAT16 = 65280.0
+"""The largest number of bfloat16 in the range of float16, whose own largest one bfloat16 rounds up."""
+
 
 @dataclass(frozen=True)
 class Payload:
@@ -296,25 +299,34 @@ class _Made:
             return Packed((Part("", name_of(own.dtype), run.length),), "", [as_bytes(own)])
         total = self._total(run.elements, torch.float32)
         momentum = self._momentum(run.elements, run.codec.momentum, state, total)
-        encoded = run.codec.encode(self._in_range(total), state, random)
+        sendable = self._in_range(total, rounds=not run.codec.lossless)
+        encoded = run.codec.encode(sendable, state, random)
         packed = pack(encoded)
-        if run.codec.feedback:
-            decoded = torch.empty_like(total)
-            run.codec.decode(encoded, decoded)
-            # The parameter server has it in the model's dtype.
-            self._leave(run.elements, (total - decoded.to(self._gradient.dtype)).to(torch.float32))
-            if momentum is not None:
-                for piece in self._absent_in(run.elements):
-                    decoded[piece] = 0.0  # a codec that sends all makes something of what is absent, too
-                state[MOMENTUM] = momentum.masked_fill_(decoded != 0, 0.0)
+        if not run.codec.feedback:
+            self._leave_cut(run.elements, total, sendable)
+            return packed
+        decoded = torch.empty_like(total)
+        run.codec.decode(encoded, decoded)
+        # The parameter server has it in the model's dtype.
+        self._leave(run.elements, (total - decoded.to(self._gradient.dtype)).to(torch.float32))
+        if momentum is not None:
+            for piece in self._absent_in(run.elements):
+                decoded[piece] = 0.0  # a codec that sends all makes something of what is absent, too
+            state[MOMENTUM] = momentum.masked_fill_(decoded != 0, 0.0)
         return packed
 
-    def _in_range(self, total: torch.Tensor) -> torch.Tensor:
-        """What of a total the model's dtype can hold. Gradients add up to more than one of them is."""
+    def _in_range(self, total: torch.Tensor, *, rounds: bool) -> torch.Tensor:
+        """What of a total the model's dtype can hold. Gradients add up to more than one of them is.
+
+        Args:
+            rounds: what is sent is rounded.
+        """
         dtype = self._gradient.dtype
         if dtype.itemsize >= total.dtype.itemsize:
             return total
         limit = torch.finfo(dtype).max
+        if rounds and dtype is torch.float16:
+            limit = _BELOW_FLOAT16
         return total.clamp(-limit, limit)
 
     def _momentum(
@@ -339,10 +351,14 @@ class _Made:
         return momentum
 
     def plain(self, elements: slice) -> torch.Tensor:
-        """These elements as they are sent without a codec: nothing is left over of them."""
+        """These elements as they are sent without a codec: only what their dtype cannot hold is left over."""
         if self._waiting is None:
             return self._gradient[elements]
-        return self._total(elements, self._gradient.dtype)
+        dtype = self._gradient.dtype
+        total = self._total(elements, torch.promote_types(dtype, torch.float32))
+        sendable = self._in_range(total, rounds=False)
+        self._leave_cut(elements, total, sendable)
+        return sendable.to(dtype)
 
     def _total(self, elements: slice, dtype: torch.dtype) -> torch.Tensor:
         """The gradient and what waits, but for pieces without a gradient."""
@@ -361,6 +377,11 @@ class _Made:
             for p in self._absent
             if p.start < last and p.stop > first
         ]
+
+    def _leave_cut(self, elements: slice, total: torch.Tensor, sendable: torch.Tensor) -> None:
+        """What is out of the model's range goes on waiting."""
+        if sendable is not total and bool((sendable != total).any()):
+            self._leave(elements, total - sendable)
 
     def _leave(self, elements: slice, rest: torch.Tensor) -> None:
         for piece in self._absent_in(elements):

@@ -658,6 +658,43 @@ def test_each_codec_sends_what_another_one_has_left_over(codec: str) -> None:
     torch.testing.assert_close(torch.tensor(values) + rest, torch.tensor([0.0] + [7.0] * 7), atol=1.1, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "later",
+    [
+        {"codec": "none"},
+        {"codec": "none", "lossless": "zstd"},
+        {"codec": "bf16"},
+        {"codec": "auto"},
+        {"codec": "int8"},
+        {"codec": "topk", "options": {"ratio": 1.0}, "rules": [{"match": "bias", "codec": "none"}]},
+    ],
+)
+def test_what_float16_cannot_hold_goes_on_waiting_with_another_codec(later: dict[str, Any]) -> None:
+    """All of it arrives in the end, but for what the codec rounds away."""
+    bucket = replace(BUCKET, dtype="float16")
+    layout, used = replace(LAYOUT, buckets=(bucket,)), plan()
+    encoder = Encoder(layout, used, worker=3, seed=0)
+    got = torch.zeros(8, dtype=torch.float64)
+    for step in range(10):
+        if step == 2:
+            used = plan(**later)
+            encoder.adopt(used)
+        gradient = torch.full((8,), 60_000.0 if step < 3 else 0.0, dtype=torch.float16)
+        encoder.begin(step)
+        payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=step, version=step)
+        request = pb.PushRequest(codec=payload.codec, runs=payload.runs)
+        body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
+        with Decoder(used).open(request, layout, bucket, body) as incoming:
+            target = memoryview(bytearray(bucket.nbytes))
+            incoming.read_into(target)
+        arrived = as_tensor(target, torch.float16)
+        assert bool(arrived.isfinite().all())
+        got += arrived
+        encoder.applied()
+    torch.testing.assert_close(got, torch.full_like(got, 180_000.0), rtol=0.01, atol=0)
+    assert not encoder.left_over.get(0, torch.zeros(8)).any()
+
+
 def test_rules_that_change_move_nothing_of_what_is_left_over() -> None:
     worker = Worker()
     worker.encoder.begin(0)
