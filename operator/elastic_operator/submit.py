@@ -28,6 +28,11 @@ _contexts: Callable[..., Any] = config.list_kube_config_contexts
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 """What a namespace may be called."""
 
+_LAID_OUT_OTHERWISE = (
+    "the file is not laid out as a kubeconfig: expected a mapping with current-context, and with the lists "
+    "clusters, contexts and users"
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if the job is created, 2 with a message if it cannot be, 1 if the API server is silent."""
@@ -86,8 +91,10 @@ def _connect(files: str) -> tuple[Api, str]:
     except Exception as error:
         # The library hands on whatever reading, parsing and walking through a wrong file raises.
         cause = error.__cause__ if isinstance(error, UsageError) else error
+        of_the_code = isinstance(cause, TypeError | AttributeError | LookupError)  # says nothing to a user
+        why = _LAID_OUT_OTHERWISE if of_the_code else cause
         raise UsageError(
-            f"no cluster is configured: {cause}. The kubeconfig is {files}; set KUBECONFIG to another one, "
+            f"no cluster is configured: {why}. The kubeconfig is {files}; set KUBECONFIG to another one, "
             "or mend it until `kubectl version` answers"
         ) from error
 

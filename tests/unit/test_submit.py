@@ -143,6 +143,34 @@ def test_a_kubeconfig_that_says_no_cluster_is_told(
     assert "--kubeconfig" not in told, "which this command does not have"
 
 
+@pytest.mark.usefixtures("given")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "3",
+        "{current-context: here, contexts: 3}",
+        """
+        current-context: here
+        contexts: [{name: here, context: {cluster: here, user: me}}]
+        clusters: [{name: here, cluster: {server: 3}}]
+        users: [{name: me, user: {}}]
+        """,
+    ],
+)
+def test_a_file_that_is_laid_out_otherwise_is_told_what_a_kubeconfig_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path = tmp_path / "other"
+    path.write_text(text)
+    monkeypatch.setenv("KUBECONFIG", str(path))
+    assert submit.main([]) == 2
+    told = capsys.readouterr().err
+    assert "the file is not laid out as a kubeconfig: expected a mapping with current-context, and" in told
+    assert "object" not in told, "which is how Python tells it"
+    assert "indices" not in told
+
+
 def test_a_silent_cluster_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
