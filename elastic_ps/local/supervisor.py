@@ -94,6 +94,7 @@ class Launcher:
         self._error: BaseException | None = None
         self._status = self._build_status(ended=False)
         self._thread: threading.Thread | None = None
+        self._pid: int | None = None  # of the launcher, once it has started
 
     def start(self) -> None:
         """Start the supervisor; returns at once. Call it in the process that shall be the launcher.
@@ -110,6 +111,7 @@ class Launcher:
         # Not before: a thread object that is made before a fork counts as ended after it.
         self._thread = threading.Thread(target=self._run, name="supervisor")
         self._thread.start()
+        self._pid = os.getpid()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the job is over and no process of it is left; False if `timeout` came first."""
@@ -160,7 +162,7 @@ class Launcher:
         if not self.wait(timedelta(0)):
             self.stop("the launcher ends", at_once=True)
             self.wait()
-        if self._thread is None:  # a fork of this process may be the launcher, and has the same lock
+        if self._pid != os.getpid():  # the launcher is a fork of this process, or its parent
             self._lock_file.close()
         else:
             files.unlock(self._lock_file)

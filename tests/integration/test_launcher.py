@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import threading
@@ -22,7 +23,7 @@ from elastic_ps.local.report import build_report
 from elastic_ps.status import Member
 from tests.forked import forked
 from tests.integration.launching import PROGRAMS, gone, make_job, wait_for_end, wait_for_workers, workers_of
-from tests.polling import eventually
+from tests.polling import LIMIT, eventually
 
 FOREVER = 10_000_000
 
@@ -257,6 +258,21 @@ def test_a_name_is_free_afterwards_although_a_process_was_forked_meanwhile(tmp_p
         assert first.directory.launcher() is None
         with launched(make_job(records=8), tmp_path) as second:
             assert end_of(second).verdict.phase == "Succeeded"
+
+
+def test_a_forked_process_that_leaves_the_with_block_gives_nothing_back(tmp_path: Path) -> None:
+    """As where an exception goes up in one: the job runs on, in the process that has started it."""
+    with launched(make_job(records=FOREVER), tmp_path) as launcher:
+        training(launcher, 2)
+        leave = multiprocessing.get_context("fork").Process(target=launcher.__exit__, args=(None, None, None))
+        leave.start()
+        leave.join(LIMIT)
+        assert leave.exitcode == 0
+        assert launcher.directory.launcher() == os.getpid()
+        training(launcher, 2)
+        launcher.stop("enough")
+        end_of(launcher)
+    assert launcher.directory.launcher() is None
 
 
 def test_a_trace_of_all_processes_is_one_file(tmp_path: Path) -> None:
