@@ -47,6 +47,18 @@ _SKIPPED = (
     "batches, run a backward() for each of them, or load larger batches"
 )
 
+_COUNTED = (
+    "this step has no batch: the last one of session.loader(...) has had its step, or was skipped. Each "
+    "batch is for one step, and its records count once. Load a batch for each step, or compute all gradients "
+    "of a batch and make one step with them: see One model, one or several optimizers in docs/scripts.md. A "
+    "batch that comes from elsewhere cannot be trained: pass session.loader(...) its data set"
+)
+
+_FROM_ELSEWHERE = (
+    "this step's batch did not come from session.loader(...), so its records cannot be counted. Iterate over "
+    "session.loader(...), and pass it your data set or DataLoader"
+)
+
 
 class LocalGradients(Protocol):
     """The gradients that the model's parameters have on this worker."""
@@ -317,10 +329,7 @@ class Engine:
                 "iterator"
             )
         if not self.batches.computed:
-            raise UsageError(
-                "this step's batch did not come from session.loader(...), so its records cannot be counted. "
-                "Iterate over session.loader(...), and pass it your data set or DataLoader"
-            )
+            raise UsageError(_COUNTED if self.in_batch else _FROM_ELSEWHERE)
         size = self.spec.consistency.global_batch_size
         if size is not None and self.batches.several:
             raise UsageError(

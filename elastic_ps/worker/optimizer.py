@@ -26,9 +26,8 @@ logger = logging.getLogger(__name__)
 
 _ONE_STEP = (
     "a second step is made with the same batch, but each batch of session.loader(...) is for one: "
-    "{first}.step() or {second}.step(). Choose by session.version, which is the same on all workers. Or let "
-    "all optimizers step at once, with the step() of what session.optimizer(...) returned. See Two networks "
-    "in turn in docs/scripts.md"
+    "{first}.step() or {second}.step(). Choose by {choose}. Or let all optimizers step at once, with the "
+    "step() of what session.optimizer(...) returned. See Two networks in turn in docs/scripts.md"
 )
 
 _OTHER_GROUPS = (
@@ -164,7 +163,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
         used = not (batches.computed or batches.undecided or batches.lost or batches.given_back)
         if self._engine.in_batch and used:
             first, second = ([f"optimizers[{name!r}]" for name in self._parts] * 2)[:2]
-            raise UsageError(_ONE_STEP.format(first=first, second=second))
+            choose = "session.version, which is the same on all workers"
+            if self._local is not None:  # the version changes only when values are exchanged
+                choose = "the number of the batch, as enumerate counts it"
+            raise UsageError(_ONE_STEP.format(first=first, second=second, choose=choose))
 
     def _step_here(
         self, local: LocalSteps, closure: Callable[[], Any] | None, part: torch.optim.Optimizer | None

@@ -82,6 +82,22 @@ def test_a_second_backward_is_refused(tmp_path: Path) -> None:
     failing(tmp_path, script, UsageError, "no_sync")
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_second_step_with_a_batch_is_told_what_to_do(tmp_path: Path, overlap: bool) -> None:
+    """As of two networks that share an optimizer."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model, overlap=overlap)
+        for x, y in session.loader(Numbers(20), batch_size=4):
+            for _ in range(2):
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+
+    failing(tmp_path, script, UsageError, r"has had its step, .*for one step.* One model, one or")
+
+
 def test_a_batch_from_elsewhere_is_refused(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model, data = make_mlp(), Numbers(40)

@@ -27,7 +27,7 @@ from tests.integration.gan import (
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.optimizers import Lion
 from tests.integration.oracle import assert_each_record_once, mse
-from tests.integration.trained import adam, failing, sgd
+from tests.integration.trained import adam, sgd
 
 FIXED: dict[str, Any] = {
     "consistency": {"deterministic": True},
@@ -320,7 +320,15 @@ def test_one_of_them_knows_the_names_of_its_parameters(tmp_path: Path) -> None:
         gan.assert_same_state(found[name], optimizer.state_dict())
 
 
-def test_each_batch_is_for_one_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fields", "choose"),
+    [
+        ({}, r"by session\.version"),
+        ({"consistency": {"mode": "local", "steps": 2}}, "by the number of the batch"),
+    ],
+    ids=["sync", "local"],
+)
+def test_each_batch_is_for_one_step(tmp_path: Path, fields: dict[str, Any], choose: str) -> None:
     def script(session: Session) -> None:
         both = make_networks()
         optimizers = session.optimizer(adam_and_sgd(both), both)
@@ -330,7 +338,11 @@ def test_each_batch_is_for_one_step(tmp_path: Path) -> None:
                 gan.loss(both, name, noise, real).backward()
                 optimizers[name].step()
 
-    failing(tmp_path, script, UsageError, r"a second step is made with the same batch.*session\.version")
+    with (
+        running_job(tmp_path, **fields) as job,
+        pytest.raises(UsageError, match=rf"a second step is made with the same batch.*Choose {choose}"),
+    ):
+        run(job, 1, script)
 
 
 def test_what_a_script_cannot_pass_is_refused(tmp_path: Path) -> None:
