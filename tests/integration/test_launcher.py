@@ -252,8 +252,10 @@ def test_a_name_is_taken_while_the_job_runs_and_free_afterwards(tmp_path: Path) 
 def test_a_name_is_free_afterwards_although_a_process_was_forked_meanwhile(tmp_path: Path) -> None:
     """It has the launcher's files open, too: a DataLoader's process, in a program that runs jobs."""
     with ExitStack() as stack:
-        with launched(make_job(records=8), tmp_path) as first:
+        with launched(make_job(records=FOREVER), tmp_path) as first:
+            training(first, 2)  # a fork in the middle of a Popen would hold the pipe that this waits for
             stack.enter_context(forked())
+            first.stop("enough")
             end_of(first)
         assert first.directory.launcher() is None
         with launched(make_job(records=8), tmp_path) as second:
