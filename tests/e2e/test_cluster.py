@@ -147,6 +147,9 @@ def test_down_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def _live_and_die(cluster: Cluster, log: Path) -> None:
     """A job of containers that sleep is started, scaled and deleted, by an operator beside the cluster."""
     install_definition(cluster)
+    # What collects what a deleted job leaves looks for new definitions every half minute; a new one at once.
+    cluster.stop("kube-controller-manager")
+    cluster.start("kube-controller-manager")
     operator = OperatorProcess(cluster.kubeconfig, "default", log)
     operator.start()
     try:
