@@ -26,6 +26,10 @@ WRONG = NEVER | {errno.ENOENT, errno.ENXIO}
 """The same for what is to be read, and so has to be there."""
 
 
+_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Without O_NONBLOCK the opening of a pipe would wait for somebody to write into it."""
+
+
 def failure(error: OSError, text: str) -> CheckpointError:
     """What has failed, as an exception that says whether trying again may help."""
     return (CheckpointError if error.errno in NEVER else StorageUnavailable)(f"{text}: {error}")
@@ -46,23 +50,47 @@ def reading(path: Path) -> Iterator[None]:
 def open_to_read(path: Path) -> BinaryIO:
     """An ordinary file, unbuffered. Raises CheckpointCorrupt if it is something else; see `reading`."""
     with reading(path):
-        # Without O_NONBLOCK the opening of a pipe would wait for somebody to write into it.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        file = open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, flags))  # noqa: SIM115
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file = open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, _TO_READ))  # noqa: SIM115
+        try:
+            _require_ordinary(path, os.fstat(file.fileno()))
+        except BaseException:
             file.close()
-            raise CheckpointCorrupt(f"{path} is not an ordinary file")
+            raise
         return file
+
+
+def _require_ordinary(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointCorrupt(f"{path} is not an ordinary file")
 
 
 def read_text(path: Path, *, limit: int) -> str:
     """A small file's text. Raises CheckpointCorrupt if it has more than `limit` bytes or is not UTF-8."""
-    with reading(path), open_to_read(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise CheckpointCorrupt(f"{path} has {size} bytes; expected at most {limit}")
-        piece = min(size + 1, 1 << 20)  # memory is taken for all of it, however short the file is
-        data = b"".join(iter(lambda: file.read(piece), b""))
+    with reading(path):
+        return _text_of(path, limit)
+
+
+def read_text_if_any(path: Path, *, limit: int) -> str | None:
+    """As `read_text`; None if nothing has the name."""
+    with reading(path):
+        try:
+            return _text_of(path, limit)
+        except FileNotFoundError:
+            return None
+
+
+def _text_of(path: Path, limit: int) -> str:
+    """Without Python's file objects: a parameter server reads a small file for each version."""
+    fd = os.open(path, _TO_READ)
+    try:
+        found = os.fstat(fd)
+        _require_ordinary(path, found)
+        if found.st_size > limit:
+            raise CheckpointCorrupt(f"{path} has {found.st_size} bytes; expected at most {limit}")
+        piece = min(found.st_size + 1, 1 << 20)  # memory is taken for all of it, however short the file is
+        data = b"".join(iter(lambda: os.read(fd, piece), b""))
+    finally:
+        os.close(fd)
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -326,10 +326,10 @@ class Store:
                 for the present one.
         """
         try:
-            with files.reading(self._term_file):
-                if not files.exists(self._term_file):
-                    return 0
-            term = json.loads(files.read_text(self._term_file, limit=4096))["term"]
+            text = files.read_text_if_any(self._term_file, limit=4096)
+            if text is None:
+                return 0
+            term = json.loads(text)["term"]
             if not is_count(term, below=MOST_TERMS - 1):
                 raise TypeError(f"the term is {term!r}")
         except (ValueError, KeyError, TypeError, CheckpointCorrupt) as error:

@@ -111,16 +111,31 @@ class Settings:
 
     @cached_property
     def _json(self) -> str:
-        return json.dumps(
-            {
-                "groups": self.groups,
-                "schedulers": self.schedulers,
-                "position": self.position,
-                "first": self.first,
-                "made": self.made,
-            },
-            sort_keys=True,
+        """With sorted keys. Those of whole numbers change with each version, the others hardly ever."""
+        first, groups, schedulers = self._lasting
+        return (
+            f'{{"first": {first}, "groups": {groups}, "made": {[*self.made]}, '
+            f'"position": {[*self.position]}, "schedulers": {schedulers}}}'
         )
+
+    @cached_property
+    def _lasting(self) -> tuple[str, str, str]:
+        """As JSON: `first`, `groups` and `schedulers`."""
+        first, groups, schedulers = (
+            json.dumps(each, sort_keys=True) for each in (self.first, self.groups, self.schedulers)
+        )
+        return first, groups, schedulers
+
+    def of_version(self, position: Position, made: Made, before: Settings) -> Settings:
+        """The same settings as those of a version.
+
+        Args:
+            before: those of the version before, of the same job.
+        """
+        settings = Settings(self.groups, self.schedulers, position, before.first, made)
+        lasting = (before._lasting[0], *self._lasting[1:])
+        vars(settings)["_lasting"] = lasting  # else each version would encode it again
+        return settings
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
@@ -239,6 +254,10 @@ def check_optimizer(name: str) -> None:
         )
 
 
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+"""Types of which every value is plain as it is: most hyperparameters, which are looked at in each step."""
+
+
 def plain(value: object, *, where: str) -> Any:
     """`value` as JSON can carry it: numbers, strings, booleans, None, and lists and tuples of them.
 
@@ -260,7 +279,7 @@ def plain(value: object, *, where: str) -> Any:
 def plain_group(group: Mapping[str, Any], index: int) -> dict[str, Any]:
     """The hyperparameters of a parameter group of a torch optimizer."""
     return {
-        key: plain(value, where=f"param_groups[{index}][{key!r}]")
+        key: value if type(value) in _PLAIN else plain(value, where=f"param_groups[{index}][{key!r}]")
         for key, value in group.items()
         if key not in NOT_SENT
     }

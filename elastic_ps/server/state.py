@@ -6,7 +6,7 @@ Plain state and what changes it, without threads, clocks or I/O; `coordinator` g
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -538,7 +538,7 @@ class JobState:
         sent = self.settings_of(contributions)
         settings = read_settings(sent) if sent else self.settings
         position, made = self._position_after(contributions), _made_of(contributions)
-        return replace(settings, position=position, first=self.settings.first, made=made)
+        return settings.of_version(position, made, self.settings)
 
     def settings_to_step_with(self, contributions: Sequence[Contribution]) -> Settings:
         """The settings in force; with `stalenessScale`, a stale step has another learning rate."""

@@ -43,6 +43,9 @@ AHEAD = 64 * 1024
 
 _SCRATCH = 256 * 1024
 
+_CUT_OFF = int(socket.MSG_CTRUNC)
+"""A plain number: Python's own `&` of flags calls a function of the enumeration."""
+
 _HANDED = socket.CMSG_SPACE(4 * struct.calcsize("i"))
 """Room for what comes beside the bytes: four descriptors."""
 
@@ -365,7 +368,7 @@ class Line:
         data, handed, flags, _ = self._sock.recvmsg(AHEAD, _HANDED)
         fds = _descriptors(handed) if handed else []
         self._handed += fds
-        if flags & socket.MSG_CTRUNC and not fds:
+        if flags & _CUT_OFF and not fds:
             raise ConnectionLost(f"{self._what}: no descriptor is left for shared memory (see ulimit -n)")
         if len(fds) > 1 or len(self._handed) > MEMORIES:
             raise Malformed(f"{len(self._handed)} shared memories handed over at once")

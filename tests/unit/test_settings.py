@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_ps.core.settings import (
     ALLOWED,
+    Made,
     Position,
     Settings,
     check_constraints,
@@ -37,6 +39,26 @@ def test_settings_survive_the_way(
 ) -> None:
     settings = Settings(tuple(groups), tuple(schedulers), position, first=tuple(groups[:1]))
     assert Settings.from_json(settings.to_json()) == settings
+
+
+@given(st.lists(groups, max_size=3), st.lists(groups, max_size=2), positions)
+def test_settings_of_a_version_are_written_as_if_they_were_made_anew(
+    groups: list[dict[str, Any]], schedulers: list[dict[str, Any]], position: Position
+) -> None:
+    """What versions have in common is encoded once; the text is that of all of it, with sorted keys."""
+    before = Settings((), first=tuple(groups[:1]), made=Made(1, 2))
+    sent = Settings(tuple(groups), tuple(schedulers))
+    for made in (Made(2, 32), Made(3, 48)):
+        settings = sent.of_version(position, made, before)
+        anew = replace(sent, position=position, made=made, first=before.first)
+        assert settings == anew
+        assert settings.to_json() == json.dumps(vars_of(anew), sort_keys=True)
+        before = settings
+
+
+def vars_of(settings: Settings) -> dict[str, Any]:
+    """All of it as plain data."""
+    return {each.name: getattr(settings, each.name) for each in fields(settings)}
 
 
 def test_equal_settings_are_written_alike() -> None:

@@ -270,6 +270,21 @@ def test_a_broken_term_is_said_so_and_not_begun_anew(store: Store, text: str) ->
         store.next_term()
 
 
+def test_a_term_that_is_no_ordinary_file_is_said_so_at_once(store: Store) -> None:
+    """A link could lead to another job's term, and a pipe would never be read to its end."""
+    term = store.directory / "term.json"
+    store.next_term()
+    kept = term.rename(store.directory / "elsewhere")
+    assert store.term() == 0
+    term.symlink_to(kept)
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        store.term()
+    term.unlink()
+    os.mkfifo(term)
+    with pytest.raises(CheckpointError, match="not an ordinary file"):
+        store.term()
+
+
 def test_who_was_replaced_neither_commits_nor_deletes(store: Store) -> None:
     """Two parameter servers at once: the older one may still be writing."""
     write(store, 1)
