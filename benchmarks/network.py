@@ -252,6 +252,7 @@ def main() -> None:
         "--codec", action="append", default=[], choices=(*CODECS[1:], AUTO), help="another row"
     )
     parser.add_argument("--compression", action="append", default=[], type=yaml.safe_load, help="another row")
+    parser.add_argument("--bucket-bytes", type=int, help="of rows with a codec; 0: chosen")
     parser.add_argument("--brief", action="store_true", help="neither without sendAhead nor over gRPC")
     parser.add_argument("--hooks", action="store_true", help="also DDP with its own compression")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
@@ -271,7 +272,8 @@ def main() -> None:
     for compression in [{"codec": codec} for codec in parsed.codec] + parsed.compression:
         words = [compression.get("codec", NONE)]
         words += [f"{key} {value}" for key, value in compression.items() if key != "codec"]
-        rows[f"elastic-ps, {', '.join(words)}"] = {"compression": compression}
+        server = {} if parsed.bucket_bytes is None else {"bucketBytes": parsed.bucket_bytes}
+        rows[f"elastic-ps, {', '.join(words)}"] = {"compression": compression, "server": server}
     found: dict[str, list[Measured]] = {name: [] for name in rows}
     if parsed.workers == 4:
         found["DDP"] = []
