@@ -11,7 +11,7 @@ import torch
 
 from elastic_ps.codec import NONE
 from elastic_ps.codec.auto import Auto
-from elastic_ps.codec.base import Codec
+from elastic_ps.codec.base import Codec, pack
 from elastic_ps.codec.builtin import Bf16, Fp16, Int4, Int8, SignSGD, TopK
 from elastic_ps.codec.changes import Changed
 from elastic_ps.codec.lossless import LOSSLESS, Plain
@@ -43,6 +43,9 @@ DELTAS: Mapping[str, type[Codec]] = {
     "signsgd": SignSGD,
 }
 """Those of what a version changes in the values. None of them keeps anything for the next one."""
+
+
+_SIDE = 256
 
 
 class Run(NamedTuple):
@@ -131,6 +134,20 @@ class Plan:
         codecs = [self._default[1], *(codec for _, _, codec in self._rules)]
         return self._lossless != NONE or any(codec is not None for codec in codecs)
 
+    @property
+    def sent(self) -> float:
+        """About the share of a model's bytes that is sent: the mean of gradients and values, above 0.
+
+        It is that of random numbers, with the codec that no rule replaces. What workers choose, and what a
+        codec of the user's own makes, is not known: 1. With `changed`, values are as few as gradients.
+        """
+        name, codec = self._default
+        known = name in BUILT_IN or name == NONE
+        gradients = _share(self._followed(name, _of_sample(codec))[1]) if known else 1.0
+        if self._deltas is not None and self._deltas.bits:
+            return gradients
+        return (gradients + _share(self._deltas or self._values)) / 2
+
     def of(self, tensor: str) -> tuple[str, Codec | None]:
         """The codec of a tensor with this name: the one of the first rule that matches."""
         for match, name, codec in self._rules:
@@ -200,6 +217,20 @@ class Plan:
         if codec is None or (exact and bucket.dtype == "float64"):  # codecs get float32
             return NONE, None
         return name, codec
+
+
+def _of_sample(codec: Codec | None) -> Codec | None:
+    """What encodes the sample of `_share`, which is taken for a matrix."""
+    return codec.for_matrix(_SIDE, _SIDE) if codec is not None and codec.by_piece else codec
+
+
+def _share(codec: Codec | None) -> float:
+    """What it leaves of the bytes of random numbers, when it has warmed up."""
+    if codec is None:
+        return 1.0
+    random = torch.Generator().manual_seed(0)
+    sample = torch.randn(_SIDE * _SIDE, generator=random)
+    return pack(codec.encode(sample, {"version": 1 << 40}, random)).nbytes / sample.nbytes
 
 
 def _changes(layout: Layout, bucket: Bucket) -> bool:

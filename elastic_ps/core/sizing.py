@@ -6,7 +6,8 @@ the queues of the network, where everything else has to wait behind them. But ea
 server time for a push and a pull of each worker, however small it is.
 
 So a bucket is as small as it can be while that time is a small share of the time that its bytes take in the
-network. It does not depend on the model, nor on how many workers share a link: both times grow alike.
+network, as few as the codecs leave of them. It does not depend on the model, nor on how many workers share a
+link: both times grow alike.
 """
 
 from __future__ import annotations
@@ -42,10 +43,17 @@ class Link(NamedTuple):
     seconds: float
 
 
-def bucket_bytes(link: Link) -> tuple[int, str]:
-    """The size of buckets, in bytes, and why. `link`: as the first worker has measured it."""
-    least = link.rate * BUCKET_SECONDS / SHARE
-    filling = link.rate * link.seconds / WAITING  # else the network is idle until an answer comes
+def bucket_bytes(link: Link, *, sent: float = 1.0) -> tuple[int, str]:
+    """The size of buckets, in bytes of the model, and why.
+
+    Args:
+        link: as the first worker has measured it.
+        sent: the share of a bucket's bytes that is sent, above 0.
+    """
+    rate = link.rate / sent
+    least = rate * BUCKET_SECONDS / SHARE
+    filling = rate * link.seconds / WAITING  # else the network is idle until an answer comes
     size = min(LARGEST, max(least, filling))
     size = max(1, math.ceil(size / SMALLEST)) * SMALLEST
-    return size, f"{link.rate / 1e6:.1f} MB/s, {link.seconds * 1e3:.1f} ms for a call without a body"
+    why = f"{link.rate / 1e6:.1f} MB/s, {link.seconds * 1e3:.1f} ms for a call without a body"
+    return size, f"{why}, {sent:.0%} of the bytes are sent"

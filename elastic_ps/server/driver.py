@@ -194,7 +194,7 @@ class Driver:
     ) -> tuple[Layout, int]:
         """The first layout, and the size of buckets that was chosen; 0 for none. Raises as `_partition`."""
         if link is not None and not self._job.spec.parameter_server.bucket_bytes:
-            size, why = bucket_bytes(link)
+            size, why = bucket_bytes(link, sent=Plan(self._job.spec.compression).sent)
             try:
                 layout = self._partition(tensors, settings, size)
             except InvalidModel as problem:

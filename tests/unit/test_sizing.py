@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.sizing import BUCKET_SECONDS, LARGEST, SHARE, SMALLEST, Link, bucket_bytes
@@ -21,6 +22,7 @@ from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.coordinator import Joined
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.service import PROBE
+from elastic_ps.training import Compression
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.probe import BODIES, BODY_CALLS, EMPTY_CALLS, LONG, measure
 from tests.unit.coordinator_rig import Notes
@@ -49,6 +51,32 @@ def test_the_size_follows_from_the_network(mbit: float, seconds: float, kib: int
     size, why = bucket_bytes(Link(mbit * 1e6 / 8, seconds))
     assert size == kib * KIB
     assert f"{mbit / 8:.1f} MB/s, {seconds * 1e3:.1f} ms" in why
+
+
+@pytest.mark.parametrize(
+    ("compression", "least", "most"),
+    [
+        ({}, 1, 1),
+        ({"codec": "int8"}, 0.6, 0.65),
+        ({"codec": "int8", "values": "int8"}, 0.25, 0.27),
+        ({"codec": "bf16", "values": "bf16"}, 0.5, 0.5),
+        ({"codec": "bf16", "values": "bf16", "lossless": "zstd"}, 0.3, 0.4),
+        ({"codec": "topk", "options": {"warmup": 100}, "values": "topk"}, 0.01, 0.021),
+        ({"codec": "topk", "options": {"momentum": 0.9}, "values": "changed"}, 0.01, 0.021),
+        ({"codec": "powersgd"}, 0.5, 0.52),
+        ({"codec": "auto"}, 1, 1),
+        ({"codec": "tests.unit.test_codecs:Negative"}, 1, 1),
+    ],
+)
+def test_what_codecs_leave_of_the_bytes_counts(
+    compression: dict[str, Any], least: float, most: float
+) -> None:
+    sent = Plan(Compression.model_validate(compression)).sent
+    assert least <= sent <= most
+    link = Link(1.25e7, 0.02)
+    size, why = bucket_bytes(link, sent=sent)
+    assert abs(size - min(LARGEST, 125_000 / sent)) <= SMALLEST
+    assert f"{sent:.0%} of the bytes" in why
 
 
 @given(rate=st.floats(0, 1e300), seconds=st.floats(0, 1e300))
