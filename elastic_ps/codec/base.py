@@ -51,6 +51,13 @@ class Sparse(NamedTuple):
         return torch.zeros(len(places), dtype=self.values.dtype).index_add_(0, where, self.values)
 
 
+def outside(places: torch.Tensor, elements: int) -> str:
+    """Why whole numbers are not all places of a tensor of so many elements; "" if they are."""
+    if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < elements):
+        return f"places from {int(places.min())} to {int(places.max())} of {elements}"
+    return ""
+
+
 MOMENTUM = "momentum"
 """Where the worker keeps the momentum in the state of a codec that has one: flat, float32, never changed."""
 

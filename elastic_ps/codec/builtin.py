@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ps.codec.base import Codec, Encoded, Sparse
+from elastic_ps.codec.base import Codec, Encoded, Sparse, outside
 
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 """What codecs compute in, whatever defaults a script has set for its model."""
@@ -249,8 +249,8 @@ class TopK(Codec):
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """See `Codec.decode`."""
         places, values = self.sparse(encoded, out.numel())
-        if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < out.numel()):
-            raise ValueError(f"places from {int(places.min())} to {int(places.max())} of {out.numel()}")
+        if problem := outside(places, out.numel()):
+            raise ValueError(problem)
         out.zero_()
         out.index_add_(0, places, values)
 

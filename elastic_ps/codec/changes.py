@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from elastic_ps.codec.base import Codec, Encoded
+from elastic_ps.codec.base import Codec, Encoded, outside
 
 
 def difference(codec: Codec, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -54,8 +54,8 @@ class Changed(Codec):
             return
         if places.dtype is not torch.int32:
             raise ValueError(f"places of {places.dtype}; expected {torch.int32}")
-        if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < out.numel()):
-            raise ValueError(f"places from {int(places.min())} to {int(places.max())} of {out.numel()}")
+        if problem := outside(places, out.numel()):
+            raise ValueError(problem)
         _bits(out).zero_()[places.to(torch.int64)] = bits
 
 

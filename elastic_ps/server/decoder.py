@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from elastic_ps.codec import NONE
-from elastic_ps.codec.base import Codec, Encoded, Sparse, unpack
+from elastic_ps.codec.base import Codec, Encoded, Sparse, outside, unpack
 from elastic_ps.codec.memory import as_bytes, dtype_of
 from elastic_ps.codec.plan import Plan, Run
 from elastic_ps.core.partition import Bucket, Layout
@@ -245,8 +245,8 @@ def _places(part: Sparse, run: Run) -> torch.Tensor:
     if places.dtype is not torch.int64 or places.dim() != 1 or places.shape != part.values.shape:
         said = f"{tuple(places.shape)} places of {places.dtype} for {tuple(part.values.shape)} values"
         raise Malformed(f"{said}; expected as many of {torch.int64}, flat")
-    if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < run.length):
-        raise Malformed(f"places from {int(places.min())} to {int(places.max())} of {run.length}")
+    if problem := outside(places, run.length):
+        raise Malformed(problem)
     return places
 
 
