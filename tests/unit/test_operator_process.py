@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import re
 import signal
-import socket
-import struct
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -21,7 +17,8 @@ import pytest
 
 from elastic_operator import handlers, settings
 from elastic_operator.metrics import HealthServer, Metrics
-from tests.polling import LIMIT, eventually
+from tests.impatient import Slow, assert_only_what_fails_is_told, broken
+from tests.polling import eventually
 from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
 
 ROOT = Path(__file__).parents[2]
@@ -277,32 +274,8 @@ def test_the_health_server_says_what_is_wrong_until_it_is_closed() -> None:
 
 
 def test_a_probe_that_does_not_wait_for_the_answer_is_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
-    asked, gone = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        asked.set()
-        assert gone.wait(LIMIT)
-
-    def broken() -> None:
-        raise ValueError("this page is broken")
-
-    server = HealthServer(("127.0.0.1", 0), Metrics(), healthy=slow, ready=broken)
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
-        assert asked.wait(LIMIT)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset it
-    gone.set()
-    with pytest.raises(http.client.RemoteDisconnected):
-        get(server.port, "/readyz")
-    told = ""
-
-    def logged() -> bool:
-        nonlocal told
-        told += capfd.readouterr().err
-        return "this page is broken" in told
-
-    eventually(logged, "what fails here is logged")
+    slow = Slow()
+    server = HealthServer(("127.0.0.1", 0), Metrics(), healthy=slow.make, ready=broken)
+    slow.ask_and_go(server.port, "/healthz")
+    assert_only_what_fails_is_told(server.port, "/readyz", capfd)
     server.close()
-    assert told.count("Traceback") == 1
-    assert "ConnectionResetError" not in told
-    assert "BrokenPipeError" not in told

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
-import socket
-import struct
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,7 +14,7 @@ from elastic_ps.errors import CannotListen
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.server.status import StatusServer, metrics
 from elastic_ps.status import EvaluationStatus, Member, Progress, ServerStatus, Staleness
-from tests.polling import LIMIT, eventually
+from tests.impatient import Slow, assert_only_what_fails_is_told, broken
 
 
 def status_of(*, ready: bool) -> ServerStatus:
@@ -65,36 +61,16 @@ def test_a_page_that_does_not_exist_is_named(server: StatusServer) -> None:
 def test_one_that_does_not_wait_for_the_answer_is_not_logged(
     server: StatusServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    asked, gone = threading.Event(), threading.Event()
+    slow = Slow()
 
     def status() -> ServerStatus:
-        asked.set()
-        assert gone.wait(LIMIT)
+        slow.make()
         return status_of(ready=True)
 
-    def broken() -> ServerStatus:
-        raise ValueError("this page is broken")
-
     server.show(status, list)
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall(b"GET /status HTTP/1.0\r\n\r\n")
-        assert asked.wait(LIMIT)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset it
-    gone.set()
+    slow.ask_and_go(server.port, "/status")
     server.show(broken, list)
-    with pytest.raises(http.client.RemoteDisconnected):
-        get(server, "/status")
-    told = ""
-
-    def logged() -> bool:
-        nonlocal told
-        told += capfd.readouterr().err
-        return "this page is broken" in told
-
-    eventually(logged, "what fails here is logged")
-    assert told.count("Traceback") == 1
-    assert "ConnectionResetError" not in told
-    assert "BrokenPipeError" not in told
+    assert_only_what_fails_is_told(server.port, "/status", capfd)
 
 
 def test_a_port_that_is_taken_is_said_in_words(server: StatusServer) -> None:
