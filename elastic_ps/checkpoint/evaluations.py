@@ -25,11 +25,11 @@ def read(directory: Path) -> dict[str, Any] | None:
         StorageUnavailable: it cannot be read at the moment.
     """
     path = directory / FILE
-    with files.reading(path):
-        if not files.exists(path):
-            return None
+    text = files.read_text_if_any(path, limit=LIMIT)
+    if text is None:
+        return None
     try:
-        data = json.loads(files.read_text(path, limit=LIMIT))
+        data = json.loads(text)
     except ValueError as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):

@@ -132,15 +132,6 @@ def is_directory(path: Path) -> bool:
         return False
 
 
-def exists(path: Path) -> bool:
-    """Whether something has the name, be it a link. Raises OSError if that cannot be told."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def remove(path: Path) -> None:
     """Delete a directory with its content, a file or a link, as far as possible."""
     try:

@@ -114,10 +114,10 @@ WAY_OUT = "Each job needs a checkpoint directory of its own: name another one"
 def _read(path: Path) -> Owner | None:
     """None if there is none, or none that can be understood. Raises StorageUnavailable."""
     try:
-        with files.reading(path):
-            if not files.exists(path):
-                return None
-        data = json.loads(files.read_text(path, limit=LIMIT))
+        text = files.read_text_if_any(path, limit=LIMIT)
+        if text is None:
+            return None
+        data = json.loads(text)
         return Owner(str(data["job"]), str(data["run"]), int(data["pid"]), str(data["host"]))
     except (CheckpointCorrupt, ValueError, KeyError, TypeError):
         return None
