@@ -53,8 +53,11 @@ def make_delta(
         packed = pack(encoded)
         if packed.nbytes < exact.nbytes:
             body = memoryview(b"".join(packed.body))
-            codec.decode(encoded, change)
-            follow(codec, held, change, held)
+            if codec.bits:  # nothing is lost, so that need not be decoded
+                held.copy_(exact)
+            else:
+                codec.decode(encoded, change)
+                follow(codec, held, change, held)
             return Delta(since, version, packed._replace(body=[body]))
     held.copy_(exact)
     return None
