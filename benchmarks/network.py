@@ -12,8 +12,7 @@ rows is without that, and one has the size of buckets chosen.
 
 `--codec int8` also measures elastic-ps with gradients encoded so, and `--compression '{codec: int8, values:
 int8}'` with any compression; both may be given several times. `--hooks` also measures DDP with its own hooks
-`bf16_compress` and PowerSGD (rank 4). `--brief` leaves rows out that have to do with
-neither.
+`bf16_compress` and PowerSGD (rank 4). `--brief` leaves rows out that have to do with neither.
 
 All hosts share this machine's cores. With `--gbit 0.1` a step is that of hosts with 10 times the cores and
 links of 1 Gbit/s, 10 times slower (Gupta et al. 2006, "To Infinity and Beyond: Time-Warped Network

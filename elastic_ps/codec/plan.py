@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +45,8 @@ DELTAS: Mapping[str, type[Codec]] = {
 }
 """Those of what a version changes in the values. None of them keeps anything for the next one."""
 
-
 _SIDE = 256
+"""Rows and columns of the matrix of random numbers that codecs are tried on; see `Plan.sent`."""
 
 
 class Run(NamedTuple):
@@ -122,7 +123,7 @@ class Plan:
         names = {self.name, self.values, self.deltas, *(name for _, name, _ in self._rules)}
         return sorted(names - {NONE}) or [NONE]
 
-    @property
+    @cached_property
     def momentum(self) -> float:
         """What workers make of their gradients, of the first codec that has any; 0 if none has."""
         codecs = [self._default[1], *(codec for _, _, codec in self._rules)]
@@ -157,7 +158,7 @@ class Plan:
 
     @property
     def encodes_values(self) -> bool:
-        """Whether what workers have of any values may be something else than the parameter server has."""
+        """Whether values do not always travel as they are: workers have what they decode, all alike."""
         return self._values is not None or self._deltas is not None
 
     def of_values(self, layout: Layout, bucket: Bucket) -> Codec | None:
