@@ -41,8 +41,8 @@ class Copy:
         raise AssertionError("this is no event of CUDA")
 
 
-class LateStreams:
-    """Makes a copy, and those before it, when somebody waits for it; until then its target has NaN.
+class LateDevice:
+    """A device whose copies are late. Thread-safe.
 
     Attributes:
         said: what was asked for, in order.
@@ -52,14 +52,40 @@ class LateStreams:
     def __init__(self) -> None:
         self.said: list[Said] = []
         self.pinned = 0
-        self._host: list[tuple[int, int]] = []
-        self._begun: list[Copy] = []
         self._lock = threading.Lock()
 
     def note(self, what: str, down: bool) -> None:
         """Remember what this thread asks for."""
         with self._lock:
             self.said.append(Said(what, threading.current_thread().name, down))
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """See `Streams.pin`."""
+        nbytes = memory.nbytes
+        self.pinned += nbytes
+
+        def unpin() -> None:
+            self.pinned -= nbytes
+
+        return unpin
+
+    def streams(self) -> LateStreams:
+        """Those of one worker. As with a real device, nobody who waits for them waits for another's."""
+        return LateStreams(self)
+
+
+class LateStreams:
+    """Makes a copy, and those before it, when somebody waits for it; until then its target has NaN."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self._host: list[tuple[int, int]] = []
+        self._begun: list[Copy] = []
+        self._lock = threading.Lock()
+
+    def note(self, what: str, down: bool) -> None:
+        """See `LateDevice.note`."""
+        self._device.note(what, down)
 
     def is_begun(self, copy: Copy) -> bool:
         """Whether a copy is not made yet."""
@@ -77,14 +103,8 @@ class LateStreams:
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         """See `Streams.pin`."""
-        nbytes = memory.nbytes
-        self._host.append((memory.data_ptr(), memory.data_ptr() + nbytes))
-        self.pinned += nbytes
-
-        def unpin() -> None:
-            self.pinned -= nbytes
-
-        return unpin
+        self._host.append((memory.data_ptr(), memory.data_ptr() + memory.nbytes))
+        return self._device.pin(memory)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Copy:
         """See `Streams.copy`."""

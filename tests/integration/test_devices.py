@@ -12,7 +12,7 @@ import torch
 
 from elastic_ps.worker import staging
 from elastic_ps.worker.session import Session
-from tests.integration.devices import LateStreams, Said
+from tests.integration.devices import LateDevice, Said
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.integration.trained import Models, sgd
@@ -23,11 +23,11 @@ BUCKETS = {"bucketBytes": 1024}
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
+def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     """The CPU is a device whose copies are late."""
-    streams = LateStreams()
-    monkeypatch.setattr(staging, "streams_of", lambda device: streams)
-    return streams
+    late = LateDevice()
+    monkeypatch.setattr(staging, "streams_of", lambda device: late.streams())
+    return late
 
 
 def train(tmp_path: Path, *, workers: int, device: str = "cpu", **fields: Any) -> None:
@@ -56,7 +56,7 @@ def train(tmp_path: Path, *, workers: int, device: str = "cpu", **fields: Any) -
 @pytest.mark.parametrize("transport", BY_NAME)
 @pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20], ids=["buckets", "one call a step"])
 def test_nothing_is_sent_or_computed_on_before_it_is_there(
-    tmp_path: Path, late: LateStreams, transport: str, bucket_bytes: int
+    tmp_path: Path, late: LateDevice, transport: str, bucket_bytes: int
 ) -> None:
     """What is there too early is NaN, which the parameter server refuses."""
     server = {"bucketBytes": bucket_bytes, "replicas": 2 if bucket_bytes == 1024 else 1}
@@ -65,7 +65,7 @@ def test_nothing_is_sent_or_computed_on_before_it_is_there(
 
 
 def test_workers_that_add_up_gradients_wait_for_none_in_backward(
-    tmp_path: Path, late: LateStreams, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, late: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A gradient that was added up before it is there would be NaN."""
     backward: Any = torch.Tensor.backward
@@ -87,7 +87,7 @@ def test_workers_that_add_up_gradients_wait_for_none_in_backward(
 
 
 def test_backward_waits_for_no_copy_and_values_are_there_before_the_next_are_pulled(
-    tmp_path: Path, late: LateStreams
+    tmp_path: Path, late: LateDevice
 ) -> None:
     train(tmp_path, workers=1, parameterServer=BUCKETS)
     down = [said for said in late.said if said.down]
@@ -107,7 +107,7 @@ def _up(said: list[Said]) -> list[Said]:
     return [each for each in said if not each.down]
 
 
-def test_page_locked_memory_is_given_back(tmp_path: Path, late: LateStreams) -> None:
+def test_page_locked_memory_is_given_back(tmp_path: Path, late: LateDevice) -> None:
     pinned = []
     pin = late.pin
 
@@ -122,7 +122,7 @@ def test_page_locked_memory_is_given_back(tmp_path: Path, late: LateStreams) -> 
     eventually(lambda: gc.collect() >= 0 and late.pinned == 0, "none is left")
 
 
-def test_a_codec_waits_for_the_gradients_that_it_encodes(tmp_path: Path, late: LateStreams) -> None:
+def test_a_codec_waits_for_the_gradients_that_it_encodes(tmp_path: Path, late: LateDevice) -> None:
     """An encoder that looked too early would send NaN as it is, and be refused."""
     data = Numbers(80)
 
