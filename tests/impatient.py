@@ -19,19 +19,26 @@ class Slow:
 
     def __init__(self) -> None:
         self._asked, self._gone = threading.Event(), threading.Event()
+        self._maker: threading.Thread
 
     def make(self) -> None:
-        """What the server calls for the page. Blocks until the client has gone."""
+        """What the server calls for the page, in a thread for it. Blocks until the client has gone."""
+        self._maker = threading.current_thread()
         self._asked.set()
         assert self._gone.wait(LIMIT)
 
     def ask_and_go(self, port: int, path: str) -> None:
-        """Ask localhost for the page, and reset the connection while it is being made."""
+        """Ask localhost for the page, and reset the connection while it is being made.
+
+        Blocks until the server is done with the page, so that what it says of that has been said.
+        """
         with socket.create_connection(("127.0.0.1", port)) as client:
             client.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
             assert self._asked.wait(LIMIT)
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._gone.set()
+        self._maker.join(LIMIT)
+        assert not self._maker.is_alive()
 
 
 def broken() -> NoReturn:
