@@ -35,6 +35,8 @@ _DEPART = "where an exchange is sent off"
 _FETCH = "where a version is read"
 _LAND = "where the version of an exchange is taken over"
 
+_NO_STEP = -1
+
 
 class _Where(NamedTuple):
     """What the other processes are told after a step, or after values were fetched."""
@@ -82,6 +84,11 @@ class Leading(Exchange):
         """See `Exchange`."""
         super().close()
         self._sums.close()
+
+    def reset(self) -> None:
+        """See `Exchange`. What the processes have of the step is not added up any more."""
+        self._sums.forget()
+        super().reset()
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:
         """See `Exchange`."""
@@ -270,7 +277,7 @@ class _Sums:
         self._flat, self._links, self._done = flat, links, done
         self._told: list[dict[tuple[int, int], list[bool]]] = [{} for _ in links]
         self._changed = threading.Condition()
-        self._step, self._missing = -1, 0
+        self._step, self._missing = _NO_STEP, 0
         self._error: BaseException | None = None
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sums", daemon=True)
@@ -280,6 +287,11 @@ class _Sums:
         """A step begins. Nothing of an older one is added up any more."""
         with self._changed:
             self._step, self.weights, self._missing = step, weights, len(self._flat.layout.pushed)
+
+    def forget(self) -> None:
+        """The step under way is given up, or has ended. Blocks while a bucket is added up."""
+        with self._changed:
+            self._step = _NO_STEP
 
     def add(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """Process 0's part of a bucket is complete. Does not block."""

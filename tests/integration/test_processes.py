@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +24,7 @@ from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.histories import check_histories
 from tests.integration.launching import gone, make_job, version_of, wait_for_end, wait_for_workers
 from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
-from tests.polling import eventually
+from tests.polling import LIMIT, eventually
 
 ROOT = Path(__file__).parents[2]
 STEADY = "tests.integration.scripts.steady:main"
@@ -286,6 +287,33 @@ def test_skipped_batches_and_epochs(tmp_path: Path) -> None:
         assert job.status().progress.records_skipped == 60
         assert job.status().progress.records_applied == 60
     assert chiefs == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_a_step_is_skipped_before_another_process_has_computed_it(tmp_path: Path) -> None:
+    """What comes of that step later is added to nothing."""
+    data, models, skipped = Numbers(40), Models(), threading.Event()
+
+    def script(session: Session, rank: int) -> None:
+        models[session.worker, rank] = model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for step, (x, y) in enumerate(session.loader(data, 10)):
+            optimizer.zero_grad()
+            if (step, rank) == (1, 1):
+                assert skipped.wait(LIMIT)
+            mse(model, x, y).backward()
+            if step != 1:
+                optimizer.step()
+                continue
+            optimizer.skip()
+            skipped.set()
+
+    with running_job(tmp_path, parameterServer={"bucketBytes": 1024}, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        job.join()
+        assert job.status().progress.records_skipped == 10
+        assert_equal_up_to_round_off(
+            models[0, 0], make_mlp(), lambda model: replay(job.commits(), data, model, sgd, job.spec)
+        )
 
 
 def test_processes_that_go_different_ways_are_told(tmp_path: Path) -> None:
