@@ -119,6 +119,7 @@ class LocalWorld:
 
         Raises:
             UsageError: another process is somewhere else in the script, or has ended.
+            ElasticPSError: process 0 has failed for a reason that means nothing to the others.
         """
         if self.alone:
             return call([mine])
@@ -135,6 +136,10 @@ class LocalWorld:
         except ElasticPSError as error:
             given = (error.code, str(error)) if isinstance(error, Refused) else (str(error),)
             self._tell(_Answer(None, self._agreed, (type(error), given)))
+            raise
+        except BaseException:
+            failed = f"process 0 of this worker has failed at {what}; its own message says why"
+            self._tell(_Answer(None, self._agreed, (ElasticPSError, (failed,))))
             raise
         self._tell(answer)
         value: T = answer.value

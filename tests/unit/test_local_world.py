@@ -1,0 +1,38 @@
+"""What the processes of one worker say to each other."""
+
+from __future__ import annotations
+
+import threading
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+from elastic_ps.errors import ElasticPSError
+from elastic_ps.worker.local_world import Links, LocalWorld
+from tests.polling import LIMIT
+
+
+def test_the_others_learn_that_process_0_has_failed() -> None:
+    """Whatever it was, nobody waits for an answer."""
+    pairs = Pipe(), Pipe()
+    first, second = (LocalWorld(rank, [Links(*(pair[rank] for pair in pairs))], size=2) for rank in range(2))
+    raised: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            second.decide("optimizer.step()", lambda: None)
+        except ElasticPSError as error:
+            raised.append(error)
+
+    def fail() -> Any:
+        raise ZeroDivisionError
+
+    other = threading.Thread(target=ask, daemon=True)
+    other.start()
+    with pytest.raises(ZeroDivisionError):
+        first.decide("optimizer.step()", fail)
+    other.join(LIMIT)
+    first.close()
+    second.close()
+    assert "process 0 of this worker has failed at optimizer.step()" in str(raised[0])
