@@ -8,7 +8,6 @@ alive it may feel; it is refused.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -173,11 +172,14 @@ class Membership:
         live = {worker: copy.copy(stay) for worker, stay in self.live.items()}
         return replace(self, live=live, departed=[copy.copy(stay) for stay in self.departed])
 
-    def stay(self, incarnation: int) -> Stay:
-        """The stay with this number, also if it has ended. Raises KeyError if it is not remembered."""
-        for stay in itertools.chain(self.live.values(), reversed(self.departed)):
-            if stay.incarnation == incarnation:
-                return stay
+    def stay(self, worker: int, incarnation: int) -> Stay:
+        """A worker's stay with this number, also if it has ended. Raises KeyError if it is not remembered."""
+        stay = self.live.get(worker)
+        if stay is not None and stay.incarnation == incarnation:
+            return stay
+        for gone in reversed(self.departed):
+            if (gone.worker, gone.incarnation) == (worker, incarnation):
+                return gone
         raise KeyError(incarnation)
 
     def last_step(self, stay: Stay) -> int:
@@ -187,17 +189,18 @@ class Membership:
         """
         while stay.last_step < 0 and 0 < stay.follows < stay.incarnation:
             try:
-                before = self.stay(stay.follows)
+                before = self.stay(stay.worker, stay.follows)
             except KeyError:  # it was too long ago
                 break
-            if (before.worker, before.instance) != (stay.worker, stay.instance):
+            if before.instance != stay.instance:
                 break
             stay = before
         return stay.last_step
 
-    def eldest(self, incarnations: Iterable[int]) -> int:
-        """Of `incarnations` (not empty), the one that has made most steps; of equals, who joined first.
 
-        Not simply who joined first: that one may have been overtaken before its first step.
-        """
-        return min(incarnations, key=lambda number: (-self.stay(number).steps, number))
+def eldest(stays: Iterable[Stay]) -> Stay:
+    """Of `stays` (not empty), the one that has made most steps; of equals, who joined first.
+
+    Not simply who joined first: that one may have been overtaken before its first step.
+    """
+    return min(stays, key=lambda stay: (-stay.steps, stay.incarnation))

@@ -17,7 +17,7 @@ from elastic_ps.core.calls import Calls
 from elastic_ps.core.consistency import After, Contribution, Entry, SyncRounds
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, Range
-from elastic_ps.core.membership import Membership, Stay
+from elastic_ps.core.membership import Membership, Stay, eldest
 from elastic_ps.core.metrics import Metrics, keep, reduce_all
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.pace import Pace, Waiting
@@ -564,11 +564,11 @@ class JobState:
         go back whenever a slow worker's step arrives.
         """
         sent = {c.incarnation: c.settings for c in contributions}
-        eldest = self.members.stay(self.members.eldest(sent))
+        first = eldest(self.members.stay(c.worker, c.incarnation) for c in contributions)
         if self.consistency.may_be_stale:
             most = max((stay.steps for stay in self.members.live.values()), default=0)
-            return sent[eldest.incarnation] if eldest.steps >= most else ""
-        return sent[eldest.incarnation]
+            return sent[first.incarnation] if first.steps >= most else ""
+        return sent[first.incarnation]
 
     def book(self, contributions: Sequence[Contribution], now: float, *, decided: float) -> None:
         """The shards have applied the round, decided at `decided`: count it, and open the next one."""
@@ -577,7 +577,7 @@ class JobState:
             if self.ledger is not None:
                 self.ledger.apply(c.incarnation, c.records)
                 self.ledger.skip(c.incarnation, c.skipped)
-            stay = self.members.stay(c.incarnation)
+            stay = self.members.stay(c.worker, c.incarnation)
             stay.steps, stay.last_step = stay.steps + (not c.assigns), c.step
             stay.staleness = staleness[c.worker]
             stay.records += sum(r.records for r in c.records)

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from elastic_ps.core.membership import Membership, Stay
+from elastic_ps.core.membership import Membership, Stay, eldest
 from elastic_ps.errors import RefusalCode, Refused
 
 
@@ -73,13 +73,13 @@ def test_who_was_here_is_remembered_up_to_a_bound(members: Membership) -> None:
 
 
 def test_the_eldest_is_who_has_been_here_for_longest(members: Membership) -> None:
-    of = {worker: join(members, worker).incarnation for worker in (2, 0, 1)}
-    assert members.eldest([of[0], of[1], of[2]]) == of[2]
+    of = {worker: join(members, worker) for worker in (2, 0, 1)}
+    assert eldest([of[0], of[1], of[2]]) is of[2]
     members.remove(2, outcome="lost", version=5)
     again = join(members, 2)
-    assert members.eldest([of[1], again.incarnation]) == of[1]
+    assert eldest([of[1], again]) is of[1]
     again.steps = 1
-    assert members.eldest([of[1], again.incarnation]) == again.incarnation, "it has overtaken the other"
+    assert eldest([of[1], again]) is again, "it has overtaken the other"
 
 
 def test_who_was_declared_hung_is_told_so_also_after_its_place_was_taken(members: Membership) -> None:
@@ -120,10 +120,11 @@ def test_a_stay_is_found_also_when_it_has_ended(members: Membership) -> None:
     first = members.join(0, pid=1, host="here", version=5, now=0.0)
     members.remove(0, outcome="lost", version=6)
     second = members.join(0, pid=2, host="here", version=6, now=1.0)
-    assert members.stay(first.incarnation) is first
-    assert members.stay(second.incarnation) is second
-    with pytest.raises(KeyError):
-        members.stay(second.incarnation + 1)
+    assert members.stay(0, first.incarnation) is first
+    assert members.stay(0, second.incarnation) is second
+    for worker, incarnation in ((0, second.incarnation + 1), (1, first.incarnation)):
+        with pytest.raises(KeyError):
+            members.stay(worker, incarnation)
 
 
 def test_what_is_done_to_a_copy_is_not_done_to_the_members(members: Membership) -> None:
