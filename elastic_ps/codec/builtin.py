@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from elastic_ps.codec.base import Codec, Encoded, Sparse, outside
+from elastic_ps.codec.places import of_large
 
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 """What codecs compute in, whatever defaults a script has set for its model."""
@@ -235,15 +236,15 @@ class TopK(Codec):
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
         """See `Codec.encode`."""
         ratio = self.share(state.get("version", self._warmup))
-        count, size = math.ceil(ratio * tensor.numel()), tensor.abs()
+        count = math.ceil(ratio * tensor.numel())
         if tensor.numel() < 16 * _SAMPLE or ratio * _SAMPLE < 16:
-            places = size.topk(count, sorted=False).indices
+            places = tensor.abs().topk(count, sorted=False).indices
         else:  # Lin et al. 2018, "Deep Gradient Compression": the limit is that of a sample
-            sample = size[torch.randint(size.numel(), (_SAMPLE,), generator=random, device="cpu")]
-            limit = sample.topk(math.ceil(ratio * _SAMPLE)).values[-1]
-            places = (size >= limit).nonzero().view(-1)
+            sample = tensor[torch.randint(tensor.numel(), (_SAMPLE,), generator=random, device="cpu")].abs()
+            limit = float(sample.topk(math.ceil(ratio * _SAMPLE)).values[-1])
+            places = of_large(tensor, limit)
             if len(places) > count:
-                places = places[size[places].topk(count, sorted=False).indices]
+                places = places[tensor[places].abs().topk(count, sorted=False).indices]
         return Encoded({"values": tensor[places], "places": places.to(torch.int32)})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from elastic_ps.codec.base import Codec, Encoded, outside
+from elastic_ps.codec.places import of_nonzero
 
 
 def difference(codec: Codec, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -36,9 +37,9 @@ class Changed(Codec):
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
         """See `Codec.encode`."""
         bits = _bits(tensor)
-        if 2 * int(bits.count_nonzero()) >= len(bits):
+        places = of_nonzero(bits)
+        if places is None:
             return Encoded({"bits": bits})
-        places = bits.nonzero().view(-1)
         if not len(places):  # one is sent in any case: no bytes would mean something else
             places = torch.zeros(1, dtype=torch.int64)
         return Encoded({"bits": bits[places], "places": places.to(torch.int32)})
