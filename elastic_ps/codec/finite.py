@@ -38,13 +38,7 @@ def require_finite(
         contribution = contribution.at_once()
     if not contribution.is_floating_point() or contribution.numel() == 0:
         return 0.0
-    # One pass; what overflows is looked at closely.
-    if contribution.dtype is torch.float16:  # the squares of ordinary values would overflow
-        largest = torch.finfo(torch.float16).max if math.isfinite(float(contribution.sum())) else math.inf
-    elif contribution.numel() <= ALONE:
-        largest = float(torch.linalg.vector_norm(contribution)) * 1.01
-    else:
-        largest = math.sqrt(float(torch.dot(contribution, contribution))) * 1.01
+    largest = _bound(contribution)
     if math.isfinite(largest):
         return largest
     wrong = ~torch.isfinite(contribution)
@@ -55,3 +49,22 @@ def require_finite(
         text = f"{who}: {bad} of {contribution.numel()} values are NaN or Inf"
         raise Refused(RefusalCode.NOT_FINITE, f"{text}. {advice}" if advice else text)
     return math.inf
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a flat tensor holds neither NaN nor Inf."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return math.isfinite(_bound(tensor)) or bool(torch.isfinite(tensor).all())
+
+
+def _bound(tensor: torch.Tensor) -> float:
+    """No element has a larger magnitude; not finite if one is not, and perhaps if some are very large.
+
+    One pass, while `torch.isfinite` takes several. What overflows is to be looked at closely.
+    """
+    if tensor.dtype is torch.float16:  # the squares of ordinary values would overflow
+        return torch.finfo(torch.float16).max if math.isfinite(float(tensor.sum())) else math.inf
+    if tensor.numel() <= ALONE:
+        return float(torch.linalg.vector_norm(tensor)) * 1.01
+    return math.sqrt(float(torch.dot(tensor, tensor))) * 1.01

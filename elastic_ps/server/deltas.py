@@ -15,6 +15,7 @@ import torch
 
 from elastic_ps.codec.base import Codec, Packed, pack
 from elastic_ps.codec.changes import difference, follow
+from elastic_ps.codec.finite import is_finite
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def make_delta(
         bucket, since, version: see `Delta`. With `bucket` and `version` come the same random numbers.
     """
     change = difference(codec, held, exact)
-    if change.numel() and (codec.bits or bool(torch.isfinite(change).all())):
+    if change.numel() and (codec.bits or is_finite(change)):
         random = torch.Generator()
         digest = hashlib.blake2b(f"{bucket}/{version}".encode(), digest_size=8).digest()
         random.manual_seed(int.from_bytes(digest, "little"))

@@ -27,6 +27,7 @@ import torch
 
 from elastic_ps.codec import NONE
 from elastic_ps.codec.base import MOMENTUM, Packed, Part, pack
+from elastic_ps.codec.finite import is_finite
 from elastic_ps.codec.memory import as_bytes, name_of
 from elastic_ps.codec.plan import Plan, Run
 from elastic_ps.core.partition import Bucket, Layout
@@ -256,6 +257,8 @@ class Encoder:
 
 def _is_encodable(gradient: torch.Tensor) -> bool:
     """Whether all elements are finite, in float32 as well."""
+    if gradient.dtype is not torch.float64:
+        return is_finite(gradient)
     if not gradient.numel():
         return True
     (low, high), limit = torch.aminmax(gradient), torch.finfo(torch.float32).max

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from elastic_ps.codec.finite import ALONE, require_finite
+from elastic_ps.codec.finite import ALONE, is_finite, require_finite
 from elastic_ps.errors import RefusalCode, Refused
 
 SIZES = [1, ALONE, ALONE + 1]
@@ -48,6 +48,18 @@ def test_one_value_that_is_not_finite_is_refused(size: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("size", SIZES)
 def test_values_whose_squares_overflow_are_finite(size: int) -> None:
     assert require_finite(torch.full((size,), 1e30), "a gradient") >= 1e30
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_values_are_finite_and_inf_and_nan_are_not(size: int, dtype: torch.dtype) -> None:
+    values = torch.full((size,), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(values)
+    for value in (math.nan, math.inf, -math.inf):
+        values[size // 2] = value
+        assert not is_finite(values)
+    assert is_finite(torch.empty(0, dtype=dtype))
+    assert is_finite(torch.ones(size, dtype=torch.int64))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts the threads of a process")
