@@ -58,6 +58,9 @@ def outside(places: torch.Tensor, elements: int) -> str:
     return ""
 
 
+FEW = 8
+"""Elements are added one by one if at most one in so many of a tensor is not zero."""
+
 MOMENTUM = "momentum"
 """Where the worker keeps the momentum in the state of a codec that has one: flat, float32, never changed."""
 
@@ -132,6 +135,20 @@ class Codec(abc.ABC):
         return 0.0 if self.lossless else math.inf
 
 
+def few(codec: Codec, encoded: Encoded, elements: int) -> Sparse | None:
+    """What a codec has made of so many elements, if few of them are not zero. Its places are in the tensor.
+
+    Raises whatever the codec does, and ValueError: the places are not.
+    """
+    codec, encoded = codec.within(encoded, elements)
+    found = codec.sparse(encoded, elements)
+    if found is None or found.values.numel() * FEW > elements:
+        return None
+    if problem := outside(found.places, elements):
+        raise ValueError(problem)
+    return found
+
+
 class Part(NamedTuple):
     """A tensor of an encoded gradient: its name, dtype and number of elements."""
 
@@ -150,6 +167,10 @@ class Packed(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(len(part) for part in self.body)
+
+    def copied(self) -> Packed:
+        """The same, in memory of its own."""
+        return self._replace(body=[memoryview(bytes(part)) for part in self.body])
 
 
 def pack(encoded: Encoded) -> Packed:

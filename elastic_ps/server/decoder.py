@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from elastic_ps.codec import NONE
-from elastic_ps.codec.base import Codec, Encoded, Sparse, outside, unpack
+from elastic_ps.codec.base import FEW, Codec, Encoded, Sparse, outside, unpack
 from elastic_ps.codec.memory import as_bytes, dtype_of
 from elastic_ps.codec.plan import Plan, Run
 from elastic_ps.core.partition import Bucket, Layout
@@ -25,9 +25,6 @@ AT_A_TIME = 4
 
 PATIENCE = timedelta(seconds=10)
 """How long one waits for its turn before the worker is asked to push again."""
-
-FEW = 8
-"""A gradient is added sparsely if at most one in so many of its elements is not zero."""
 
 MORE = 4096
 """An encoded bucket has at most so many bytes more than twice those of its elements, in float32 or wider."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic_ps.codec import NONE
-from elastic_ps.codec.base import MOMENTUM, Packed, Part, pack
+from elastic_ps.codec.base import MOMENTUM, Packed, Part, few, pack
 from elastic_ps.codec.finite import is_finite
 from elastic_ps.codec.memory import as_bytes, name_of
 from elastic_ps.codec.plan import Plan, Run
@@ -308,15 +308,32 @@ class _Made:
         if not run.codec.feedback:
             self._leave_cut(run.elements, total, sendable)
             return packed
+        sent = few(run.codec, encoded, run.length)
+        if sent is not None:
+            packed, values = packed.copied(), sent.values.clone()  # a codec may send the memory that it gets
+            if momentum is not None:
+                stopped = self._stopped(run.elements, sent.places[values != 0])
+                state[MOMENTUM] = momentum.index_fill_(0, stopped, 0.0)
+            if state.keys() - {"version", MOMENTUM}:  # it may also keep that memory
+                total = total.clone()
+            # The parameter server has it in the model's dtype.
+            values = values.to(self._gradient.dtype).to(torch.float32)
+            self._leave(run.elements, total.index_add_(0, sent.places, values, alpha=-1))
+            return packed
         decoded = torch.empty_like(total)
         run.codec.decode(encoded, decoded)
-        # The parameter server has it in the model's dtype.
         self._leave(run.elements, (total - decoded.to(self._gradient.dtype)).to(torch.float32))
         if momentum is not None:
             for piece in self._absent_in(run.elements):
                 decoded[piece] = 0.0  # a codec that sends all makes something of what is absent, too
             state[MOMENTUM] = momentum.masked_fill_(decoded != 0, 0.0)
         return packed
+
+    def _stopped(self, elements: slice, places: torch.Tensor) -> torch.Tensor:
+        """Those of the places that were sent whose momentum ends: not the ones without a gradient."""
+        for piece in self._absent_in(elements):
+            places = places[(places < piece.start) | (places >= piece.stop)]
+        return places
 
     def _in_range(self, total: torch.Tensor, *, rounds: bool) -> torch.Tensor:
         """What of a total the model's dtype can hold. Gradients add up to more than one of them is.
@@ -365,9 +382,11 @@ class _Made:
 
     def _total(self, elements: slice, dtype: torch.dtype) -> torch.Tensor:
         """The gradient and what waits, but for pieces without a gradient."""
-        total = self._gradient[elements].to(dtype, copy=True)
-        if self._waiting is not None:
-            total += self._waiting[elements]
+        gradient = self._gradient[elements]
+        if self._waiting is None:
+            total = gradient.to(dtype, copy=True)
+        else:
+            total = torch.add(gradient.to(dtype), self._waiting[elements])
         for piece in self._absent_in(elements):
             total[piece] = 0
         return total

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.codec.base import Codec, Encoded
+from elastic_ps.codec.base import Codec, Encoded, Sparse
 from elastic_ps.codec.memory import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.plan import BUILT_IN, Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
@@ -91,6 +91,60 @@ def test_a_codec_may_send_the_memory_that_it_gets() -> None:
         worker.encoder.applied()
     (rest,) = worker.encoder.left_over.values()
     assert rest.tolist() == [0, 0, 0, 0, 10, 12, 14, 16]
+
+
+ALMOST_ONE = 1.0 + 2.0**-10
+"""bfloat16 rounds it to 1."""
+
+
+class OneElement(Codec):
+    """Sends one element, in the memory that it gets; never a zero. On every second version it is another."""
+
+    feedback, momentum = True, 0.5
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        place = 5 * (state["version"] % 2)
+        own = tensor[place : place + 1]
+        return Encoded({"value": own if own.item() else torch.full((1,), ALMOST_ONE)}, {"place": place})
+
+    def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
+        out.zero_()[encoded.values["place"]] = encoded.tensors["value"]
+
+    def sparse(self, encoded: Encoded, elements: int) -> Sparse:
+        return Sparse(torch.tensor([encoded.values["place"]]), encoded.tensors["value"])
+
+
+@pytest.mark.parametrize(("dtype", "left"), [("float32", -ALMOST_ONE), ("bfloat16", -1.0)])
+def test_a_codec_of_few_elements_may_send_the_memory_that_it_gets(dtype: str, left: float) -> None:
+    """What the model's dtype rounds away of them is left over."""
+    bucket = replace(BUCKET, dtype=dtype)
+    layout, used = replace(LAYOUT, buckets=(bucket,)), plan(codec=f"{__name__}:OneElement")
+    encoder, gradient = Encoder(layout, used, worker=3, seed=0), torch.ones(8, dtype=dtype_of(dtype))
+    for step, (first, arrives) in enumerate([(1.0, 1.0), (1.0, 1.0), (0.0, ALMOST_ONE)]):
+        encoder.begin(step)
+        gradient[0] = first
+        payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=step, version=2 * step)
+        assert torch.frombuffer(payload.body, dtype=torch.float32).item() == arrives
+        encoder.applied()
+    assert encoder.left_over[0].tolist() == [left] + [1 + 1.5 + 1.75] * 7
+
+
+class Keeping(OneElement):
+    """Sends the element that it has sent in the step before, too."""
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        encoded = super().encode(tensor, state, random)
+        before, state["before"] = state.get("before", torch.zeros(1)), tensor[:1]
+        return Encoded({**encoded.tensors, "before": before}, encoded.values)
+
+
+def test_a_codec_of_few_elements_may_keep_the_memory_that_it_gets() -> None:
+    worker = Worker(plan(codec=f"{__name__}:Keeping"))
+    for step, before in enumerate([0.0, 4.0]):
+        worker.encoder.begin(step)
+        _, payload = worker.push([4.0] + 7 * [0.0], step)
+        assert torch.frombuffer(payload.body, dtype=torch.float32).tolist() == [4.0, before]
+        worker.encoder.applied()
 
 
 def test_what_is_not_sent_comes_with_the_next_step() -> None:
@@ -260,8 +314,11 @@ class EverySecond(Codec):
         out.copy_(encoded.tensors["signs"])
 
 
-def test_the_momentum_of_a_parameter_without_a_gradient_stays_with_a_codec_that_sends_all() -> None:
-    worker = Worker(plan(codec=f"{__name__}:EverySecond"))
+@pytest.mark.parametrize("codec", [EverySecond, OneElement])
+def test_the_momentum_of_a_parameter_without_a_gradient_stays_whatever_is_sent_of_it(
+    codec: type[Codec],
+) -> None:
+    worker = Worker(plan(codec=f"{__name__}:{codec.__name__}"))
     for version, (gradient, present) in enumerate(
         [([0, 0, 0, 0, 0, 4, 0, 0], ()), ([0] * 8, [True, False]), ([0] * 8, ())]
     ):
