@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.codec.base import Codec, Encoded, outside
+from elastic_ps.codec.base import Codec, Encoded, Sparse, outside
 from elastic_ps.codec.places import of_nonzero
 
 
@@ -23,6 +23,27 @@ def follow(codec: Codec, before: torch.Tensor, change: torch.Tensor, out: torch.
         torch.bitwise_xor(_bits(before), _bits(change), out=_bits(out))
     else:
         torch.add(before, change, out=out)
+
+
+class FewChanges(NamedTuple):
+    """What a version changes in few elements. All others stay as they are, to the bit.
+
+    Attributes:
+        codec: which has made it.
+        elements: what it has made.
+    """
+
+    codec: Codec
+    elements: Sparse
+
+    def make(self, values: torch.Tensor) -> None:
+        """Change values: flat, float32."""
+        places, by = self.elements
+        if self.codec.bits:
+            bits = _bits(values)
+            bits[places] = bits[places] ^ _bits(by)
+        else:
+            values.index_add_(0, places, by)
 
 
 class Changed(Codec):
@@ -46,18 +67,25 @@ class Changed(Codec):
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """See `Codec.decode`."""
+        found = self.sparse(encoded, out.numel())
+        if found is None:
+            _bits(out).copy_(encoded.tensors["bits"])
+            return
+        if problem := outside(found.places, out.numel()):
+            raise ValueError(problem)
+        out.zero_()[found.places] = found.values
+
+    def sparse(self, encoded: Encoded, elements: int) -> Sparse | None:
+        """See `Codec.sparse`."""
         bits, places = encoded.tensors["bits"], encoded.tensors.get("places")
-        expected = out.numel() if places is None else places.numel()
+        expected = elements if places is None else places.numel()
         if bits.dtype is not torch.int32 or bits.numel() != expected:
             raise ValueError(f"{bits.numel()} bits of {bits.dtype}; expected {expected} of {torch.int32}")
         if places is None:
-            _bits(out).copy_(bits)
-            return
+            return None
         if places.dtype is not torch.int32:
             raise ValueError(f"places of {places.dtype}; expected {torch.int32}")
-        if problem := outside(places, out.numel()):
-            raise ValueError(problem)
-        _bits(out).zero_()[places.to(torch.int64)] = bits
+        return Sparse(places.to(torch.int64), bits.view(torch.float32))
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from elastic_ps.codec.base import Codec, Packed, pack
-from elastic_ps.codec.changes import difference, follow
+from elastic_ps.codec.base import Codec, Packed, few, pack
+from elastic_ps.codec.changes import FewChanges, difference, follow
 from elastic_ps.codec.finite import is_finite
 
 
@@ -56,6 +56,8 @@ def make_delta(
             body = memoryview(b"".join(packed.body))
             if codec.bits:  # nothing is lost, so that need not be decoded
                 held.copy_(exact)
+            elif (sent := few(codec, encoded, change.numel())) is not None:
+                FewChanges(codec, sent).make(held)
             else:
                 codec.decode(encoded, change)
                 follow(codec, held, change, held)

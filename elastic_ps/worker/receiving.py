@@ -197,7 +197,8 @@ class Receiving:
     def _take_draft(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, generation: int) -> None:
         self.ahead.forget([bucket.index])
         if not reply.unchanged:
-            self._values.receive(bucket, reply, incoming, into=self.ahead.memory(bucket))
+            memory = self.ahead.memory(bucket)
+            self.ahead.keep(bucket.index, self._values.receive(bucket, reply, incoming, into=memory))
         with self._awaited.lock:
             if generation == self._awaited.generation:
                 self.ahead.note(bucket.index, reply.draft)
@@ -205,7 +206,8 @@ class Receiving:
     def _take_values(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, generation: int) -> None:
         """A bucket has reached the version."""
         if reply.stands:
-            self.ahead.take(bucket, self._flat.value_of(bucket))
+            if not self._values.has(bucket, reply.version):  # else a call before this one has brought that
+                self.ahead.take(bucket, self._flat.value_of(bucket))
             self._values.arrived(bucket, reply.version)
         elif not reply.unchanged:
             self._values.receive(bucket, reply, incoming)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from elastic_ps.codec import NONE, as_bytes
-from elastic_ps.codec.base import Codec, unpack
-from elastic_ps.codec.changes import follow
+from elastic_ps.codec.base import Codec, Encoded, Sparse, few, unpack
+from elastic_ps.codec.changes import FewChanges, follow
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import Malformed
@@ -47,11 +49,12 @@ class Values:
 
     def receive(
         self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, *, into: torch.Tensor | None = None
-    ) -> None:
+    ) -> FewChanges | None:
         """Write a bucket's values into the model's memory. Blocks until they are there.
 
         Args:
-            into: write them there instead; flat, of the bucket's dtype. See `arrived`.
+            into: write them there instead; flat, of the bucket's dtype. See `arrived`. If few elements of the
+                values that are there change, nothing is written, but what changes is returned.
 
         Raises:
             Malformed: they are encoded in another way than this job's, or do not fit the bucket.
@@ -67,7 +70,7 @@ class Values:
                 f"expects {ours!r}. All processes of a job need the same spec.compression"
             )
         target = self._flat.value_of(bucket) if into is None else into
-        seconds = 0.0
+        seconds, changes = 0.0, None
         if codec is None:
             incoming.read_into(self._flat.value_bytes(bucket) if into is None else as_bytes(into))
         else:
@@ -77,24 +80,31 @@ class Values:
                 incoming.read_into(body)
             started = time.monotonic_ns()
             if delta:
-                self._change(codec, bucket, reply, body, target)
+                changes = self._change(codec, bucket, reply, body, into)
             else:
-                self._decode(codec, bucket, reply.encoded, body, target)
+                with self._decoding(bucket):
+                    codec.decode(_unpacked(reply.encoded, body), target)
             ended = time.monotonic_ns()
             self._trace.complete("decode", started, ended, bucket=bucket.index, bytes=len(body))
             seconds = (ended - started) / 1e9
         if into is None:
             self.arrived(bucket, reply.version)
         self._traffic.pulled(incoming.size, plain=bucket.nbytes, seconds=seconds)
+        return changes
+
+    def has(self, bucket: Bucket, version: int) -> bool:
+        """Whether the values that are there are of the version, or of a newer one."""
+        held = self._versions.get(bucket.index)
+        return held is not None and held >= version
 
     def arrived(self, bucket: Bucket, version: int) -> None:
         """The values that are there are those of the version."""
         self._versions[bucket.index] = version
 
     def _change(
-        self, codec: Codec, bucket: Bucket, reply: pb.PullReply, body: memoryview, target: torch.Tensor
-    ) -> None:
-        """Change the values that are there by a delta, once; to be written to `target`."""
+        self, codec: Codec, bucket: Bucket, reply: pb.PullReply, body: memoryview, into: torch.Tensor | None
+    ) -> FewChanges | None:
+        """Change the values that are there by a delta, once. `into`, and what is returned: see `receive`."""
         values, held = self._flat.value_of(bucket), self._versions.get(bucket.index)
         if held is None:
             raise Malformed(
@@ -102,22 +112,33 @@ class Values:
                 "has no values"
             )
         if held >= reply.delta:
-            target.copy_(values)
-            return
-        if bucket.elements > len(self._changes.get(bucket.shard, ())):
-            self._changes[bucket.shard] = torch.empty(bucket.elements, dtype=values.dtype)
-        changes = self._changes[bucket.shard][: bucket.elements]
-        self._decode(codec, bucket, reply.encoded, body, changes)
-        follow(codec, values, changes, target)
+            if into is not None:
+                into.copy_(values)
+            return None
+        with self._decoding(bucket):
+            encoded = _unpacked(reply.encoded, body)
+            sent = few(codec, encoded, bucket.elements)
+            if sent is None:
+                codec.decode(encoded, decoded := self._decoded(bucket))
+        if sent is None:
+            follow(codec, values, decoded, values if into is None else into)
+        elif into is None:
+            FewChanges(codec, sent).make(values)
+        else:  # `body` is memory for what comes next, too
+            return FewChanges(codec, Sparse(sent.places.clone(), sent.values.clone()))
+        return None
 
-    def _decode(
-        self, codec: Codec, bucket: Bucket, run: pb.Run, body: memoryview, target: torch.Tensor
-    ) -> None:
+    def _decoded(self, bucket: Bucket) -> torch.Tensor:
+        """Memory to decode a delta in."""
+        if bucket.elements > len(self._changes.get(bucket.shard, ())):
+            self._changes[bucket.shard] = torch.empty(bucket.elements, dtype=torch.float32)
+        return self._changes[bucket.shard][: bucket.elements]
+
+    @contextmanager
+    def _decoding(self, bucket: Bucket) -> Iterator[None]:
+        """The block looks at what the shard has sent. Raises Malformed if something is wrong with that."""
         try:
-            encoded, used = unpack(parts_from_message(run.parts), run.values, body)
-            if used != len(body):
-                raise Malformed(f"{len(body) - used} bytes more than the parts have")
-            codec.decode(encoded, target)
+            yield
         except Exception as error:
             what = f"the values of bucket {bucket.index} from shard {bucket.shard} cannot be decoded"
             raise Malformed(f"{what}: {type(error).__name__}: {error}") from error
@@ -126,3 +147,11 @@ class Values:
         if len(self._memory.get(shard, b"")) < nbytes:
             self._memory[shard] = bytearray(nbytes)
         return memoryview(self._memory[shard])[:nbytes]
+
+
+def _unpacked(run: pb.Run, body: memoryview) -> Encoded:
+    """Raises Malformed: the parts do not fit the body."""
+    encoded, used = unpack(parts_from_message(run.parts), run.values, body)
+    if used != len(body):
+        raise Malformed(f"{len(body) - used} bytes more than the parts have")
+    return encoded

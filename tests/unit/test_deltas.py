@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_ps.checkpoint.tensors import PULLED, VALUE
-from elastic_ps.codec.base import Encoded
-from elastic_ps.codec.changes import Changed, difference, follow
+from elastic_ps.codec.base import Encoded, Sparse
+from elastic_ps.codec.changes import Changed, FewChanges, difference, follow
 from elastic_ps.codec.plan import DELTAS, Plan, make
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.errors import InvalidJob, Malformed
@@ -23,6 +24,7 @@ from elastic_ps.server.encoder import ValueEncoder
 from elastic_ps.server.pulls import Pulled
 from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.worker.ahead import Ahead
 from elastic_ps.worker.model import Flat
 from elastic_ps.worker.traffic import Traffic
 from elastic_ps.worker.values import Values
@@ -232,6 +234,52 @@ def test_a_job_that_sends_changed_elements_continues_from_exact_values() -> None
     server = Server(plan("changed"))
     server.rig.shard.load(Source(), 3)
     assert torch.equal(server.rig.values(), numbers(1))
+
+
+@pytest.mark.parametrize("lossless", ["none", "zstd"])
+@pytest.mark.parametrize("values", ["topk", "changed"])
+def test_of_a_draft_that_changes_few_elements_only_these_are_kept(values: str, lossless: str) -> None:
+    """They are made when the draft stands, though the memory that they came in has been used again."""
+    server, worker = begun(plan(values, lossless=lossless))
+    ahead = Ahead()
+    before, memory = worker.model.clone(), ahead.memory(BUCKET).fill_(5.0)
+    gradient = torch.zeros(600)
+    gradient[7] = 1.0
+    server.step(gradient)
+    reply, body = server.reply(server.pulled(0))
+    ahead.keep(0, worker.values.receive(BUCKET, reply, body, into=memory))
+    assert memory.eq(5.0).all()
+    with suppress(Malformed):
+        worker.values.receive(BUCKET, reply, Body(torch.zeros(body.size, dtype=torch.uint8)), into=memory)
+    assert torch.equal(worker.model, before)
+    assert not worker.values.has(BUCKET, reply.version)
+    ahead.take(BUCKET, worker.model)
+    worker.values.arrived(BUCKET, reply.version)
+    assert worker.values.has(BUCKET, reply.version)
+    assert torch.equal(worker.model, server.rig.values())
+    assert int((worker.model != before).sum()) == 1
+
+
+def test_a_draft_of_all_elements_takes_the_place_of_one_of_few() -> None:
+    ahead, values = Ahead(), torch.zeros(600)
+    ahead.keep(0, FewChanges(Changed(), Sparse(torch.tensor([1]), torch.ones(1))))
+    ahead.memory(BUCKET).fill_(3.0)
+    ahead.keep(0, None)
+    ahead.take(BUCKET, values)
+    assert values.eq(3.0).all()
+
+
+@pytest.mark.parametrize("values", ["topk", "changed"])
+def test_elements_that_a_version_does_not_change_keep_their_bits(values: str) -> None:
+    """Also the sign of a zero. `topk` sends six elements, so zeros are among them."""
+    codec = plan(values).of_deltas(LAYOUT, BUCKET)
+    assert codec is not None
+    exact = torch.full((600,), -0.0)
+    held = exact.clone()
+    exact[9] = 1.0
+    assert make_delta(codec, held, exact, bucket=0, since=0, version=1) is not None
+    assert int((held.view(torch.int32) != exact.view(torch.int32)).sum()) <= 5
+    assert held[9] == 1.0
 
 
 def test_a_worker_that_has_missed_a_version_gets_all_of_the_values() -> None:
