@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
+from elastic_ps.core.ledger import Range
 from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import ElasticPSError, Fenced, RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec, parse_spec
@@ -23,11 +26,13 @@ from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import unary
 from elastic_ps.tuning import Tuning
-from elastic_ps.worker.local_world import Drained
+from elastic_ps.worker.local_world import Drained, Links, LocalWorld
+from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
 from tests.simulator.network import Network, SimConnection, SimServer, Weather
 from tests.simulator.patches import Disk
-from tests.simulator.world import Killed, Process, World, world
+from tests.simulator.pipes import End
+from tests.simulator.world import Process, World, world
 
 CHANGES: list[dict[str, Any]] = [
     {"mode": "sync"},
@@ -62,6 +67,7 @@ class Plan:
 
     seed: int
     workers: int = 2
+    processes: int = 1
     shards: int = 1
     standby: bool = False
     slice: float = 1.0
@@ -127,6 +133,54 @@ class Sight:
     values: torch.Tensor
 
 
+@dataclass(eq=False)
+class Crew:
+    """The processes of one worker, as whoever has started them knows them: see `elastic_ps.worker.processes`.
+
+    Attributes:
+        members: all of them; the first one's name is the worker's.
+        links: of each to the others; see `LocalWorld`.
+        running: those that have not ended by themselves.
+        left: one of them has ended because the worker was asked to leave, or was replaced.
+    """
+
+    members: list[Process]
+    links: list[list[Links]]
+    running: set[Process] = field(default_factory=set)
+    left: bool = False
+
+    @classmethod
+    def of(cls, first: Process, size: int) -> Crew:
+        members = [first, *(Process(f"{first.name}.{rank}") for rank in range(1, size))]
+        links: list[list[Links]] = [[]]
+        for other in members[1:]:
+            questions, gradients = End.pair(first, other), End.pair(first, other)
+            ours, theirs = (Links(*cast(Any, ends)) for ends in zip(questions, gradients, strict=True))
+            links[0].append(ours)
+            links.append([theirs])
+        return cls(members, links, set(members))
+
+
+@dataclass
+class LocalStep:
+    """In mode local: process 0 of a worker, named by its `instance`, is about to make a step.
+
+    Attributes:
+        before: the values of one parameter.
+        after: what the step makes of them.
+        then: what the worker has after the call, which may have exchanged them; None if it was killed, had to
+            join again, or made the last step of a loop.
+    """
+
+    time: float
+    worker: int
+    instance: str
+    before: torch.Tensor
+    after: torch.Tensor
+    ranges: list[Range]
+    then: torch.Tensor | None = None
+
+
 class Cluster:
     """Runs one plan in a world; `judge` looks at what it leaves."""
 
@@ -140,6 +194,10 @@ class Cluster:
         self.changes = 0
         disk.root = self.checkpoints
         self.processes: dict[tuple[Role, int], Process] = {}
+        self.crews: dict[Process, Crew] = {}
+        self.sessions: dict[Process, Session] = {}
+        self.batches: dict[Process, list[Range]] = {}  # of which each has been handed a slice
+        self.local_steps: list[LocalStep] = []
         self.wanted = plan.workers
         self.finished: set[int] = set()
         self.chiefs: list[tuple[int, int]] = []
@@ -158,7 +216,13 @@ class Cluster:
         return parse_spec(
             {
                 "entrypoint": "tests:main",
-                "worker": {"replicas": plan.workers, "leaseDuration": "10s", "progressTimeout": "5m"},
+                "worker": {
+                    "replicas": plan.workers,
+                    "minReplicas": plan.consistency.get("quorum", 1),
+                    "processes": plan.processes,
+                    "leaseDuration": "10s",
+                    "progressTimeout": "5m",
+                },
                 "parameterServer": {
                     "replicas": plan.shards,
                     "bucketBytes": 1024,
@@ -182,45 +246,78 @@ class Cluster:
     # --- processes
 
     def start(self, role: Role, index: int) -> Process:
-        """Start a process; it is started again when it dies, as long as it is wanted."""
+        """Start a process; it is started again when it dies, as long as it is wanted.
+
+        Returns the first one, if it is a worker of several.
+        """
         key = (role, index)
         self._starts[key] = self._starts.get(key, 0) + 1
         process = Process(f"{role}-{index}#{self._starts[key]}")
         self.processes[key] = process
-        target = self._work if role == "worker" else self._serve
         self.here.note(f"start {process.name}")
-        self.here.spawn(process, "main", lambda: self._live(process, role, index, target))
+        if role == "worker":
+            self.crews[process] = crew = Crew.of(process, self.plan.processes)
+            for rank in range(len(crew.members)):
+                self._spawn(crew.members[rank], partial(self._work, crew, rank, index))
+        else:
+            self._spawn(process, lambda: self._serve(process, role, index))
         return process
 
-    def _live(self, process: Process, role: Role, index: int, target: Any) -> None:
+    def _spawn(self, process: Process, target: Callable[[], None]) -> None:
+        self.here.spawn(process, "main", lambda: self._live(process, target))
+
+    def _live(self, process: Process, target: Callable[[], None]) -> None:
         """A process from its start to its end."""
-        again = False
         try:
-            again = target(role, index)
-        except Killed:
-            raise
+            target()
         except ElasticPSError as error:
             if self.stopping:
                 return
             self.problems.append(f"{process.name} ended: {type(error).__name__}: {error}")
             self.here.note(self.problems[-1])
         self.here.note(f"end {process.name}")
-        again = again and self.processes.get((role, index)) is process
-        if again:
-            self.later(lambda: self.start(role, index) if not self.stopping else None, 0.5, 3)
         self.here.kill(process)
 
-    def kill(self, role: Role, index: int, *, again: bool = True, tell: bool = False) -> None:
-        """SIGKILL."""
+    def kill(
+        self, role: Role, index: int, *, member: int | None = None, again: bool = True, tell: bool = False
+    ) -> None:
+        """SIGKILL, of one process of a worker, or of all."""
         process = self.processes.get((role, index))
-        if process is None or process.dead:
+        if process is None:
             return
-        self.here.note(f"kill {process.name}")
+        members = self.members(process)
+        killed = [each for each in (members if member is None else [members[member]]) if not each.dead]
+        if not killed:
+            return
+        self.here.note(f"kill {', '.join(each.name for each in killed)}")
         if again:
             self.later(lambda: self._start_again(role, index, process), 0.5, 3)
         if tell:
             self.later(lambda: self._gone(index, process.name), 0.01, 0.3)
-        self.here.kill(process)
+        if member is not None:
+            self._end_others(members)
+        # Whoever kills is of the network, so that all are killed before it can end.
+        for each in killed:
+            self.here.kill(each)
+
+    def drain(self, process: Process) -> None:
+        """SIGTERM of a worker's process that has joined."""
+        session = self.sessions.get(process)
+        if session is not None and session.started and not process.dead:
+            session.drain()
+
+    def members(self, process: Process) -> list[Process]:
+        """The processes of a worker of which this is the first; else this one alone."""
+        return self.crews[process].members if process in self.crews else [process]
+
+    def _end_others(self, members: Iterable[Process]) -> None:
+        """Whoever has started a worker's processes has seen one die, and ends the others."""
+
+        def end() -> None:
+            for each in members:
+                self.here.kill(each)
+
+        self.later(end, 0.001, 0.1)
 
     def _start_again(self, role: Role, index: int, after: Process) -> None:
         if not self.stopping and self.processes.get((role, index)) is after:
@@ -282,8 +379,7 @@ class Cluster:
             others = [{**given, "balance": balance} for balance in ("even", "speed")]
         return Consistency.model_validate(self.here.random.choice(others))
 
-    def _serve(self, role: Role, index: int) -> bool:
-        process = self.here.process
+    def _serve(self, process: Process, role: Role, index: int) -> None:
         listener = SimServer(self.network, self.address(role, index))
         try:
             server = ParameterServer(
@@ -294,41 +390,55 @@ class Cluster:
                 patience=Patience(lambda: self.stopping),
             )
         except Fenced:
-            return True
+            self.later(lambda: self._start_again(role, index, process), 0.5, 3)
+            return
         self.servers[process.name] = server
         while not (self.stopping or server.fenced):
             self.here.sleep(0.05)
         fenced = server.fenced
         self.here.note(f"{process.name} {'is fenced' if fenced else 'is asked to end'}")
         server.close()
-        return fenced
+        if fenced:
+            self.later(lambda: self._start_again(role, index, process), 0.5, 3)
 
-    def _work(self, role: Role, index: int) -> bool:
-        session = Session(
+    def _work(self, crew: Crew, rank: int, index: int) -> None:
+        """One process of a worker."""
+        process, first = crew.members[rank], crew.members[0]
+        leads = rank == 0
+        self.sessions[process] = session = Session(
             "job",
             self.spec,
             index,
-            [self._connect("ps")(shard) for shard in range(self.plan.shards)],
+            [self._connect("ps")(shard) for shard in range(self.plan.shards)] if leads else [],
             trace=Trace(None, ""),
-            history=History(self.history, f"worker-{index}"),
-            instance=self.here.process.name,
+            history=History(self.history if leads else None, f"worker-{index}"),
+            instance=first.name,
+            world=LocalWorld(rank, crew.links[rank], len(crew.members)),
         )
         try:
-            self._script(session)
+            self._script(session, process)
         except Drained:
-            return index < self.wanted
+            crew.left = True
         except Refused as refusal:
-            if refusal.code is RefusalCode.SUPERSEDED:
-                return True
-            raise
+            if refusal.code is not RefusalCode.SUPERSEDED:
+                raise
+            crew.left = True
+            crew.running.clear()
+            self._end_others(crew.members)
         finally:
             session.close()
-        self.finished.add(index)
-        return False
+        crew.running.discard(process)
+        if crew.running:
+            return
+        if not crew.left:
+            self.finished.add(index)
+        elif index < self.wanted:
+            self.later(lambda: self._start_again("worker", index, first), 0.5, 3)
 
-    def _script(self, session: Session) -> None:
+    def _script(self, session: Session, process: Process) -> None:
         plan = self.plan
-        model = Tally(plan.records * plan.epochs, first=pid_of(self.here.process.name) % 1000)
+        model = Tally(plan.records * plan.epochs, first=pid_of(process.name) % 1000)
+        chance = random.Random(f"{plan.seed} {session.worker} {process.name.partition('.')[0]}")
         # The server's momentum; in mode local a worker's would go with the worker, and be in no history.
         momentum = 0.0 if session.spec.consistency.mode == "local" else MOMENTUM
         optimizer = session.optimizer(
@@ -336,28 +446,36 @@ class Cluster:
         )
         loader = session.loader(Records(plan.records), batch_size=plan.batch, epochs=plan.epochs)
         for _ in loader.epochs():
-            held = 0
+            held, ranges = 0, list[Range]()
             for batch in loader:
-                if self._skips(session, held):
+                if self._skips(session, held, chance):
                     continue
                 if not held:
                     self._may_assign(session, model)
                 held += 1
+                whole = self.batches[process]
+                ranges += whole
+                # So that each record of a batch counts the same, whichever process's slice has it.
                 loss = model(batch + loader.epoch * plan.records)
+                loss = loss * sum(each.records for each in whole) / len(batch)
                 if held < plan.accumulate:
                     with optimizer.no_sync():
                         loss.backward()
                     continue
                 loss.backward()
-                if self._skips(session, held):
+                if self._skips(session, held, chance):
                     optimizer.skip()
-                    held = 0
+                    held, ranges = 0, []
                     continue
+                step, generation = self._note_step(session, process, model, ranges), session.generation
                 optimizer.step()
+                if step is not None and generation == session.generation:
+                    step.then = model.parts[0].detach().clone()
                 optimizer.zero_grad()
-                held = 0
+                held, ranges = 0, []
                 self.seen("step", session, model)
             if held:
+                self._note_step(session, process, model, ranges)
                 optimizer.step()
                 optimizer.zero_grad()
             self._may_assign(session, model)
@@ -365,15 +483,26 @@ class Cluster:
         if session.is_chief:
             self.chiefs.append((session.worker, session.version))
 
-    def _skips(self, session: Session, held: int) -> bool:
+    def _note_step(
+        self, session: Session, process: Process, model: Tally, ranges: list[Range]
+    ) -> LocalStep | None:
+        if session.spec.consistency.mode != "local" or process not in self.crews:
+            return None
+        before = model.parts[0].detach().clone()
+        after = before.clone()
+        after[places(ranges, self.plan)] -= 1
+        self.local_steps.append(LocalStep(self.here.now, session.worker, process.name, before, after, ranges))
+        return self.local_steps[-1]
+
+    def _skips(self, session: Session, held: int, chance: random.Random) -> bool:
         """Whether the script leaves a batch out, or a step with those that it has computed on.
 
-        Not the first ones: a job that skips everything fails.
+        Not the first ones: a job that skips everything fails. All processes of a worker do the same.
         """
         return (
             bool(session.version)
             and held in (0, self.plan.accumulate)
-            and self.here.random.random() < self.plan.skipping
+            and chance.random() < self.plan.skipping
         )
 
     def _may_assign(self, session: Session, model: Tally) -> None:
@@ -448,7 +577,10 @@ class Cluster:
 
     def _over(self) -> bool:
         return all(index in self.finished for index in range(self.wanted)) and all(
-            p.dead for (role, _), p in self.processes.items() if role == "worker"
+            member.dead
+            for (role, _), process in self.processes.items()
+            if role == "worker"
+            for member in self.members(process)
         )
 
     # --- faults
@@ -467,6 +599,15 @@ class Cluster:
             self.here.spawn(self.network.process, name, lambda: action(self))
 
 
+def places(ranges: Iterable[Range], plan: Plan) -> list[int]:
+    """Where the records of these ranges leave their marks."""
+    return [
+        r.epoch * plan.records + index
+        for r in ranges
+        for index in permutation(plan.records, r.epoch, shuffle=True, seed=0)[r.start : r.stop]
+    ]
+
+
 def pid_of(name: str) -> int:
     """A number for a process, by its name."""
     return zlib.crc32(name.encode()) % 1_000_000 + 1
@@ -483,4 +624,4 @@ def scratch(base: Path, seed: int) -> Iterator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-__all__ = ["Cluster", "Plan", "scratch", "world"]
+__all__ = ["Cluster", "LocalStep", "Plan", "places", "scratch", "world"]

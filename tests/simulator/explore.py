@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,9 +18,11 @@ import torch
 
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core import partition
+from elastic_ps.core.ledger import Range
 from elastic_ps.errors import NoCheckpoint
 from elastic_ps.server import follower
-from elastic_ps.training import Consistency
+from elastic_ps.training import OUTER_RULES, Consistency
+from elastic_ps.worker.slices import Slices
 from tests.simulator.cluster import Cluster, Plan, pid_of, scratch
 from tests.simulator.faults import FAULTS
 from tests.simulator.judge import checkpoint_sight, judge
@@ -41,12 +44,24 @@ class Outcome:
     seconds: float = 0.0
 
 
-OUTER = ["diloco", "average", "downpour", "delayed"]
-"""Outer rules whose result follows from the history alone."""
-
-
 PORTIONS: list[dict[str, Any]] = [{}, {"deterministic": True}, {"balance": "speed"}]
 """How the records of a version may be cut, where their number is constant."""
+
+
+def _local(chance: random.Random) -> dict[str, Any]:
+    """Mode local, with any of what it has."""
+    outer = chance.choice(sorted(OUTER_RULES))
+    rule = OUTER_RULES[outer]
+    fragments = chance.choice([1, 1, 2])
+    steps = chance.choice([1, 2, 4]) * fragments
+    given: dict[str, Any] = {"mode": "local", "steps": steps, "outer": outer, "fragments": fragments}
+    between = steps // fragments
+    if not rule.elastic and between > 1:
+        given["overlap"] = chance.choice([0, 0, 1, between - 1])
+    if rule.waits:
+        quorum = {"quorum": chance.choice([1, 1, 2]), "grace": chance.choice(["0s", "500ms", "auto"])}
+        given |= chance.choice([{}, {}, quorum, {"balance": "speed"}])
+    return given
 
 
 def draw(seed: int, **fixed: Any) -> Plan:
@@ -63,11 +78,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         {"mode": "async", "reads": "inconsistent"},
         {"mode": "accumulate", "gradients": chance.choice([1, 2, 4])},
         {"mode": "sync", "globalBatchSize": chance.choice([3, 4, 6]), **chance.choice(PORTIONS)},
-        {"mode": "local", "steps": chance.choice([1, 2, 4]), "outer": chance.choice(OUTER)},
-        {"mode": "local", "steps": 2, "quorum": 1, "grace": chance.choice(["0s", "500ms", "auto"])},
-        {"mode": "local", "steps": chance.choice([2, 4]), "fragments": 2, "outer": chance.choice(OUTER)},
-        {"mode": "local", "steps": chance.choice([3, 4]), "overlap": 2, "outer": chance.choice(OUTER)},
-        {"mode": "local", "steps": 3, "overlap": 1, "quorum": 1, "grace": "500ms"},
+        *(_local(chance) for _ in range(6)),
     ]
     consistency = dict(chance.choice(modes))
     faults = tuple(chance.choice(sorted(FAULTS)) for _ in range(chance.choice([0, 1, 2, 3, 5])))
@@ -84,7 +95,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         epochs=chance.choice([1, 2]),
         batch=chance.choice([1, 2, 3]),
         accumulate=chance.choice([1, 1, 1, 2]),
-        skipping=chance.choice([0.0, 0.0, 0.1]),
+        skipping=chance.choice([0.0, 0.0, 0.1, 0.3]),
         overlap=chance.random() < 0.8,
         shard_records=chance.choice([2, 6]),
         every_versions=chance.choice([1, 2, 3]),
@@ -102,6 +113,11 @@ def draw(seed: int, **fixed: Any) -> Plan:
         plan = replace(plan, consistency={**consistency, "gradients": min(most, steps)})
     if "globalBatchSize" in consistency:
         plan = replace(plan, accumulate=1)
+    if (quorum := consistency.get("quorum", 1)) > workers:
+        plan = replace(plan, workers=quorum)
+    if (processes := chance.choice([1, 1, 1, 2, 3])) > 1:  # each has a slice of every batch
+        batch = max(plan.batch, processes)
+        plan = replace(plan, processes=processes, batch=batch, accumulate=1, assigning=0.0)
     return replace(plan, **fixed)
 
 
@@ -115,8 +131,12 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
         _Notes.here = here
         client = importlib.import_module("elastic_ps.worker.client")
         patch(client, "os", SimpleNamespace(getpid=lambda: pid_of(world().process.name)))
+        session = importlib.import_module("elastic_ps.worker.session")
+        parent = SimpleNamespace(getpid=os.getpid, getppid=lambda: pid_of(world().process.name))
+        patch(session, "os", parent)
         patch(partition, "SMALLEST_BUCKET_BYTES", plan.smallest_bucket)
         patch(follower, "SLICE", timedelta(seconds=plan.slice))
+        patch(Slices, "note", _noted(cluster))
         patch(Store, "commit", _watched(cluster))
         patch(Store, "newest", _found(cluster))
         if arrange is not None:
@@ -129,6 +149,17 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
         problems += [f"{name} died: {error!r}" for name, error in here.failures]
         problems += judge(cluster)
         return Outcome(plan, problems, cluster, here.log, here.turns, here.points, here.now - 1000)
+
+
+def _noted(cluster: Cluster) -> Any:
+    """`Slices.note`, and a look at the batch that a script is handed a slice of."""
+    real = Slices.note
+
+    def note(self: Slices, batch: Sequence[Range]) -> None:
+        real(self, batch)
+        cluster.batches[cluster.here.process] = list(batch)
+
+    return note
 
 
 def _found(cluster: Cluster) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.simulator.network import Weather
+from tests.simulator.world import Process
 
 Fault = Callable[[Any], None]
 
@@ -18,8 +19,25 @@ def _shard(cluster: Any) -> int:
     return int(cluster.here.random.randrange(cluster.plan.shards))
 
 
+def _some(cluster: Any, process: Process) -> list[Process]:
+    """A worker with several processes: all of them, or one."""
+    members = cluster.members(process)
+    return members if cluster.here.random.random() < 0.5 else [cluster.here.random.choice(members)]
+
+
 def kill_worker(cluster: Any) -> None:
-    cluster.kill("worker", _worker(cluster), tell=cluster.here.random.random() < 0.5)
+    """All of it, or one of its processes."""
+    random = cluster.here.random
+    member = random.randrange(cluster.plan.processes) if random.random() < 0.7 else None
+    cluster.kill("worker", _worker(cluster), member=member, tell=random.random() < 0.5)
+
+
+def drain_worker(cluster: Any) -> None:
+    """A worker is asked to leave: one of its processes, or all, each at another time."""
+    worker = cluster.processes.get(("worker", _worker(cluster)))
+    for member in _some(cluster, worker) if worker else []:
+        cluster.here.note(f"drain {member.name}")
+        cluster.later(lambda member=member: cluster.drain(member), 0.0, 0.05)
 
 
 def kill_ps(cluster: Any) -> None:
@@ -38,8 +56,9 @@ def freeze(cluster: Any) -> None:
         sorted((p for p in cluster.processes.values() if not p.dead), key=lambda p: p.name)
     )
     seconds = random.choice([1, 8, 15, 40]) * random.random()
-    cluster.here.note(f"freeze {process.name} for {seconds:.3f} s")
-    cluster.here.freeze(process, seconds)
+    for each in _some(cluster, process):
+        cluster.here.note(f"freeze {each.name} for {seconds:.3f} s")
+        cluster.here.freeze(each, seconds)
 
 
 def replace_ps(cluster: Any) -> None:
@@ -59,7 +78,9 @@ def _replace(cluster: Any, role: str, index: int, *, frozen: float) -> None:
     if old is None or old.dead:
         return
     if random.random() < frozen:
-        cluster.here.freeze(old, random.choice([0.1, 0.5, 3, 20]) * random.random())
+        seconds = random.choice([0.1, 0.5, 3, 20]) * random.random()
+        for each in _some(cluster, old):
+            cluster.here.freeze(each, seconds)
     cluster.here.note(f"replace {old.name}")
     cluster.start(role, index)
 
@@ -119,6 +140,7 @@ FAULTS: dict[str, Fault] = {
     f.__name__: f
     for f in (
         kill_worker,
+        drain_worker,
         kill_ps,
         kill_standby,
         freeze,

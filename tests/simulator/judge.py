@@ -11,10 +11,9 @@ from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.drill import history
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import CheckpointError
-from elastic_ps.training import Consistency
+from elastic_ps.training import OUTER_RULES, Consistency
 from elastic_ps.worker.local_steps import outer_optimizer
-from elastic_ps.worker.order import permutation
-from tests.simulator.cluster import MOMENTUM, PARAMETERS, Cluster, Sight
+from tests.simulator.cluster import MOMENTUM, PARAMETERS, Cluster, Plan, Sight, places
 
 
 def judge(cluster: Cluster) -> list[str]:
@@ -34,7 +33,7 @@ def judge(cluster: Cluster) -> list[str]:
         violations = [v for v in violations if v.kind != "acknowledged step lost"]
     found += [str(v) for v in violations]
     if (consistency.fragments or 1) > 1:
-        return found + _fragmented(cluster, completed=completed)
+        return found + _fragmented(cluster, histories, completed=completed)
     replayed = Replay(cluster, histories)
     said = history.consistencies(histories)
     whole = {term for term, consistency in said.items() if consistency.reads_one_version}
@@ -60,6 +59,7 @@ def judge(cluster: Cluster) -> list[str]:
         # A process that was killed before it had ended may have been told already that it is the chief.
         if len({worker for worker, _ in cluster.chiefs}) != 1:
             found.append(f"chiefs: {cluster.chiefs}")
+    found += _own_values(cluster, replayed)
     # No schedule damages a file.
     found += [f"set aside: {path.name}" for path in cluster.checkpoints.glob("corrupt-*")]
     if completed or (cluster.stopped_well and not found):
@@ -67,10 +67,11 @@ def judge(cluster: Cluster) -> list[str]:
     return found
 
 
-def _fragmented(cluster: Cluster, *, completed: bool) -> list[str]:
+def _fragmented(cluster: Cluster, histories: history.Histories, *, completed: bool) -> list[str]:
     """With fragments, what a death costs follows from no history; but all end with the same values.
 
-    They are those of the last checkpoint of that version.
+    They are those of the last checkpoint of that version. No change is exchanged twice, and if no process was
+    lost each parameter has had every record.
     """
     last = {sight.version: sight for sight in cluster.sights if sight.what.startswith("checkpoint")}
     ends = [sight for sight in cluster.sights if sight.what.startswith("end")] if completed else []
@@ -82,7 +83,53 @@ def _fragmented(cluster: Cluster, *, completed: bool) -> list[str]:
     ]
     if completed and not known:
         found.append("no worker has ended with a version that is on disk")
+    return found + [problem for _, kept in known for problem in _marks(cluster, histories, kept)]
+
+
+def _marks(cluster: Cluster, histories: history.Histories, end: Sight) -> list[str]:
+    """Whether each record has left its mark in the final values: once, where the outer rule only adds."""
+    plan = cluster.plan
+    firsts = [sight for sight in cluster.sights if (sight.what, sight.version) == ("checkpoint", 0)]
+    marks = firsts[-1].values[:, :1] - end.values
+    trained = {place for commit in history.fate(histories).surviving for place in _placed(commit, plan)}
+    somewhere = set((marks.abs() > 1e-9).any(dim=0).nonzero().flatten().tolist())
+    found = [] if somewhere == trained else [f"wrong: marks of {somewhere}, trained are {trained}"]
+    lost = len(histories.joined) > cluster.wanted or len(histories.started) + len(histories.restored) > 1
+    if not lost and not (marks[:, sorted(trained)] > 1e-9).all():
+        found.append("wrong: a fragment lacks records, though no process was lost")
+    once = Consistency.model_validate(plan.consistency).outer_rule == OUTER_RULES["downpour"]
+    if once and not ((marks.abs() < 1e-9) | ((marks - 1).abs() < 1e-9)).all():
+        found.append(f"wrong: a fragment has a change twice: {marks.tolist()}")
     return found
+
+
+def _placed(commit: history.Committed, plan: Plan) -> list[int]:
+    return places((r for ranges in commit.steps.values() for r in ranges), plan)
+
+
+def _own_values(cluster: Cluster, replayed: Replay) -> list[str]:
+    """An elastic worker makes its steps on its own values, which an exchange draws to those of a version.
+
+    It begins with a version when it joins, and when it was given no more records for a while.
+    """
+    rule = Consistency.model_validate(cluster.plan.consistency).outer_rule
+    if not rule.elastic:
+        return []
+    versions = replayed.all_values()
+    last: dict[str, torch.Tensor] = {}
+    found = []
+    for step in cluster.local_steps:
+        own = step.after
+        drawn = [own + rule.learning_rate * (value - own) for value in versions]
+        begun = [*versions, *([last[step.instance]] if step.instance in last else [])]
+        if not _one_of(begun, step.before) or not (step.then is None or _one_of([own, *drawn], step.then)):
+            found.append(f"wrong: {step.instance} has values that follow from nothing")
+        last[step.instance] = own if step.then is None else step.then
+    return found
+
+
+def _one_of(known: list[torch.Tensor], value: torch.Tensor) -> bool:
+    return any(torch.allclose(each, value, rtol=0, atol=1e-9) for each in known)
 
 
 def _equal_rows(values: torch.Tensor) -> bool:
@@ -129,6 +176,12 @@ class Replay:
             self._lineages[term] = self._values(history.fate(until).surviving, term)
         values = self._lineages[term]
         return values[version] if version < len(values) else None
+
+    def all_values(self) -> list[torch.Tensor]:
+        """The model of every version, in every term."""
+        for term in {commit.term for commit in self._histories.committed}:
+            self.at(0, term)
+        return [value for values in self._lineages.values() for value in values]
 
     def version_like(self, row: torch.Tensor) -> int | str:
         surviving = history.fate(self._histories).surviving
@@ -180,13 +233,27 @@ class Replay:
             value.grad = torch.zeros_like(value)
             for ranges in commit.steps.values():
                 weight = sum(r.records for r in ranges) / samples
-                for r in ranges:
-                    order = permutation(plan.records, r.epoch, shuffle=True, seed=0)
-                    for index in order[r.start : r.stop]:
-                        value.grad[r.epoch * plan.records + index] += weight
+                for place in places(ranges, plan):
+                    value.grad[place] += weight
+            if consistency.outer_rule.elastic and consistency.mode == "local":
+                value.grad = self._distance(commit, made)
             optimizer.step()
             made.append(value.detach().clone())
         return made
+
+    def _distance(self, commit: history.Committed, made: list[torch.Tensor]) -> torch.Tensor:
+        """What an elastic worker has pushed: how far the values that it had pulled are from its own."""
+        ((step, ranges),) = commit.steps.items()
+        trained = set(places(ranges, self._plan))
+        own = [
+            each.after
+            for each in self._cluster.local_steps
+            if each.worker == step.worker
+            and each.time < commit.time
+            and not trained.isdisjoint(places(each.ranges, self._plan))
+        ][-1]
+        sent = next(s for s in self._histories.sent if s.step == step)
+        return made[sent.version - sent.stale] - own
 
 
 def _samples(commit: history.Committed) -> int:

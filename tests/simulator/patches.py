@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from tests.simulator import pipes
 from tests.simulator.primitives import Condition, Queue, Threading, Time
 from tests.simulator.world import Process, World, world
 
@@ -41,9 +42,11 @@ PACKAGES = (
     "elastic_ps.worker.flight",
     "elastic_ps.worker.gradients",
     "elastic_ps.worker.heart",
+    "elastic_ps.worker.local_world",
     "elastic_ps.worker.phases",
     "elastic_ps.worker.receiving",
     "elastic_ps.worker.sending",
+    "elastic_ps.worker.summed",
 )
 
 
@@ -59,6 +62,9 @@ def simulated(disk: Disk) -> Iterator[None]:
         patch(importlib.import_module("elastic_ps.server.driver"), "ThreadPoolExecutor", Executor)
         client = importlib.import_module("elastic_ps.worker.client")
         patch(client, "random", SimpleNamespace(random=lambda: world().random.random()))
+        local_world = importlib.import_module("elastic_ps.worker.local_world")
+        patch(local_world, "send_handle", pipes.send_handle)
+        patch(local_world, "recv_handle", pipes.recv_handle)
         files = importlib.import_module("elastic_ps.checkpoint.files")
         operations = {name: getattr(fcntl, name) for name in ("LOCK_EX", "LOCK_NB", "LOCK_UN")}
         patch(files, "fcntl", SimpleNamespace(**operations, flock=disk.flock))
