@@ -216,7 +216,7 @@ class Coordinator:
                 text = f"worker {worker} with incarnation {incarnation} is not the one that brings the model"
                 raise Refused(RefusalCode.STALE_INCARNATION, text)
         self._driver.drive()
-        self._safekeeping.keep_what_must_be()
+        self._safekeeping.keep_what_must_be(patience=WAIT)
         with self.job.settled() as now:
             if now is not state:
                 raise Refused(RefusalCode.STALE_TERM, f"term {state.term} is over")

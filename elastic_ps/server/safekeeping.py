@@ -85,13 +85,17 @@ class Safekeeping:
         """Why the last checkpoint could not be written; "" if it was."""
         return self._keeper.failure if self._keeper is not None else ""
 
-    def keep_what_must_be(self) -> None:
+    def keep_what_must_be(self, *, patience: timedelta = timedelta()) -> None:
         """Write the first version before training begins, and the last one before it ends.
 
-        Blocks while it does that. Another thread that comes meanwhile does not wait.
+        Blocks while it does that. While another thread does it, blocks for `patience` at most.
         """
         job, keeper = self._job, self._keeper
         with job.lock:
+            if patience:
+                job.changed.wait_for(
+                    lambda: job.closing or not self._writing, timeout=patience.total_seconds()
+                )
             state = job.state
             if job.clock() < self._not_before:
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -20,6 +21,7 @@ from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server.coordinator import TICK, Joined
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
@@ -27,7 +29,7 @@ from elastic_ps.server.orders import Advance, Configuration, Report, Written
 from elastic_ps.server.state import Taken
 from elastic_ps.status import Member
 from elastic_ps.telemetry import History
-from tests.polling import eventually
+from tests.polling import LIMIT, eventually
 from tests.unit.coordinator_rig import SETTINGS, Notes, finish, join, start, take
 
 
@@ -435,6 +437,35 @@ def test_a_version_that_cannot_be_kept_is_tried_again(
         eventually(lambda: lead.status().ready, "it is tried again")
         coordinator.initialised(0, joined.stay.incarnation)
         assert keeper.durable_version == 0
+
+
+def test_the_worker_that_has_brought_the_model_waits_while_another_thread_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that looks every `TICK` may have come first."""
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(seconds=LIMIT))
+    store = Store(tmp_path)
+    shard, writing, go_on = Writing(store), threading.Event(), threading.Event()
+
+    def slowly(advance: Advance) -> None:
+        if advance.checkpoint:
+            writing.set()
+            assert go_on.wait(LIMIT)
+
+    shard.refuse = slowly
+    with leading([shard], keeper=keeper_of(store, shards=1)) as lead, ThreadPoolExecutor(2) as pool:
+        joined = join(lead.coordinator, 0)
+        assert joined is not None
+        first = pool.submit(lead.coordinator.initialised, 0, joined.stay.incarnation)
+        assert writing.wait(LIMIT)
+        second = pool.submit(lead.coordinator.initialised, 0, joined.stay.incarnation)
+        try:
+            assert not wait([first, second], 0.5).done, "it is not on disk yet"
+        finally:
+            go_on.set()
+        first.result(LIMIT)
+        second.result(LIMIT)
+        assert lead.status().ready
 
 
 class Writing(Notes):
