@@ -108,9 +108,6 @@ def draw(seed: int, **fixed: Any) -> Plan:
         smallest_bucket=chance.choice([64, 1024]),
         assigning=chance.choice([0.0, 0.05, 0.2]) if consistency == {"mode": "sync"} else 0.0,
     )
-    if most := consistency.get("gradients"):
-        steps = -(-plan.records // plan.batch) * plan.epochs
-        plan = replace(plan, consistency={**consistency, "gradients": min(most, steps)})
     if "globalBatchSize" in consistency:
         plan = replace(plan, accumulate=1)
     if (quorum := consistency.get("quorum", 1)) > workers:
@@ -118,6 +115,9 @@ def draw(seed: int, **fixed: Any) -> Plan:
     if (processes := chance.choice([1, 1, 1, 2, 3])) > 1:  # each has a slice of every batch
         batch = max(plan.batch, processes)
         plan = replace(plan, processes=processes, batch=batch, accumulate=1, assigning=0.0)
+    if most := consistency.get("gradients"):
+        steps = -(-plan.records // plan.batch) * plan.epochs
+        plan = replace(plan, consistency={**consistency, "gradients": min(most, steps)})
     return replace(plan, **fixed)
 
 
