@@ -34,6 +34,19 @@ def ranges_of(commit: Commit) -> list[Range]:
     return [Range(*r) for c in commit["contributions"] for r in c["records"]]
 
 
+def of_the_end(commits: Iterable[Commit]) -> list[Commit]:
+    """Those that the last model is made of: none that the job has gone back behind.
+
+    A version may be made twice. With more workers there may be fewer versions than the first time.
+    """
+    kept: list[Commit] = []
+    for commit in commits:
+        while kept and kept[-1]["version"] >= commit["version"]:
+            kept.pop()
+        kept.append(commit)
+    return kept
+
+
 def replay(
     commits: Sequence[Commit],
     data: torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]],

@@ -14,7 +14,13 @@ from elastic_ps.worker import client
 from elastic_ps.worker.probe import measure
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Job, Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.integration.oracle import (
+    assert_each_record_once,
+    assert_equal_up_to_round_off,
+    mse,
+    of_the_end,
+    replay,
+)
 from tests.integration.trained import Models, sgd
 from tests.polling import LIMIT
 
@@ -71,20 +77,15 @@ def test_a_job_keeps_the_size_that_was_chosen_also_if_the_server_is_lost(
         job.join()
         assert job.status().term == 2
         assert (job.status().bucket_bytes, buckets(job)) == (64 * 1024, before)
-        commits = job.commits()
+        commits = of_the_end(job.commits())
     assert before == 4
     (link,) = found
     assert link.rate > 0
     assert link.seconds > 0
-    assert_each_record_once(_of_the_end(commits), records=len(data), epochs=1)
-    kept = _of_the_end(commits)
-    assert_equal_up_to_round_off(models[0], make_mlp(WIDTHS), lambda m: replay(kept, data, m, sgd, job.spec))
-
-
-def _of_the_end(commits: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that are in the model at the end: of each version the last one."""
-    last = {commit["version"]: commit for commit in commits}
-    return [last[version] for version in sorted(last)]
+    assert_each_record_once(commits, records=len(data), epochs=1)
+    assert_equal_up_to_round_off(
+        models[0], make_mlp(WIDTHS), lambda m: replay(commits, data, m, sgd, job.spec)
+    )
 
 
 def test_a_worker_ends_whose_model_was_cut_in_other_places(

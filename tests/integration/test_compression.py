@@ -20,7 +20,13 @@ from elastic_ps.models import accuracy
 from elastic_ps.server.deltas import make_delta
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.integration.oracle import (
+    assert_each_record_once,
+    assert_equal_up_to_round_off,
+    mse,
+    of_the_end,
+    replay,
+)
 from tests.integration.trained import Models, alone, sgd, training
 from tests.integration.transports import BY_NAME
 from tests.polling import LIMIT, eventually
@@ -60,14 +66,9 @@ def test_a_lossless_codec_changes_nothing_also_if_the_server_is_lost(tmp_path: P
         job.restart(0)
         job.join()
         assert job.status().term == 2
-        commits = _of_the_end(job.commits())
+        commits = of_the_end(job.commits())
     assert_each_record_once(commits, records=len(data), epochs=1)
     assert_equal_up_to_round_off(models[0], make_mlp(), lambda m: replay(commits, data, m, sgd, job.spec))
-
-
-def _of_the_end(commits: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rounds that the last model is made of: the last commit of each version."""
-    return list({commit["version"]: commit for commit in commits}.values())
 
 
 @pytest.mark.parametrize(

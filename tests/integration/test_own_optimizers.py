@@ -20,6 +20,7 @@ from tests.integration.oracle import (
     assert_each_record_once,
     assert_equal_up_to_round_off,
     mse,
+    of_the_end,
     replay,
 )
 from tests.integration.trained import Models, failing
@@ -85,8 +86,7 @@ def test_it_goes_on_when_the_parameter_server_is_lost(tmp_path: Path, name: str,
             job.start(worker, trainer(make, data, models, lose))
         job.join()
         assert job.status().term == 2
-        last = {commit["version"]: commit for commit in job.commits()}
-    commits = [last[version] for version in sorted(last)]
+        commits = of_the_end(job.commits())
     assert_each_record_once(commits, records=1600, epochs=1)
     assert_equal_up_to_round_off(
         models[0], make_mlp(), lambda model: replay(commits, data, model, make, job.spec)
