@@ -43,7 +43,7 @@ from benchmarks.datapath import (
 )
 from benchmarks.network import Hosts, killed_at_the_end, require_alive, start_job
 from elastic_ps.core.partition import Rule, partition
-from elastic_ps.job import TrainingJobSpec
+from elastic_ps.job import BUCKET_BYTES, TrainingJobSpec
 from elastic_ps.worker.model import Described
 
 STEPS, WARM = 24, 6
@@ -186,11 +186,10 @@ def measure(
         spec: dict[str, Any] = {
             "entrypoint": "benchmarks.forward:train",
             "worker": {"replicas": len(workers)},
-            "parameterServer": {"replicas": len(servers), "sendAhead": ahead},
+            "parameterServer": {"replicas": len(servers), "sendAhead": ahead, "bucketBytes": BUCKET_BYTES},
             "data": {"shuffle": False},
         }
-        size = TrainingJobSpec.model_validate(spec).parameter_server.bucket_bytes
-        arguments = {"case": case, "directory": name, "shards": len(servers), "bucket_bytes": size}
+        arguments = {"case": case, "directory": name, "shards": len(servers), "bucket_bytes": BUCKET_BYTES}
         job = TrainingJobSpec.model_validate({**spec, "arguments": arguments})
         started = start_job(hosts, job, servers, workers, directory, trace=directory / "trace")
         with killed_at_the_end(started, directory):

@@ -43,7 +43,7 @@ from benchmarks.figures import Figure, write
 from benchmarks.recovery import ROOT
 from elastic_ps.codec import NONE
 from elastic_ps.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, ProcessEnvironment, Role
-from elastic_ps.job import TrainingJobSpec
+from elastic_ps.job import BUCKET_BYTES, TrainingJobSpec
 from elastic_ps.training import AUTO, CODECS
 
 MASTER = 29500
@@ -251,7 +251,7 @@ def main() -> None:
         "--codec", action="append", default=[], choices=(*CODECS[1:], AUTO), help="another row"
     )
     parser.add_argument("--compression", action="append", default=[], type=yaml.safe_load, help="another row")
-    parser.add_argument("--bucket-bytes", type=int, help="of rows with a codec; 0: chosen")
+    parser.add_argument("--bucket-bytes", type=int, help="of rows with a codec; default: chosen")
     parser.add_argument("--brief", action="store_true", help="neither without sendAhead nor over gRPC")
     parser.add_argument("--hooks", action="store_true", help="also DDP with its own compression")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
@@ -263,7 +263,7 @@ def main() -> None:
     servers, workers = ([0], [1]) if parsed.workers == 1 else (range(4, 8) if parsed.apart else four, four)
     rows: dict[str, dict[str, Any]] = {
         "elastic-ps": {},
-        "elastic-ps, chosen buckets": {"server": {"bucketBytes": 0}},
+        "elastic-ps, buckets of 4 MiB": {"server": {"bucketBytes": BUCKET_BYTES}},
     }
     if not parsed.brief:
         rows["elastic-ps, no sendAhead"] = {"server": {"sendAhead": False}}

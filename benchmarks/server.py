@@ -21,7 +21,7 @@ from benchmarks.datapath import CASES, make_model, measure_parameter_server
 from benchmarks.figures import Figure, write
 from benchmarks.recovery import ROOT
 from elastic_ps.core.partition import Rule, partition
-from elastic_ps.job import TrainingJobSpec
+from elastic_ps.job import BUCKET_BYTES
 from elastic_ps.server.values import BucketValues
 from elastic_ps.worker.model import Described
 
@@ -42,8 +42,7 @@ def time_commits(name: str, rounds: int) -> tuple[float, float]:
     theirs = getattr(torch.optim, name)(model.parameters(), fused=True, **OPTIMIZERS[name])
     described = Described(model, theirs)
     settings = described.settings(theirs)
-    size = TrainingJobSpec.model_validate({"entrypoint": "none:main"}).parameter_server.bucket_bytes
-    layout = partition(described.specs, bucket_bytes=size, shards=1)
+    layout = partition(described.specs, bucket_bytes=BUCKET_BYTES, shards=1)
     ours = []
     for bucket in layout.buckets:
         if bucket.rule is Rule.GRADIENT:

@@ -133,7 +133,7 @@ class Checkpoint(CamelModel):
 Durability: TypeAlias = Literal["checkpoint", "standby"]
 
 BUCKET_BYTES = 4 * 1024 * 1024
-"""Bytes of a bucket if the job does not say."""
+"""Bytes of a bucket if neither the job says how many, nor anybody has chosen."""
 SMALLEST_BUCKET = 1024
 """Bytes of a bucket, at least."""
 
@@ -145,11 +145,12 @@ class ParameterServer(CamelModel):
         default=1, ge=1, le=64, description="The number of shards. Each holds a part of the model."
     )
     bucket_bytes: int = Field(
-        default=BUCKET_BYTES,
+        default=0,
         ge=0,
         le=256 * 1024 * 1024,
         description="The size of a bucket in bytes, at least 1024. Tensors are sent in buckets of about this "
-        "size. With 0 it is chosen when the job begins: the first worker measures its network.",
+        "size. With 0 it is chosen when the job begins: the first worker measures its network. It is 4 MiB "
+        "then with strategy all-reduce, with consistency.deterministic, and with codec powersgd.",
     )
     send_ahead: bool = Field(
         default=True,
@@ -360,6 +361,13 @@ class TrainingJobSpec(CamelModel):
     run_policy: RunPolicy = Field(default_factory=RunPolicy)
 
     @property
+    def chooses_buckets(self) -> bool:
+        """Whether the size of buckets is chosen by measured times when the job begins."""
+        named = bool(self.parameter_server.bucket_bytes)
+        fixed = self.all_reduce or self.consistency.deterministic or self.compression.wants_whole_matrices
+        return not (named or fixed)
+
+    @property
     def all_reduce(self) -> bool:
         """Whether the workers add gradients up among themselves, and make the steps."""
         return self.strategy == "all-reduce"
@@ -437,11 +445,6 @@ class TrainingJobSpec(CamelModel):
                 "compression.codec auto cannot be combined with consistency.deterministic: true, because it "
                 "chooses by measured times; name a codec"
             )
-        if self.consistency.deterministic and not self.parameter_server.bucket_bytes:
-            raise ValueError(
-                "parameterServer.bucketBytes 0 cannot be combined with consistency.deterministic: true, "
-                "because the size is chosen by measured times; name a size, or leave it out"
-            )
         return self
 
 
@@ -453,8 +456,6 @@ def _needs_parameter_server(spec: TrainingJobSpec) -> tuple[str, str] | None:
             f"parameterServer.replicas {server.replicas}",
             "each worker has the whole model, and makes the step",
         )
-    if not server.bucket_bytes:
-        return "parameterServer.bucketBytes 0", "the network between the workers is another one"
     if server.durability == "standby":
         return (
             "parameterServer.durability standby",

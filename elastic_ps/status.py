@@ -206,7 +206,8 @@ class TrafficStatus(CamelModel):
     )
     codec: str = Field(default="", description="With the codec auto: what the workers have chosen.")
     bucket_bytes: int | None = Field(
-        default=None, description="With parameterServer.bucketBytes 0: the size of buckets that was chosen."
+        default=None,
+        description="If parameterServer.bucketBytes names none: the size of buckets that was chosen.",
     )
 
     @classmethod
@@ -346,7 +347,7 @@ class ServerStatus(CamelModel):
     )
     bucket_bytes: int = Field(
         default=0,
-        description="With parameterServer.bucketBytes 0: the size of buckets that was chosen. 0: none was.",
+        description="If parameterServer.bucketBytes names none: the size that was chosen. 0: none was.",
     )
     members: list[Member] = Field(
         default_factory=list,

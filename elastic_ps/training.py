@@ -532,13 +532,22 @@ class Compression(CamelModel):
     )
 
     @property
+    def wants_whole_matrices(self) -> bool:
+        """Whether a codec makes less of a matrix in small pieces than of the whole one."""
+        return any(codec == "powersgd" for codec, _ in self._of_gradients)
+
+    @property
+    def _of_gradients(self) -> list[tuple[str, Mapping[str, JsonValue]]]:
+        """Codecs and their options: the default, then those of the rules."""
+        return [(self.codec, self.options), *((rule.codec, rule.options) for rule in self.rules)]
+
+    @property
     def momentum(self) -> JsonValue:
         """The option of that name, of the first built-in codec of gradients that has it; 0 if none has.
 
         What a codec of the user's own means by it is not known here.
         """
-        chosen = [(self.codec, self.options), *((rule.codec, rule.options) for rule in self.rules)]
-        known = (options.get("momentum") for codec, options in chosen if ":" not in codec)
+        known = (options.get("momentum") for codec, options in self._of_gradients if ":" not in codec)
         return next((momentum for momentum in known if momentum), 0)
 
     @model_validator(mode="after")

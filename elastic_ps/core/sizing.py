@@ -31,6 +31,10 @@ WAITING = 2
 """Buckets that a worker pushes to a shard while another one waits for its answer; see `worker.sending`."""
 
 
+TURN = 10.0
+"""Seconds that a worker has for measuring, before another one may. With 256 kB/s it needs two."""
+
+
 class Link(NamedTuple):
     """What a worker's network to shard 0 is like.
 
@@ -57,3 +61,19 @@ def bucket_bytes(link: Link, *, sent: float = 1.0) -> tuple[int, str]:
     size = max(1, math.ceil(size / SMALLEST)) * SMALLEST
     why = f"{link.rate / 1e6:.1f} MB/s, {link.seconds * 1e3:.1f} ms for a call without a body"
     return size, f"{why}, {sent:.0%} of the bytes are sent"
+
+
+class Turn:
+    """Whose turn it is to measure: several at a time would find what a share of shard 0's link is like."""
+
+    def __init__(self) -> None:
+        self._worker: int | None = None
+        self._until = -math.inf
+
+    def is_anothers(self, worker: int, now: float) -> bool:
+        """Whether another worker is measuring. `now` is in seconds."""
+        return self._worker not in (None, worker) and now < self._until
+
+    def take(self, worker: int, now: float) -> None:
+        """The worker begins to measure."""
+        self._worker, self._until = worker, now + TURN

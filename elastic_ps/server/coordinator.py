@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum, auto
 from typing import Any
 
 from elastic_ps.codec.plan import Plan
@@ -20,7 +21,7 @@ from elastic_ps.core.metrics import keep
 from elastic_ps.core.partition import Layout, TensorSpec, difference
 from elastic_ps.core.reduced import Peer
 from elastic_ps.core.settings import Settings, read_settings
-from elastic_ps.core.sizing import Link
+from elastic_ps.core.sizing import Link, Turn
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
@@ -50,6 +51,13 @@ class Joined:
     settings: Settings
     tuning: Tuning
     codecs: Sequence[str]
+
+
+class NotYet(Enum):
+    """The answer to a worker that cannot become a member now: it asks again, when it has done this."""
+
+    WAIT = auto()
+    MEASURE = auto()
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,7 @@ class Coordinator:
     def __init__(self, job: Guarded, driver: Driver, safekeeping: Safekeeping, history: History) -> None:
         self.job = job
         self._driver, self._safekeeping, self._history = driver, safekeeping, history
+        self._turn = Turn()
 
     # --- members
 
@@ -112,8 +121,8 @@ class Coordinator:
         peer: Peer | None = None,
         measures: bool = False,
         link: Link | None = None,
-    ) -> Joined | None:
-        """Admit a worker; None while another one initialises the model, or if it `has_to_measure`: ask again.
+    ) -> Joined | NotYet:
+        """Admit a worker. It has to wait while another one measures its network, or initialises the model.
 
         Args:
             again: the process was a member before, and its model is not the one that it began with any more.
@@ -134,18 +143,21 @@ class Coordinator:
                 _require_same(state.model, tensors, optimizer)  # before it takes anybody's place
             _require_speakable(state, worker, peer)
             self.job.drop(worker, "lost")
+            has_to_measure = measures and link is None
             may_join = self.job.changed.wait_for(
-                lambda: self.job.closing or self._may_join(), timeout=WAIT.total_seconds()
+                lambda: self.job.closing or self._may_join(worker, has_to_measure=has_to_measure),
+                timeout=WAIT.total_seconds(),
             )
             if not may_join or self.job.closing:
-                return None
+                return NotYet.WAIT
             if again and not self.job.state.initialised:
                 raise Refused(
                     RefusalCode.INVALID,
                     "the parameter server has lost the model and has no checkpoint to continue from",
                 )
-            if measures and self.has_to_measure(link):
-                return None
+            if has_to_measure and self._size_is_open:
+                self._turn.take(worker, self.job.clock())
+                return NotYet.MEASURE
             self.job.configuring = configure = self.job.state.model is None
         if configure:
             self._driver.configure(tensors, optimizer, settings, link)
@@ -153,8 +165,8 @@ class Coordinator:
             if known := state.members.known(worker, instance, call):
                 return self._joined(known)
             self.job.drop(worker, "lost")
-            if not self._may_join():  # another one has begun to initialise the model since
-                return None
+            if not self._may_join(worker):  # another one has begun to initialise the model since
+                return NotYet.WAIT
             _require_same(state.model, tensors, optimizer)
             stay = state.members.join(
                 worker,
@@ -181,13 +193,14 @@ class Coordinator:
         self._driver.drive()
         return joined
 
-    def has_to_measure(self, link: Link | None) -> bool:
-        """Whether the next worker brings the model, and the size of buckets is chosen by its network."""
-        with self.job.lock:
-            chooses = not self.job.spec.parameter_server.bucket_bytes
-            return chooses and link is None and self.job.state.model is None
+    @property
+    def _size_is_open(self) -> bool:
+        """Whether the next worker brings the model, and the size of buckets follows from its network."""
+        return self.job.spec.chooses_buckets and self.job.state.model is None
 
-    def _may_join(self) -> bool:
+    def _may_join(self, worker: int, *, has_to_measure: bool = False) -> bool:
+        if has_to_measure and self._size_is_open and self._turn.is_anothers(worker, self.job.clock()):
+            return False
         return not self.job.configuring and self.job.state.may_join
 
     def _joined(self, stay: Stay) -> Joined:

@@ -193,7 +193,7 @@ class Driver:
         self, tensors: tuple[TensorSpec, ...], settings: Settings, link: Link | None
     ) -> tuple[Layout, int]:
         """The first layout, and the size of buckets that was chosen; 0 for none. Raises as `_partition`."""
-        if link is not None and not self._job.spec.parameter_server.bucket_bytes:
+        if link is not None and self._job.spec.chooses_buckets:
             size, why = bucket_bytes(link, sent=Plan(self._job.spec.compression).sent)
             try:
                 layout = self._partition(tensors, settings, size)

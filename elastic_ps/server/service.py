@@ -23,7 +23,7 @@ from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.sizing import Link
 from elastic_ps.errors import CheckpointError, InvalidJob, Malformed, RefusalCode, Refused
 from elastic_ps.server import permissions
-from elastic_ps.server.coordinator import Coordinator
+from elastic_ps.server.coordinator import Coordinator, NotYet
 from elastic_ps.server.copying import Part
 from elastic_ps.server.decoder import Decoder
 from elastic_ps.server.encoder import ValueEncoder
@@ -434,9 +434,8 @@ class Service:
             measures=request.measures,
             link=link,
         )
-        if joined is None:
-            measure = request.measures and self._members.has_to_measure(link)
-            yield _frame(pb.JoinReply(pending=True, measure=measure))
+        if isinstance(joined, NotYet):
+            yield _frame(pb.JoinReply(pending=True, measure=joined is NotYet.MEASURE))
             return
         self._join_header = max(self._join_header, len(incoming.header))
         self._model_known |= not joined.initialise

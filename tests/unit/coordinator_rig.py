@@ -11,7 +11,7 @@ from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.job import TrainingJobSpec
-from elastic_ps.server.coordinator import Coordinator, Joined
+from elastic_ps.server.coordinator import Coordinator, Joined, NotYet
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.orders import Advance, Configuration, Report
 from elastic_ps.server.state import Taken
@@ -62,7 +62,7 @@ def join(
     instance: str = "",
     call: int = 0,
     settings: Settings = SETTINGS,
-) -> Joined | None:
+) -> Joined | NotYet:
     return coordinator.join(
         worker,
         pid=worker,
@@ -86,7 +86,7 @@ def start(
 ) -> Stay:
     """A worker joins, and brings the model if there is none."""
     joined = join(coordinator, worker, instance=instance, call=call, settings=settings)
-    assert joined is not None
+    assert isinstance(joined, Joined)
     if joined.initialise:
         coordinator.initialised(worker, joined.stay.incarnation)
     return joined.stay

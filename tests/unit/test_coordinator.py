@@ -16,7 +16,7 @@ from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server import guarded
 from elastic_ps.server import lead as lead_module
-from elastic_ps.server.coordinator import Begun, Coordinator, Joined
+from elastic_ps.server.coordinator import Begun, Coordinator, Joined, NotYet
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.orders import Advance, Report
 from elastic_ps.server.state import Taken
@@ -39,7 +39,7 @@ def test_one_worker_initialises_the_model_also_when_two_come_at_once(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the second one's values overwrite the first one's when training has begun."""
-    joined: dict[int, Joined | None] = {}
+    joined: dict[int, Joined | NotYet] = {}
     configured, second_has_joined = threading.Event(), threading.Event()
     configure = Driver.configure
 
@@ -55,8 +55,9 @@ def test_one_worker_initialises_the_model_also_when_two_come_at_once(
     joined[1] = join(coordinator, 1)
     second_has_joined.set()
     first.join(20)
-    assert sorted(answer is not None and answer.initialise for answer in joined.values()) == [False, True]
-    assert joined[0] is None, "to ask again"
+    assert joined[0] is NotYet.WAIT
+    assert isinstance(joined[1], Joined)
+    assert joined[1].initialise
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ def test_a_process_that_was_replaced_does_not_expel_the_one_in_its_place(coordin
 def test_a_join_whose_answer_was_lost_is_answered_again(coordinator: Coordinator) -> None:
     stay = start(coordinator, instance="a", call=1)
     again = join(coordinator, 0, instance="a", call=1)
-    assert again is not None
+    assert isinstance(again, Joined)
     assert again.stay.incarnation == stay.incarnation
 
 
@@ -280,12 +281,12 @@ def assert_(true: bool) -> None:
 def test_the_model_stays_when_the_worker_that_brought_it_vanishes(coordinator: Coordinator) -> None:
     """It may be on disk already; another one that brings other values would train on from those."""
     first = join(coordinator, 0, instance="a", call=1)
-    assert first is not None
+    assert isinstance(first, Joined)
     assert first.initialise
     coordinator.initialised(0, first.stay.incarnation)
     coordinator.gone(0, "a")
     second = join(coordinator, 1, instance="b", call=1)
-    assert second is not None
+    assert isinstance(second, Joined)
     assert not second.initialise
 
 
@@ -369,7 +370,7 @@ def test_a_join_whose_model_has_gone_meanwhile_is_asked_for_again(
     assert refused.value.code is RefusalCode.NOT_READY
     monkeypatch.undo()
     joined = join(coordinator, 0)
-    assert joined is not None
+    assert isinstance(joined, Joined)
     assert (joined.initialise, joined.term) == (True, 2)
 
 
@@ -377,7 +378,7 @@ def test_the_model_that_was_brought_to_a_term_that_is_over_is_not_the_jobs(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined = join(coordinator, 0)
-    assert joined is not None
+    assert isinstance(joined, Joined)
     drive = Driver.drive
 
     def lose(driver: Driver) -> None:
@@ -418,11 +419,11 @@ def test_a_worker_that_has_trained_waits_for_who_brings_the_model_anew(
     """It would not be let in to bring its own, but it can go on with the other one's."""
     monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
     first = join(coordinator, 0)
-    assert first is not None
-    assert join(coordinator, 1, again=True) is None
+    assert isinstance(first, Joined)
+    assert join(coordinator, 1, again=True) is NotYet.WAIT
     coordinator.initialised(0, first.stay.incarnation)
     second = join(coordinator, 1, again=True)
-    assert second is not None
+    assert isinstance(second, Joined)
     assert not second.initialise
 
 

@@ -16,6 +16,7 @@ from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server import driver as driver_module
 from elastic_ps.server import guarded
+from elastic_ps.server.coordinator import Joined
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import Keeper
@@ -163,7 +164,7 @@ def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_
     assert job.lead.status().problem == ""
     assert [shard.loaded[-1] for shard in job.shards] == [0, 0]
     joined = join(coordinator, 1)
-    assert joined is not None
+    assert isinstance(joined, Joined)
     assert not joined.initialise
 
 

@@ -22,7 +22,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server import coordinator as coordinator_module
-from elastic_ps.server.coordinator import TICK, Joined
+from elastic_ps.server.coordinator import TICK, Joined, NotYet
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
@@ -138,11 +138,11 @@ def test_a_model_that_has_gone_meanwhile_is_not_missed() -> None:
     with leading([Notes(), new], parameterServer={"replicas": 2}) as running:
         new.refuse = lose
         joined = join(running.coordinator, 0, instance="first", call=1)
-        assert joined is not None
+        assert isinstance(joined, Joined)
         assert joined.initialise
         assert ordered.wait(10)
         joined = join(running.coordinator, 0, instance="second", call=1)
-        assert joined is not None
+        assert isinstance(joined, Joined)
         assert joined.initialise
 
 
@@ -152,12 +152,12 @@ def test_a_model_that_goes_before_the_job_can_go_back_is_not_missed() -> None:
     with leading([Notes(), new], parameterServer={"replicas": 2}) as running:
         job = running.coordinator.job
         joined = join(running.coordinator, 0, instance="first", call=1)
-        assert joined is not None
+        assert isinstance(joined, Joined)
         with job.changed:
             job.spoiled = True
             job.drop(0, "lost")
         joined = join(running.coordinator, 0, instance="second", call=1)
-        assert joined is not None
+        assert isinstance(joined, Joined)
         assert joined.initialise
 
 
@@ -182,7 +182,7 @@ def test_without_a_checkpoint_a_lost_model_is_brought_anew_by_a_worker_that_has_
             coordinator.heartbeat(0, stay.incarnation)
         assert refused.value.code is RefusalCode.STALE_INCARNATION
         joined = join(coordinator, 0, instance="another", call=1)
-        assert joined is not None
+        assert isinstance(joined, Joined)
         assert (joined.initialise, joined.term) == (True, 2)
 
 
@@ -339,7 +339,7 @@ def test_without_a_checkpoint_a_lost_model_is_begun_anew_in_another_term() -> No
         assert not lead.status().ready
         shards[1].refuse = lambda _: None
         joined = join(coordinator, 1)
-        assert joined is not None
+        assert isinstance(joined, Joined)
         assert joined.initialise
         assert joined.term == 2
         assert joined.stay.incarnation >> 32 == 2
@@ -378,7 +378,7 @@ def test_rows_whose_norm_is_limited_must_not_be_divided() -> None:
     with leading([Notes()], parameterServer={"bucketBytes": 2048}) as lead:
         coordinator = lead.coordinator
 
-        def joining(settings: Settings) -> Joined | None:
+        def joining(settings: Settings) -> Joined | NotYet:
             return coordinator.join(
                 0, pid=1, host="here", tensors=tensors, optimizer="SGD", settings=settings
             )
@@ -387,7 +387,7 @@ def test_rows_whose_norm_is_limited_must_not_be_divided() -> None:
             joining(Settings(({"lr": 0.1, "max_norm": 1.0},)))
         assert refused.value.code is RefusalCode.INVALID
         joined = joining(Settings(({"lr": 0.1},)))
-        assert joined is not None
+        assert isinstance(joined, Joined)
         assert joined.initialise
 
 
@@ -423,7 +423,7 @@ def test_a_version_that_cannot_be_kept_is_tried_again(
     with leading([shard], keeper=keeper, clock=clock) as lead:
         coordinator = lead.coordinator
         joined = join(coordinator, 0)
-        assert joined is not None
+        assert isinstance(joined, Joined)
         with pytest.raises(Refused, match=r"version 0 is not on disk yet\. No space left") as refused:
             coordinator.initialised(0, joined.stay.incarnation)
         assert refused.value.code is RefusalCode.NOT_READY
@@ -455,7 +455,7 @@ def test_the_worker_that_has_brought_the_model_waits_while_another_thread_writes
     shard.refuse = slowly
     with leading([shard], keeper=keeper_of(store, shards=1)) as lead, ThreadPoolExecutor(2) as pool:
         joined = join(lead.coordinator, 0)
-        assert joined is not None
+        assert isinstance(joined, Joined)
         first = pool.submit(lead.coordinator.initialised, 0, joined.stay.incarnation)
         assert writing.wait(LIMIT)
         second = pool.submit(lead.coordinator.initialised, 0, joined.stay.incarnation)

@@ -142,7 +142,7 @@ def test_without_standbys_everything_is_as_it_was() -> None:
     simulation.settle()
     assert json.loads(simulation.services["digits-servers"] or "")["parameterServer"] == {
         "replicas": 1,
-        "bucketBytes": 4 * 1024 * 1024,
+        "bucketBytes": 0,
         "checkpoint": {"volumeClaim": {"storage": "1Gi", "storageClassName": None}},
     }
     simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,10 +18,11 @@ from hypothesis import strategies as st
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
-from elastic_ps.core.sizing import BUCKET_SECONDS, LARGEST, SHARE, SMALLEST, Link, bucket_bytes
+from elastic_ps.core.sizing import BUCKET_SECONDS, LARGEST, SHARE, SMALLEST, TURN, Link, bucket_bytes
 from elastic_ps.errors import Malformed
 from elastic_ps.job import TrainingJobSpec
-from elastic_ps.server.coordinator import Joined
+from elastic_ps.server import coordinator
+from elastic_ps.server.coordinator import WAIT, Joined, NotYet
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.service import PROBE
 from elastic_ps.training import Compression
@@ -144,32 +147,54 @@ SLOW = Link(12.5e6, 0.0)
 
 @contextmanager
 def choosing(**server: Any) -> Iterator[Lead]:
-    with leading([Notes()], parameterServer={"bucketBytes": 0, **server}) as lead:
+    with leading([Notes()], parameterServer=server) as lead:
         yield lead
 
 
-def joining(lead: Lead, worker: int = 0, *, settings: Settings = LR, **said: Any) -> Joined | None:
+def joining(lead: Lead, worker: int = 0, *, settings: Settings = LR, **said: Any) -> Joined | NotYet:
     join = lead.coordinator.join
     return join(worker, pid=1, host="here", tensors=TENSORS, optimizer="SGD", settings=settings, **said)
 
 
-def sizes(joined: Joined | None) -> set[int]:
-    assert joined is not None
+def sizes(joined: Joined | NotYet) -> set[int]:
+    assert isinstance(joined, Joined)
     return {bucket.nbytes for bucket in joined.layout.buckets}
 
 
 def test_the_first_worker_measures_and_the_others_are_not_asked() -> None:
     with choosing() as lead:
-        assert lead.coordinator.has_to_measure(None)
-        assert joining(lead, measures=True) is None
+        assert joining(lead, measures=True) is NotYet.MEASURE
         assert lead.status().bucket_bytes == 0
         first = joining(lead, measures=True, link=SLOW)
         assert sizes(first) == {64 * KIB}
         assert lead.status().bucket_bytes == 64 * KIB
-        assert not lead.coordinator.has_to_measure(None)
-        assert first is not None
+        assert isinstance(first, Joined)
         lead.coordinator.initialised(0, first.stay.incarnation)
         assert sizes(joining(lead, 1, measures=True)) == {64 * KIB}
+
+
+def test_one_worker_measures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each finds what its share of shard 0's link is like."""
+    monkeypatch.setattr(coordinator, "WAIT", timedelta(milliseconds=50))
+    now = 100.0
+    with leading([Notes()], clock=lambda: now) as lead:
+        assert joining(lead, 0, measures=True) is NotYet.MEASURE
+        assert joining(lead, 1, measures=True) is NotYet.WAIT
+        assert joining(lead, 0, measures=True) is NotYet.MEASURE, "its answer was lost, or its process"
+        now += TURN
+        assert joining(lead, 1, measures=True) is NotYet.MEASURE, "nobody has heard from the other one"
+        assert joining(lead, 0, measures=True) is NotYet.WAIT
+        assert sizes(joining(lead, 0, measures=True, link=SLOW)) == {64 * KIB}, "it has measured, though late"
+
+
+def test_a_worker_that_waits_for_another_ones_measurement_gets_the_model_at_once() -> None:
+    with leading([Notes()]) as lead, ThreadPoolExecutor() as pool:
+        assert joining(lead, 0, measures=True) is NotYet.MEASURE
+        other = pool.submit(joining, lead, 1, measures=True)
+        first = joining(lead, 0, measures=True, link=SLOW)
+        assert isinstance(first, Joined)
+        lead.coordinator.initialised(0, first.stay.incarnation)
+        assert sizes(other.result(WAIT.total_seconds() / 2)) == {64 * KIB}
 
 
 def test_a_worker_that_cannot_measure_gets_buckets_of_the_usual_size() -> None:
@@ -202,7 +227,7 @@ def test_rows_whose_norm_is_limited_are_not_divided_by_a_size_that_is_chosen() -
 
 
 def test_what_is_no_network_and_a_body_that_is_too_large_are_refused() -> None:
-    with serving(environment(parameterServer={"bucketBytes": 0})) as (listener, _):
+    with serving(environment()) as (listener, _):
         worker = Worker(listener)
         probe = pb.ProbeRequest(caller=worker.caller())
         worker.ask(probe)
@@ -215,21 +240,36 @@ def test_what_is_no_network_and_a_body_that_is_too_large_are_refused() -> None:
                 worker.ask(pb.JoinRequest(caller=worker.caller(), link=link))
 
 
+def spec_of(**said: Any) -> TrainingJobSpec:
+    return TrainingJobSpec.model_validate({"entrypoint": "train:main", **said})
+
+
+@pytest.mark.parametrize(
+    ("said", "chooses"),
+    [
+        ({}, True),
+        ({"parameterServer": {"bucketBytes": 0}}, True),
+        ({"parameterServer": {"bucketBytes": 4 * 1024 * KIB}}, False),
+        ({"consistency": {"deterministic": True}}, False),
+        ({"strategy": "all-reduce"}, False),
+        ({"compression": {"codec": "topk"}}, True),
+        ({"compression": {"codec": "powersgd"}}, False),
+        ({"compression": {"rules": [{"match": "*.weight", "codec": "powersgd"}]}}, False),
+    ],
+)
+def test_the_size_is_chosen_unless_one_is_given_or_it_would_do_harm(
+    said: dict[str, Any], chooses: bool
+) -> None:
+    assert spec_of(**said).chooses_buckets == chooses
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
         ({"parameterServer": {"bucketBytes": 512}}, "bucketBytes is 512; expected at least 1024, or 0"),
         ({"parameterServer": {"bucketBytes": -1}}, "greater than or equal to 0"),
-        (
-            {"parameterServer": {"bucketBytes": 0}, "consistency": {"deterministic": True}},
-            "bucketBytes 0 cannot be combined with consistency.deterministic",
-        ),
-        (
-            {"parameterServer": {"bucketBytes": 0}, "strategy": "all-reduce"},
-            "bucketBytes 0",
-        ),
     ],
 )
 def test_what_means_nothing_is_refused(spec: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        TrainingJobSpec.model_validate({"entrypoint": "train:main", **spec})
+        spec_of(**spec)
