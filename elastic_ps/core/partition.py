@@ -21,6 +21,9 @@ SMALLEST_BUCKET_BYTES = 256 * 1024
 BUCKETS_WANTED = 8
 """A model is cut into at least about this many buckets, as far as `SMALLEST_BUCKET_BYTES` allows."""
 
+OVERLAPPING_BYTES = 4 * 1024 * 1024
+"""Bytes of a bucket, at most, for that. Whoever wants larger ones wants few of them."""
+
 ITEM_SIZE = {
     "float16": 2,
     "bfloat16": 2,
@@ -148,7 +151,8 @@ def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int, 
     """Cut `tensors`, given in order of registration, into buckets for `shards` shards.
 
     Buckets hold whole tensors of up to about `bucket_bytes` bytes (fewer in a small model, so that there is
-    something to overlap, and something for each shard and each of `parts` fragments). A tensor that is larger
+    something to overlap, unless larger ones than `OVERLAPPING_BYTES` are wanted, and something for each shard
+    and each of `parts` fragments). A tensor that is larger
     is cut, between rows if a row is not larger than `bucket_bytes`. Each bucket goes to the shard that has
     the fewest bytes so far, so shards differ by less than a bucket. Frozen tensors have buckets of their own,
     which cost nothing while they are frozen. Deterministic.
@@ -162,7 +166,8 @@ def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int, 
         # For each rule by itself: a few trained parameters do not cut a large frozen model into crumbs.
         total = sum(t.elements * ITEM_SIZE[t.dtype] for _, t in numbered)
         wanted = max(SMALLEST_BUCKET_BYTES, math.ceil(total / BUCKETS_WANTED))
-        target = min(bucket_bytes, wanted, math.ceil(total / max(shards, parts)))
+        most = min(bucket_bytes, wanted) if bucket_bytes <= OVERLAPPING_BYTES else bucket_bytes
+        target = min(most, math.ceil(total / max(shards, parts)))
         for dtype, pieces in _fill(reversed(numbered), target, bucket_bytes):
             nbytes = sum(piece.length for piece in pieces) * ITEM_SIZE[dtype]
             shard = min(range(shards), key=lambda s: (load[s], s))

@@ -8,6 +8,9 @@ server time for a push and a pull of each worker, however small it is.
 So a bucket is as small as it can be while that time is a small share of the time that its bytes take in the
 network, as few as the codecs leave of them. It does not depend on the model, nor on how many workers share a
 link: both times grow alike.
+
+Within a host whose every core is taken by a worker, a step is not ready any sooner with small buckets, since
+nothing can go on beside backward. There they are large.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from typing import NamedTuple
 
 LARGEST = 4 * 1024 * 1024
 """Bytes of a bucket that is chosen, at most: in a network that is so fast larger ones save nothing."""
+
+CROWDED = 64 * 1024 * 1024
+"""Bytes of a bucket in shared memory where nothing can be done beside backward; see `benchmarks.datapath`."""
 
 SMALLEST = 64 * 1024
 """Bytes of a bucket that is chosen, at least. Its size is a multiple of this."""
@@ -47,13 +53,16 @@ class Link(NamedTuple):
     seconds: float
 
 
-def bucket_bytes(link: Link, *, sent: float = 1.0) -> tuple[int, str]:
+def bucket_bytes(link: Link, *, sent: float = 1.0, crowded: bool = False) -> tuple[int, str]:
     """The size of buckets, in bytes of the model, and why.
 
     Args:
         link: as the first worker has measured it.
         sent: the share of a bucket's bytes that is sent, above 0.
+        crowded: the workers are on this host, and take every core.
     """
+    if crowded and link == NEAR:
+        return CROWDED, "the workers take every core of this host, so nothing goes on beside backward"
     rate = link.rate / sent
     least = rate * BUCKET_SECONDS / SHARE
     filling = rate * link.seconds / WAITING  # else the network is idle until an answer comes
@@ -61,6 +70,10 @@ def bucket_bytes(link: Link, *, sent: float = 1.0) -> tuple[int, str]:
     size = max(1, math.ceil(size / SMALLEST)) * SMALLEST
     why = f"{link.rate / 1e6:.1f} MB/s, {link.seconds * 1e3:.1f} ms for a call without a body"
     return size, f"{why}, {sent:.0%} of the bytes are sent"
+
+
+NEAR = Link(1e12, 0.0)
+"""In place of a measurement where bodies lie in shared memory."""
 
 
 class Turn:

@@ -447,7 +447,14 @@ class Launcher:
             instance=uuid.uuid4().hex,
             tls=self._issuer.of(action.role, action.index) if self._issuer is not None else None,
             tuning=self._tuning if (action.role, action.index) == ("ps", 0) else None,
+            crowded=self._crowded,
         )
+
+    @property
+    def _crowded(self) -> bool:
+        """Whether all of the job is on this host, and its workers, as many as at first, take every core."""
+        worker, cores = self.job.spec.worker, os.sched_getaffinity(0)
+        return self.options.slots is None and worker.replicas * worker.processes >= len(cores)
 
     def _reached_at(self, addresses: Sequence[str], *, by: Role | None = None) -> tuple[str, ...]:
         """The addresses, with the scheme of the transport that is to be used.

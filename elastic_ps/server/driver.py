@@ -66,6 +66,7 @@ class Driver:
         standbys: of each shard, in order; empty without `durability: standby`.
         keeper: decides when checkpoints are written, and finishes them; None for no checkpoints.
         history: where commits are recorded.
+        crowded: see `core.sizing.bucket_bytes`.
 
     Attributes:
         standings: how far each shard's standby is, as far as the shards have said.
@@ -79,8 +80,9 @@ class Driver:
         standbys: Sequence[RemoteShard] = (),
         keeper: Keeper | None,
         history: History,
+        crowded: bool = False,
     ) -> None:
-        self._job = job
+        self._job, self._crowded = job, crowded
         self._shards, self._standbys = shards, standbys
         self.standings = [Standing.NONE for _ in standbys]
         self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
@@ -194,7 +196,7 @@ class Driver:
     ) -> tuple[Layout, int]:
         """The first layout, and the size of buckets that was chosen; 0 for none. Raises as `_partition`."""
         if link is not None and self._job.spec.chooses_buckets:
-            size, why = bucket_bytes(link, sent=Plan(self._job.spec.compression).sent)
+            size, why = bucket_bytes(link, sent=Plan(self._job.spec.compression).sent, crowded=self._crowded)
             try:
                 layout = self._partition(tensors, settings, size)
             except InvalidModel as problem:

@@ -42,6 +42,7 @@ class Lead:
         history: where commits, joins and skipped records are recorded.
         tuning: what of the spec may change, as it is now; None for what the spec says.
         wishes: what a person wants of the running job; None if nobody can change it.
+        crowded: see `core.sizing.bucket_bytes`.
 
     Attributes:
         coordinator: answers the workers.
@@ -62,10 +63,13 @@ class Lead:
         clock: Callable[[], float] | None = None,
         tuning: Tuning | None = None,
         wishes: Wishes | None = None,
+        crowded: bool = False,
     ) -> None:
         self._name, self._shards, self._keeper, self._desk = name, len(shards), keeper, desk
         self._job = Guarded(spec, term, clock=clock, tuning=tuning)
-        self._driver = Driver(self._job, shards, standbys=standbys, keeper=keeper, history=history)
+        self._driver = Driver(
+            self._job, shards, standbys=standbys, keeper=keeper, history=history, crowded=crowded
+        )
         self._safekeeping = Safekeeping(self._job, self._driver, keeper)
         self._changes = Changes(self._job, self._driver, self._safekeeping, keeper, wishes)
         self.coordinator = Coordinator(self._job, self._driver, self._safekeeping, history)

@@ -176,6 +176,7 @@ class ParameterServer:
             history=self._history,
             tuning=tuning,
             wishes=wishes,
+            crowded=environment.crowded,
         )
         lead.start(found, self._patience)
         self.lead = lead

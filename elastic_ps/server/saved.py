@@ -21,7 +21,7 @@ from elastic_ps.codec.several import Kind
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
-from elastic_ps.core.sizing import LARGEST, SMALLEST
+from elastic_ps.core.sizing import CROWDED, SMALLEST
 from elastic_ps.errors import CheckpointCorrupt, UserError
 from elastic_ps.job import BUCKET_BYTES, Data, TrainingJobSpec
 from elastic_ps.server import kept
@@ -84,7 +84,7 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
             raise ValueError(f"the numbers of a member are impossible: {stay}")
     if not 0 <= saved.assigned <= manifest.version:
         raise ValueError(f"values cannot have been assigned in version {saved.assigned}")
-    if saved.bucket_bytes % SMALLEST or not 0 <= saved.bucket_bytes <= LARGEST:
+    if saved.bucket_bytes % SMALLEST or not 0 <= saved.bucket_bytes <= CROWDED:
         raise ValueError(f"buckets of {saved.bucket_bytes} bytes are never chosen")
     size = spec.parameter_server.bucket_bytes or saved.bucket_bytes or BUCKET_BYTES
     layout = partition(manifest.specs, bucket_bytes=size, shards=1)  # mutant: equal

@@ -26,6 +26,7 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import TensorSpec
 from elastic_ps.core.reduced import Place
 from elastic_ps.core.settings import Settings
+from elastic_ps.core.sizing import NEAR
 from elastic_ps.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -45,7 +46,7 @@ from elastic_ps.transport.convert import (
 from elastic_ps.tuning import read_tuning
 from elastic_ps.worker.dialogue import Answers, Ending, Granted, Membership, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Payload
-from elastic_ps.worker.probe import NEAR, measure
+from elastic_ps.worker.probe import measure
 from elastic_ps.worker.traffic import Traffic
 
 logger = logging.getLogger(__name__)

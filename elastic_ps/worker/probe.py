@@ -22,9 +22,6 @@ EMPTY_CALLS = 3
 SHORT = 1e-6
 """Seconds that a body takes at least, whatever the clock says."""
 
-NEAR = Link(1e12, 0.0)
-"""In place of a measurement where bodies lie in shared memory."""
-
 
 def measure(call: Callable[[int], float]) -> Link:
     """The network as it is now.

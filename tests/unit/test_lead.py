@@ -39,10 +39,12 @@ def leading(
     *,
     keeper: Keeper | None = None,
     clock: Callable[[], float] | None = None,
+    crowded: bool = False,
     **fields: Any,
 ) -> Iterator[Lead]:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
-    lead = Lead("job", spec, 1, shards, keeper=keeper, history=History(None, ""), clock=clock)
+    history = History(None, "")
+    lead = Lead("job", spec, 1, shards, keeper=keeper, history=history, clock=clock, crowded=crowded)
     lead.start(None)
     try:
         yield lead

@@ -30,7 +30,7 @@ def models(draw: st.DrawFn) -> list[TensorSpec]:
     ]
 
 
-cuts = st.tuples(st.sampled_from([1000, 4096, 70_000, 4 * MIB]), st.integers(1, 5))
+cuts = st.tuples(st.sampled_from([1000, 4096, 70_000, 4 * MIB, 64 * MIB]), st.integers(1, 5))
 
 
 def ranges(layout: Layout) -> dict[int, list[tuple[int, int]]]:
@@ -149,6 +149,17 @@ def test_a_small_model_gives_each_shard_something() -> None:
 def test_more_shards_than_elements_make_no_empty_buckets() -> None:
     layout = partition([spec("weight", 1), spec("bias", 1)], bucket_bytes=4 * MIB, shards=5)
     assert [b.elements for b in layout.buckets] == [1, 1]
+
+
+def test_whoever_wants_larger_buckets_than_usual_gets_few() -> None:
+    model = [spec(str(i), MIB) for i in range(10)]
+    assert {
+        size: len(partition(model, bucket_bytes=size * MIB, shards=1).buckets) for size in (4, 16, 64)
+    } == {
+        4: 10,
+        16: 3,
+        64: 1,
+    }
 
 
 @pytest.mark.parametrize("rule", [Rule.CONSTANT, Rule.MEAN])

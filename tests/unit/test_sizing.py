@@ -18,7 +18,17 @@ from hypothesis import strategies as st
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
-from elastic_ps.core.sizing import BUCKET_SECONDS, LARGEST, SHARE, SMALLEST, TURN, Link, bucket_bytes
+from elastic_ps.core.sizing import (
+    BUCKET_SECONDS,
+    CROWDED,
+    LARGEST,
+    NEAR,
+    SHARE,
+    SMALLEST,
+    TURN,
+    Link,
+    bucket_bytes,
+)
 from elastic_ps.errors import Malformed
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server import coordinator
@@ -171,6 +181,30 @@ def test_the_first_worker_measures_and_the_others_are_not_asked() -> None:
         assert isinstance(first, Joined)
         lead.coordinator.initialised(0, first.stay.incarnation)
         assert sizes(joining(lead, 1, measures=True)) == {64 * KIB}
+
+
+def test_buckets_are_large_where_nothing_goes_on_beside_backward() -> None:
+    """Not if bodies go through a network, where they travel without a core."""
+    found = {
+        (link, crowded): bucket_bytes(link, crowded=crowded)[0]
+        for link in (NEAR, SLOW)
+        for crowded in (False, True)
+    }
+    assert found == {
+        (NEAR, False): LARGEST,
+        (NEAR, True): CROWDED,
+        (SLOW, False): 64 * KIB,
+        (SLOW, True): 64 * KIB,
+    }
+
+
+def test_a_job_on_a_crowded_host_gets_few_buckets() -> None:
+    wide = (TensorSpec("w", (6 * 1024, 1024), "float32", Rule.GRADIENT, 0),)
+    join: dict[str, Any] = {"pid": 1, "host": "here", "tensors": wide, "optimizer": "SGD", "settings": LR}
+    with leading([Notes()], crowded=True) as lead:
+        joined = lead.coordinator.join(0, **join, measures=True, link=NEAR)
+        assert sizes(joined) == {24 * 1024 * KIB}
+        assert lead.status().bucket_bytes == CROWDED
 
 
 def test_one_worker_measures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
