@@ -286,6 +286,8 @@ def main() -> None:
                     results.append(measure_ddp(hosts, parsed.case, workers, hook))
                 else:
                     results.append(measure_ours(hosts, parsed.case, servers, workers, **rows[name]))
+                # At once: a later row may fail, after many minutes.
+                print(f"{name}: {results[-1].step * 1e3:.0f} ms", file=sys.stderr, flush=True)
     finally:
         hosts.close()
     shared = 1 if parsed.workers == 1 or parsed.apart else 4
