@@ -149,9 +149,9 @@ class ParameterServer(CamelModel):
         ge=0,
         le=256 * 1024 * 1024,
         description="The size of a bucket in bytes, at least 1024. Tensors are sent in buckets of about this "
-        "size, or of less if a model would have fewer than eight of 4 MiB. With 0 the size is chosen when "
-        "the job begins: the first worker measures its network. It is 4 MiB then with strategy all-reduce, "
-        "with consistency.deterministic, and with codec powersgd.",
+        "size. Up to 4 MiB, they are smaller in a model that has less than eight of them. With 0 the size is "
+        "chosen when the job begins: the first worker measures its network. It is 4 MiB then with strategy "
+        "all-reduce, with consistency.deterministic, and with codec powersgd.",
     )
     send_ahead: bool = Field(
         default=True,

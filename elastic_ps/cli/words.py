@@ -156,7 +156,7 @@ def traffic(counts: Traffic, bucket_bytes: int = 0) -> str:
     if said and counts.codec:
         said.append(f"sent as {counts.codec}")
     if said and bucket_bytes:
-        said.append(f"in buckets of {bucket_bytes // 1024} KiB")
+        said.append(f"in buckets of up to {bucket_bytes // 1024} KiB")
     seconds = counts.encode_seconds + counts.decode_seconds
     return ", ".join([*said, f"{seconds:.1f} s to encode and decode"] if seconds else said)
 

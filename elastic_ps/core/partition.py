@@ -22,7 +22,7 @@ BUCKETS_WANTED = 8
 """A model is cut into at least about this many buckets, as far as `SMALLEST_BUCKET_BYTES` allows."""
 
 OVERLAPPING_BYTES = 4 * 1024 * 1024
-"""Bytes of a bucket, at most, for that. Whoever wants larger ones wants few of them."""
+"""Whoever wants buckets of more bytes wants few of them, so `BUCKETS_WANTED` does not count."""
 
 ITEM_SIZE = {
     "float16": 2,
@@ -150,12 +150,11 @@ class Layout:
 def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int, parts: int = 1) -> Layout:
     """Cut `tensors`, given in order of registration, into buckets for `shards` shards.
 
-    Buckets hold whole tensors of up to about `bucket_bytes` bytes (fewer in a small model, so that there is
-    something to overlap, unless larger ones than `OVERLAPPING_BYTES` are wanted, and something for each shard
-    and each of `parts` fragments). A tensor that is larger
-    is cut, between rows if a row is not larger than `bucket_bytes`. Each bucket goes to the shard that has
-    the fewest bytes so far, so shards differ by less than a bucket. Frozen tensors have buckets of their own,
-    which cost nothing while they are frozen. Deterministic.
+    Buckets hold whole tensors of up to about `bucket_bytes` bytes. In a small model they are smaller, so that
+    there is something for each shard and each of `parts` fragments, and something to overlap. A tensor that
+    is larger is cut, between rows if a row is not larger than `bucket_bytes`. Each bucket goes to the shard
+    that has the fewest bytes so far, so shards differ by less than a bucket. Frozen tensors have buckets of
+    their own, which cost nothing while they are frozen. Deterministic.
     """
     load = [0] * shards
     buckets: list[Bucket] = []

@@ -36,7 +36,6 @@ SHARE = 0.08
 WAITING = 2
 """Buckets that a worker pushes to a shard while another one waits for its answer; see `worker.sending`."""
 
-
 TURN = 10.0
 """Seconds that a worker has for measuring, before another one may. With 256 kB/s it needs two."""
 
@@ -51,6 +50,10 @@ class Link(NamedTuple):
 
     rate: float
     seconds: float
+
+
+NEAR = Link(1e12, 0.0)
+"""In place of a measurement where bodies lie in shared memory."""
 
 
 def bucket_bytes(link: Link, *, sent: float = 1.0, crowded: bool = False) -> tuple[int, str]:
@@ -72,10 +75,6 @@ def bucket_bytes(link: Link, *, sent: float = 1.0, crowded: bool = False) -> tup
     return size, f"{why}, {sent:.0%} of the bytes are sent"
 
 
-NEAR = Link(1e12, 0.0)
-"""In place of a measurement where bodies lie in shared memory."""
-
-
 class Turn:
     """Whose turn it is to measure: several at a time would find what a share of shard 0's link is like."""
 
@@ -90,3 +89,8 @@ class Turn:
     def take(self, worker: int, now: float) -> None:
         """The worker begins to measure."""
         self._worker, self._until = worker, now + TURN
+
+    def end(self, worker: int) -> None:
+        """The worker has measured."""
+        if self._worker == worker:
+            self._worker = None

@@ -77,6 +77,9 @@ class Launcher:
         self._stamp = self.directory.job_stamp()
         self._schedule = self.options.schedule
         self._most_workers = max([job.spec.worker.replicas, *(at.workers for at in self._schedule)])
+        # As it is at first: a parameter server that is started again cuts the model into the same buckets.
+        computing = job.spec.worker.replicas * job.spec.worker.processes
+        self._crowded = self.options.slots is None and computing >= len(os.sched_getaffinity(0))
         self._observed = Observed(started=time.monotonic())
         self._children: dict[int, Started] = {}
         self._start_times: dict[int, int | None] = {}
@@ -449,12 +452,6 @@ class Launcher:
             tuning=self._tuning if (action.role, action.index) == ("ps", 0) else None,
             crowded=self._crowded,
         )
-
-    @property
-    def _crowded(self) -> bool:
-        """Whether all of the job is on this host, and its workers, as many as at first, take every core."""
-        worker, cores = self.job.spec.worker, os.sched_getaffinity(0)
-        return self.options.slots is None and worker.replicas * worker.processes >= len(cores)
 
     def _reached_at(self, addresses: Sequence[str], *, by: Role | None = None) -> tuple[str, ...]:
         """The addresses, with the scheme of the transport that is to be used.

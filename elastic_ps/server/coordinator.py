@@ -158,6 +158,7 @@ class Coordinator:
             if has_to_measure and self._size_is_open:
                 self._turn.take(worker, self.job.clock())
                 return NotYet.MEASURE
+            self._turn.end(worker)
             self.job.configuring = configure = self.job.state.model is None
         if configure:
             self._driver.configure(tensors, optimizer, settings, link)

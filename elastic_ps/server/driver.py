@@ -26,7 +26,7 @@ from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fragments import fragments
 from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
 from elastic_ps.core.settings import MAX_NORM, Settings
-from elastic_ps.core.sizing import Link, bucket_bytes
+from elastic_ps.core.sizing import LARGEST, Link, bucket_bytes
 from elastic_ps.errors import (
     CheckpointError,
     Fenced,
@@ -40,7 +40,7 @@ from elastic_ps.errors import (
 from elastic_ps.job import BUCKET_BYTES
 from elastic_ps.server import kept
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.keeper import PATIENCE, Keeper, tuning_of
+from elastic_ps.server.keeper import PATIENCE, Keeper, of_same_run, tuning_of
 from elastic_ps.server.orders import Advance, Application, Configuration, Report, ShardControl, Standing
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
@@ -82,7 +82,7 @@ class Driver:
         history: History,
         crowded: bool = False,
     ) -> None:
-        self._job, self._crowded = job, crowded
+        self._job, self._crowded = job, crowded and len(shards) == 1
         self._shards, self._standbys = shards, standbys
         self.standings = [Standing.NONE for _ in standbys]
         self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
@@ -192,21 +192,39 @@ class Driver:
                 job.told()
 
     def _laid_out(
-        self, tensors: tuple[TensorSpec, ...], settings: Settings, link: Link | None
+        self, tensors: Sequence[TensorSpec], settings: Settings, link: Link | None
     ) -> tuple[Layout, int]:
         """The first layout, and the size of buckets that was chosen; 0 for none. Raises as `_partition`."""
-        if link is not None and self._job.spec.chooses_buckets:
-            size, why = bucket_bytes(link, sent=Plan(self._job.spec.compression).sent, crowded=self._crowded)
+        if link is None or not self._job.spec.chooses_buckets:
+            return self._partition(tensors, settings), 0
+        size, why = bucket_bytes(link, sent=Plan(self._job.spec.compression).sent, crowded=self._crowded)
+        layout, chosen = self._cut(tensors, settings, size)
+        if chosen:
+            logger.info("buckets have %d KiB: %s", size // 1024, why)
+        return layout, chosen
+
+    def _cut(self, tensors: Sequence[TensorSpec], settings: Settings, chosen: int) -> tuple[Layout, int]:
+        """The layout with buckets of the size that was chosen, and that size; 0 if they have the usual one.
+
+        That is so if none was chosen, or the model cannot be cut so. Raises as `_partition`.
+        """
+        if chosen:
             try:
-                layout = self._partition(tensors, settings, size)
+                return self._partition(tensors, settings, chosen), chosen
             except InvalidModel as problem:
-                logger.info("buckets have the usual size, and not %d KiB: %s", size // 1024, problem)
-            else:
-                logger.info("buckets have %d KiB: %s", size // 1024, why)
-                return layout, size
+                logger.info("buckets have the usual size, and not %d KiB: %s", chosen // 1024, problem)
         return self._partition(tensors, settings), 0
 
-    def _partition(self, tensors: tuple[TensorSpec, ...], settings: Settings, chosen: int = 0) -> Layout:
+    def _kept_size(self, found: Manifest) -> int:
+        """The size of buckets that a checkpoint says was chosen, if this job has it, too; else 0."""
+        spec, chosen = self._job.spec, int(found.state.get("bucket_bytes", 0))
+        if spec.parameter_server.bucket_bytes:
+            return 0
+        if of_same_run(found, self._job.tuning):
+            return chosen  # the workers have cut their memory so
+        return chosen if spec.chooses_buckets and (chosen <= LARGEST or self._crowded) else 0
+
+    def _partition(self, tensors: Sequence[TensorSpec], settings: Settings, chosen: int = 0) -> Layout:
         """Raises InvalidModel if rows whose norm is limited are cut, or there are not so many fragments.
 
         `chosen`: the size of buckets, in bytes, if the job leaves that open; 0 for the usual one.
@@ -379,7 +397,7 @@ class Driver:
         """
         job = self._job
         settings = Settings.from_json(found.state["settings"])
-        layout = self._partition(found.specs, settings, found.state.get("bucket_bytes", 0))
+        layout, chosen = self._cut(found.specs, settings, self._kept_size(found))
         tuning = tuning_of(found, job.tuning)
         scales.check(tuning.consistency.staleness_scale)
         if tuning.compression is not None:
@@ -404,8 +422,7 @@ class Driver:
             change="it joins again, since the job has changed" if tuning.needs_term(job.tuning) else "",
             all_reduce=job.spec.all_reduce,
         )
-        if job.spec.parameter_server.bucket_bytes:
-            state.bucket_bytes = 0  # it was chosen for another job; this one says how large buckets are
+        state.bucket_bytes = chosen
         clip = state.settings.max_grad_norm
         if clip is not None and self._standbys:  # they may step without the others, who have the norm
             logger.warning("max_grad_norm %g counts no more: it needs a job without standbys", clip)

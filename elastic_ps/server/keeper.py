@@ -376,11 +376,21 @@ def tuning_of(found: Manifest, ours: Tuning) -> Tuning:
     A parameter server begins with the word of its environment, which has no number. The one before it may
     have had a newer one.
     """
-    said = found.state.get("tuning") or ""
-    recorded = read_tuning(said, source="the checkpoint's tuning").over(ours) if said else ours
+    recorded = _recorded(found, ours)
     if not ours.replaces(recorded) and recorded.run == ours.run:
         return recorded
     return ours.model_copy(update={"since": found.version}) if ours.needs_term(recorded) else ours
+
+
+def of_same_run(found: Manifest, ours: Tuning) -> bool:
+    """Whether a checkpoint was written by the run of the job that continues from it."""
+    return _recorded(found, ours).run == ours.run
+
+
+def _recorded(found: Manifest, ours: Tuning) -> Tuning:
+    """The tuning that a checkpoint names; ours if it names none."""
+    said = found.state.get("tuning") or ""
+    return read_tuning(said, source="the checkpoint's tuning").over(ours) if said else ours
 
 
 def _beside_model(state: dict[str, Any]) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:

@@ -203,8 +203,8 @@ class Entrance:
         if self._layout not in (None, membership.layout):
             raise ConnectionLost(
                 "the parameter server was lost before it had kept the model, and has cut it into other "
-                "buckets now: parameterServer.bucketBytes is 0, and another worker has measured its network. "
-                "This worker has to be started again"
+                "buckets now: parameterServer.bucketBytes names no size, and another worker has measured its "
+                "network. This worker has to be started again"
             )
         if membership.tuning is None:
             return

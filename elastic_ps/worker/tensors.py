@@ -91,7 +91,7 @@ class Tensors:
     a part of are gone. Every use of one then raises `TensorLost`, until `init` has begun it anew.
 
     Args:
-        bucket_bytes: `parameterServer.bucketBytes`.
+        bucket_bytes: of a slice, at most; see `ParameterServer.slice_bytes`.
     """
 
     def __init__(self, client: Client, *, bucket_bytes: int) -> None:

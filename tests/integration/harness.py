@@ -195,12 +195,15 @@ def running_job(
     checkpoints: Path | None = None,
     resume: Resume = "no",
     traces: Path | None = None,
+    run: str = "",
+    crowded: bool = False,
     **fields: Any,
 ) -> Iterator[Job]:
     """A job with its parameter servers and their standbys running; everything is closed at the end.
 
     Args:
         transport: of `transports.BY_NAME`.
+        run, crowded: see `ProcessEnvironment`.
     """
     spec = make_spec(**fields)
     shards = spec.parameter_server.replicas
@@ -229,6 +232,8 @@ def running_job(
             history=history if (role, shard) == ("ps", 0) else None,
             tuning=wishes if (role, shard) == ("ps", 0) else None,
             trace=traces,
+            run=run,
+            crowded=crowded,
         )
         to_standby = to("standby") if "standby" in roles else None
         return ParameterServer(environment, listener, to("ps"), to_standby)

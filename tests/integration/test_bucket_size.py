@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from elastic_ps.core.sizing import LARGEST, Link
+from elastic_ps.core.sizing import CROWDED, LARGEST, Link
 from elastic_ps.errors import ConnectionLost
 from elastic_ps.worker import client
 from elastic_ps.worker.probe import measure
@@ -136,6 +137,53 @@ def test_a_worker_with_shared_memory_measures_nothing(
         job.start(0, script)
         job.join()
         assert job.status().bucket_bytes == LARGEST
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "then"),
+    [
+        (False, {}, 64 * 1024),
+        (False, {"compression": {"codec": "powersgd"}}, 0),
+        (False, {"consistency": {"deterministic": True}}, 0),
+        (True, {}, 0),
+        (True, {"crowded": True}, CROWDED),
+    ],
+)
+def test_another_run_keeps_the_size_that_was_chosen_if_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool, second: dict[str, Any], then: int
+) -> None:
+    monkeypatch.setattr(client, "measure", lambda _: SLOW)
+    checkpoints, transport = tmp_path / "checkpoints", "shm" if first else "inproc"
+
+    def script(session: Session) -> None:
+        model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(4)))
+        session.optimizer(sgd(model), model)
+
+    kept: dict[str, Any] = {"checkpoints": checkpoints, "transport": transport}
+    with running_job(tmp_path, **kept, run="a", crowded=first) as job:
+        job.run(script, workers=1)
+        chosen = job.status().bucket_bytes
+    with running_job(tmp_path, **kept, resume="require", run="b", **second) as job:
+        job.run(script, workers=1)
+        assert (chosen, job.status().bucket_bytes) == (CROWDED if first else 64 * 1024, then)
+
+
+def test_another_run_has_the_usual_size_if_the_kept_one_leaves_too_few_fragments(tmp_path: Path) -> None:
+    """A part is made of whole buckets: with large ones, the tensors of 2.4 MB are together in threes."""
+    kept: dict[str, Any] = {"checkpoints": tmp_path / "checkpoints", "transport": "shm", "crowded": True}
+
+    def script(session: Session) -> None:
+        large, small = torch.nn.Linear(1024, 10 * 1024), [torch.nn.Linear(1024, 600) for _ in range(10)]
+        model = torch.nn.ModuleList([large, *small])
+        session.optimizer(sgd(model), model)
+
+    with running_job(tmp_path, **kept, run="a") as job:
+        job.run(script, workers=1)
+        assert job.status().bucket_bytes == CROWDED
+    fragments = {"mode": "local", "steps": 8, "fragments": 8}
+    with running_job(tmp_path, **kept, resume="require", run="b", consistency=fragments) as job:
+        job.run(script, workers=1)
+        assert job.status().bucket_bytes == 0
 
 
 def test_a_job_that_names_a_size_does_not_report_the_one_that_an_earlier_job_has_chosen(

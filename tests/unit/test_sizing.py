@@ -221,6 +221,14 @@ def test_one_worker_measures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sizes(joining(lead, 0, measures=True, link=SLOW)) == {64 * KIB}, "it has measured, though late"
 
 
+def test_another_one_measures_at_once_if_the_first_is_lost_while_it_brings_the_model() -> None:
+    with leading([Notes()], clock=lambda: 100.0) as lead:
+        assert joining(lead, 0, measures=True) is NotYet.MEASURE
+        assert isinstance(joining(lead, 0, measures=True, link=SLOW), Joined)
+        lead.coordinator.gone(0, "")
+        assert joining(lead, 1, measures=True) is NotYet.MEASURE
+
+
 def test_a_worker_that_waits_for_another_ones_measurement_gets_the_model_at_once() -> None:
     with leading([Notes()]) as lead, ThreadPoolExecutor() as pool:
         assert joining(lead, 0, measures=True) is NotYet.MEASURE

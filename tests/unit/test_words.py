@@ -85,7 +85,7 @@ def test_the_codecs_that_workers_have_chosen_are_said_once() -> None:
     together = sum(chosen, Traffic())
     said = "4 B of gradients (50.0% of plain), sent as int8, topk"
     assert words.traffic(together) == said
-    assert words.traffic(together, 64 * 1024) == f"{said}, in buckets of 64 KiB"
+    assert words.traffic(together, 64 * 1024) == f"{said}, in buckets of up to 64 KiB"
     assert words.traffic(Traffic(), 64 * 1024) == "", "nothing was sent"
 
 
