@@ -9,6 +9,7 @@ import gc
 import importlib
 import logging
 import os
+import queue
 import resource
 import signal
 import sys
@@ -26,6 +27,41 @@ TERMINATION_LOG = Path("/dev/termination-log")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's <malloc.h>
 _NEVER, _MOST = 2**31 - 1, 32 << 20  # the largest values that mallopt takes for them on 64 bits
+
+
+class Alarm:
+    """What a thread waits for, and signal handlers may set: one that waits, any that set it.
+
+    The handler of a second signal may begin while that of the first one sets it, or while the main thread
+    begins to wait. `threading.Event` holds a lock in both, and would then wait for its own thread for ever.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may interrupt itself
+
+    def is_set(self) -> bool:
+        """Whether it was set, and not cleared since."""
+        return self._set
+
+    def set(self) -> None:
+        """Wake the thread that waits, or have it not wait. Does not block."""
+        self._set = True
+        self._calls.put(None)
+
+    def clear(self) -> None:
+        """Only the thread that waits may call this."""
+        self._set = False
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it is set, or for so many seconds. Returns whether it is set."""
+        if not self._set:
+            with contextlib.suppress(queue.Empty):
+                self._calls.get(timeout=timeout)
+        return self._set
 
 
 def end_on_request(status: int) -> None:

@@ -36,6 +36,8 @@ from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.processes import processes_of, with_threads
 
 REFRESH = timedelta(milliseconds=200)
+AT_ONCE = timedelta(milliseconds=100)
+"""Signals that come together are one wish: `timeout` and `make` pass one on that the job has already had."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -165,10 +167,13 @@ def _run(launcher: Launcher, report: Path | None) -> int:
     # Under mpirun the output is a terminal for rank 0 alone, whatever it is in truth.
     console = Console(highlight=False, force_terminal=False if started_by_mpirun() else None)
     signals: list[int] = []
+    heard: list[float] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
         signals.append(number)
-        launcher.stop(f"stopped by {signal.Signals(number).name}", at_once=len(signals) > 1)
+        heard.append(time.monotonic())
+        again = heard[-1] - heard[0] > AT_ONCE.total_seconds()
+        launcher.stop(f"stopped by {signal.Signals(number).name}", at_once=again)
 
     with _handled(stop):
         launcher.start()

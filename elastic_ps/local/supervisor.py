@@ -45,6 +45,7 @@ from elastic_ps.local.record import Record
 from elastic_ps.local.snapshot import overstays, phase_of, process_statuses, stuck, useful
 from elastic_ps.local.state import JobDirectory, LocalStatus, generation_of, is_stopped, start_time
 from elastic_ps.local.trace import merge_traces
+from elastic_ps.process import Alarm
 from elastic_ps.status import ServerStatus
 from elastic_ps.tuning import Tuning
 
@@ -93,7 +94,7 @@ class Launcher:
         self._answered_last = False
         self._lock = threading.Lock()
         self._stop: StopRequest | None = None
-        self._wake = threading.Event()
+        self._wake = Alarm()
         self._error: BaseException | None = None
         self._status = self._build_status(ended=False)
         self._thread: threading.Thread | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import threading
 from typing import TYPE_CHECKING
 
 from elastic_ps import env, process
@@ -36,7 +35,7 @@ def main() -> int:
         from elastic_ps.server.status import StatusServer
         from elastic_ps.transport import credentials, ways
 
-    stop = threading.Event()
+    stop = process.Alarm()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     try:

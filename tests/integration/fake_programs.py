@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ps import env
+from elastic_ps.process import Alarm
 from elastic_ps.status import Member, Progress, ServerStatus
 
 BATCH = 8
@@ -131,7 +132,7 @@ class Server:
 
 
 def run_server(environment: env.ProcessEnvironment) -> int:
-    stopped = threading.Event()
+    stopped = Alarm()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     watch(environment.lifeline)
     if environment.spec.arguments.get("server_fails"):
@@ -170,7 +171,7 @@ def join(address: str, index: int) -> int:
 
 def run_worker(environment: env.ProcessEnvironment) -> int:
     arguments: dict[str, Any] = environment.spec.arguments
-    leaving = threading.Event()
+    leaving = Alarm()
     signal.signal(signal.SIGTERM, signal.SIG_IGN if arguments.get("stubborn") else lambda *_: leaving.set())
     watch(environment.lifeline)
     if arguments.get("child"):

@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import psutil
 import pytest
 import yaml
 
+from elastic_ps.cli.run import AT_ONCE
 from tests.integration.launching import FAKE, gone, job_document
 from tests.polling import LIMIT, eventually
 
@@ -231,12 +233,26 @@ def test_a_second_interrupt_kills(place: Place) -> None:
     pids = place.pids()
     process.send_signal(signal.SIGINT)
     eventually(lambda: place.status()["reason"] == "Stopped", "the job is being stopped")
+    time.sleep(2 * AT_ONCE.total_seconds())  # as a person's second one, it does not come together with it
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 130
     assert "killing worker" in out + err
     assert "did not end within" not in out + err, "without waiting for those who do not listen"
     assert all(gone(pid) for pid in pids)
+
+
+def test_signals_that_come_together_are_one(place: Place) -> None:
+    """`timeout` sends SIGTERM to the command, and once more to its group."""
+    process = place.start("run", place.job(records=FOREVER))
+    place.training(2)
+    process.send_signal(signal.SIGSTOP)  # both are there when it goes on
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCONT):
+        process.send_signal(number)
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode in (143, 129)
+    assert "killing" not in out + err
+    assert place.status()["phase"] == "Suspended"
 
 
 def test_a_killed_launcher_leaves_nothing_and_its_name_is_free(place: Place) -> None:

@@ -41,6 +41,39 @@ threading.Event().wait(60)
     assert "no room" in ended.stderr.splitlines()[-1]
 
 
+def test_signals_that_interrupt_one_another_may_set_an_alarm() -> None:
+    """With `threading.Event` in its place it waits for ever, after a thousand signals or so."""
+    program = """
+import signal, time
+from elastic_ps.process import Alarm
+
+alarm = Alarm()
+heard = []
+signal.signal(signal.SIGALRM, lambda *_: (alarm.set(), heard.append(1)))
+signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+while len(heard) < 5000:
+    assert alarm.wait(60)
+    alarm.clear()
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
+
+
+def test_an_alarm_is_set_until_it_is_cleared() -> None:
+    alarm = process.Alarm()
+    assert not alarm.is_set()
+    assert not alarm.wait(0.01)
+    for _ in range(3):
+        alarm.set()
+        alarm.set()
+        assert alarm.is_set()
+        assert alarm.wait()
+        assert alarm.wait(0)
+        alarm.clear()
+        assert not alarm.is_set()
+        assert not alarm.wait(0.01)
+
+
 def test_a_server_takes_the_descriptors_that_it_may_have() -> None:
     program = (
         "import resource\n"
