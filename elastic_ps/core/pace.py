@@ -32,12 +32,16 @@ class Waiting:
             awaited: whose steps the round lacks, while somebody waits for them.
             limit: zero for none.
         """
+        waited = self.waited(round_, awaited, now)
+        most = limit.total_seconds()
+        return {who: seconds for who, seconds in waited.items() if seconds > most} if limit else {}
+
+    def waited(self, round_: tuple[int, int], awaited: Iterable[int], now: float) -> dict[int, float]:
+        """For how many seconds each has kept the others waiting; see `overdue`."""
         before = self._since if round_ == self._round else {}
         self._round = round_
         self._since = {who: before.get(who, now) for who in awaited}
-        if not limit:
-            return {}
-        return {who: now - since for who, since in self._since.items() if now - since > limit.total_seconds()}
+        return {who: now - since for who, since in self._since.items()}
 
 
 SMOOTHING = 0.2
@@ -60,6 +64,8 @@ class Pace:
     of_a_record: dict[int, float] = field(default_factory=dict)
     _warm: set[int] = field(default_factory=set)
     _began: dict[int, float] = field(default_factory=dict)
+    _came: dict[int, float] = field(default_factory=dict)  # who has begun a step that is not measured
+    _roughly: dict[int, float] = field(default_factory=dict)  # how long these took, of each worker's first
 
     def opened(self, members: Iterable[int], now: float, *, beginning: Iterable[int]) -> None:
         """A round opens. Workers that are not in `members` are forgotten.
@@ -70,6 +76,7 @@ class Pace:
         here = set(members)
         self._began = {who: at for who, at in self._began.items() if who in here}
         self._began |= dict.fromkeys(beginning, now)
+        self._came = {who: at for who, at in self._came.items() if who in here}
         self._warm &= here
         self.seconds = {who: mean for who, mean in self.seconds.items() if who in here}
         self.of_a_record = {who: mean for who, mean in self.of_a_record.items() if who in here}
@@ -78,12 +85,16 @@ class Pace:
         """A worker begins a step now, and not with the version."""
         self._began[who] = now
 
-    def idled(self, who: int) -> None:
-        """A worker that has had nothing to compute on begins a step, which is not measured."""
+    def idled(self, who: int, now: float) -> None:
+        """A worker that has had nothing to compute on begins a step now, which is not measured."""
         self._began.pop(who, None)
+        self._came[who] = now
 
     def finished(self, who: int, attempt: int, now: float, *, records: int = 0) -> None:
         """A worker has finished its step in the open round, on so many records."""
+        came = self._came.pop(who, now)
+        if who not in self._warm and now > came:
+            self._roughly[who] = now - came
         if who in self._warm and not attempt and who in self._began:
             took = now - self._began[who]
             _follow(self.seconds, who, took)
@@ -95,6 +106,12 @@ class Pace:
     def median(self) -> float | None:
         """Of all workers' means; None before there is one."""
         return statistics.median(self.seconds.values()) if self.seconds else None
+
+    @property
+    def about(self) -> float | None:
+        """The median; before there is one, that of first steps, which may take longer; None before these."""
+        rough = statistics.median(self._roughly.values()) if self._roughly else None
+        return rough if self.median is None else self.median
 
     def slowness(self, who: int) -> float | None:
         """A worker's mean over the median of all; None before there is one."""

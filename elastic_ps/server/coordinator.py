@@ -570,6 +570,7 @@ class Coordinator:
             if new and not contribution.assigns:
                 records = sum(r.records for r in contribution.records)
                 state.pace.finished(contribution.incarnation, attempt, self.job.clock(), records=records)
+                self.job.hasten()
         self._driver.drive()
         return new
 

@@ -33,7 +33,9 @@ class Guarded:
         clock: the time in seconds, which only grows.
         lock: entered as such where nobody waits, which takes a third of the time of a condition.
         changed: the lock, and the threads that wait for a change.
-        closed: the same lock, and who waits for `closing` alone, so that no round wakes it up.
+        ticking: the same lock, and the thread that looks after what takes time. No round wakes it up.
+        grace_left: for how many seconds the open round may wait for those who are late, when it was looked
+            at last; None: it does not wait for them so.
         state: another one after the job has gone back to a checkpoint.
         configuring: the model of the first worker is being laid out over the shards.
         stale: the shards do not know yet who takes part in the open round.
@@ -55,8 +57,9 @@ class Guarded:
         self.spec = self.tuning.applied_to(spec)
         self.clock = clock or time.monotonic
         self.lock = threading.RLock()
-        self.changed, self.closed = threading.Condition(self.lock), threading.Condition(self.lock)
+        self.changed, self.ticking = threading.Condition(self.lock), threading.Condition(self.lock)
         self.state = self.blank(term)
+        self.grace_left: float | None = None
         self.configuring = self.stale = self.spoiled = self.closing = self.held = False
 
     def blank(self, term: int) -> JobState:
@@ -148,9 +151,12 @@ class Guarded:
         self.told()
 
     def hasten(self) -> None:
-        """See `JobState.hasten`. The lock is held."""
-        if self.state.hasten(self.clock()):
+        """See `JobState.hasten`. To be called when the round may have got its quorum. The lock is held."""
+        before, self.grace_left = self.grace_left, self.state.hasten(self.clock())
+        if self.grace_left == 0:
             self.told()
+        elif self.grace_left is not None and not before:
+            self.ticking.notify_all()
 
     def drop_silent_and_hung(self) -> None:
         """Declare members gone whose lease has ended or that keep the others waiting. The lock is held."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -95,7 +96,7 @@ class Lead:
         with self._job.lock:
             self._job.closing = True
             self._job.changed.notify_all()
-            self._job.closed.notify_all()
+            self._job.ticking.notify_all()
         self._ticker.join()
         if keep and self._keeper is not None and self._driver.finish_round():
             self._safekeeping.keep_now()
@@ -114,6 +115,7 @@ class Lead:
     def _tick(self) -> None:
         """Every `TICK`: declare silent members gone, collect checkpoint parts, repeat what failed.
 
+        Also when a grace period is over, which may be sooner.
         Also check the fence: workers that wait for records must not keep waiting here.
         """
         job = self._job
@@ -122,7 +124,9 @@ class Lead:
                 self._keeper.leads()
                 self._keeper.give_up_late(job.clock())
             with job.lock:
-                if job.closed.wait_for(lambda: job.closing, timeout=TICK.total_seconds()):
+                if not job.closing:
+                    job.ticking.wait(min(TICK.total_seconds(), job.grace_left or math.inf))
+                if job.closing:
                     return
                 if not job.state.rounds.committing:
                     job.drop_silent_and_hung()

@@ -378,7 +378,7 @@ class JobState:
         if self.consistency.global_batch_size is not None:
             self.pace.begins(incarnation, now)
         else:
-            self.pace.idled(incarnation)
+            self.pace.idled(incarnation, now)
 
     def assign(self, stay: Stay) -> None:
         """A worker's values are to become the next version: the steps of others go to whoever takes them."""
@@ -444,25 +444,27 @@ class JobState:
     def grace(self) -> timedelta | None:
         """How long the open round waits for others when it has its quorum; None: as long as they take.
 
-        By itself it is a share of the time that workers need between two exchanges, when that is known.
+        By itself it is a share of the time that workers need between two exchanges. In the first rounds of a
+        term that is the time until the quorum's first exchanges.
         """
         if isinstance(self.consistency.grace, timedelta):
             return self.consistency.grace
-        return None if self.pace.median is None else timedelta(seconds=GRACE * self.pace.median)
+        return None if self.pace.about is None else timedelta(seconds=GRACE * self.pace.about)
 
-    def hasten(self, now: float) -> bool:
+    def hasten(self, now: float) -> float | None:
         """If the open round has waited for as long as `grace` allows, it waits no longer.
 
-        Returns whether that is so now.
+        Returns for how many seconds it may still wait so; 0: it has just ceased to. None: it does not.
         """
-        grace, lagging = self.grace, self.rounds.lagging
-        overdue = self.lagging.overdue(
-            (self.version, self.rounds.attempt), lagging, now, grace or timedelta()
-        )
-        if not (overdue or (lagging and grace == timedelta())):
-            return False
+        lagging = self.rounds.lagging
+        if not lagging or (grace := self.grace) is None:
+            return None
+        waited = self.lagging.waited((self.version, self.rounds.attempt), lagging, now)
+        left = grace.total_seconds() - max(waited.values())
+        if left > 0:
+            return left
         self.rounds.hasten()
-        return True
+        return 0.0
 
     def stop_computing(self, stay: Stay, *, abandoned: bool) -> None:
         """A worker takes part in no round for now; what it holds goes to others.

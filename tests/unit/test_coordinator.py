@@ -457,3 +457,21 @@ def test_whoever_waits_with_records_when_a_script_ends_the_training_gives_them_b
     assert take(coordinator, second, call=1).pending, "the last version is not made yet"
     assert not ledger.held(second.incarnation)
     assert ledger.held(first.incarnation) == list(taken.ranges), "its step is made"
+
+
+def test_a_grace_period_ends_when_it_is_over_and_not_at_the_next_tick(
+    shard: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the rounds after the first one that has ended so."""
+    monkeypatch.setattr(lead_module, "TICK", timedelta(hours=1))
+    consistency = {"mode": "local", "steps": 1, "quorum": 1, "grace": "20ms"}
+    worker = {"replicas": 2, "minReplicas": 1}
+    with running([shard], consistency=consistency, worker=worker) as coordinator:
+        quick, slow = (start(coordinator, worker) for worker in range(2))
+        taken = take(coordinator, quick, call=1)
+        take(coordinator, slow, call=1)
+        for version in range(3):
+            assert coordinator.begin(0, quick.incarnation, version=version, step=version) is not None
+            assert finish(coordinator, quick, replace(taken, version=version), step=version)
+            eventually(lambda: len(shard.applied) > version, "the version is made")  # noqa: B023
+            taken = take(coordinator, quick, call=version + 2, wait=False)

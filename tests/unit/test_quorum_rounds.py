@@ -101,27 +101,46 @@ def job(grace: timedelta | None) -> JobState:
 
 def test_the_grace_period_begins_with_the_quorum() -> None:
     state = job(timedelta(seconds=5))
-    assert not state.hasten(100.0)
-    assert not state.hasten(104.9)
+    assert state.hasten(100.0) == 5.0
+    assert state.hasten(104.0) == 1.0
     assert not state.ready
-    assert state.hasten(105.1)
+    assert state.hasten(105.0) == 0.0
     assert state.ready
+    assert state.hasten(106.0) is None
 
 
 def test_no_grace_is_none() -> None:
     state = job(timedelta())
-    assert state.hasten(100.0)
+    assert state.hasten(100.0) == 0.0
     assert state.ready
 
 
 def test_by_itself_the_grace_period_is_a_quarter_of_what_an_exchange_takes() -> None:
     state = job(None)
     assert state.grace is None
-    assert not state.hasten(100.0)
-    assert not state.hasten(1e9), "nothing is known yet"
+    assert state.hasten(100.0) is None
+    assert state.hasten(1e9) is None, "nothing is known yet"
     state.pace.seconds = {1: 8.0, 2: 12.0, 3: 40.0}
     assert state.grace == timedelta(seconds=3)
-    assert state.hasten(1e9 + 1)
+    assert state.hasten(1e9 + 1) == 3.0
+    assert state.hasten(1e9 + 4) == 0.0
+
+
+def test_the_first_round_of_a_term_waits_for_a_quarter_of_what_the_quorum_has_taken() -> None:
+    """Else a slow worker would hold up the first two rounds after each loss of the parameter server."""
+    state = training()
+    state.consistency = Consistency(mode="local", steps=2, quorum=2)
+    state.rounds = rounds_of(state.consistency)
+    for worker in range(3):
+        stay = join(state, worker)
+        state.admit(worker, 10.0)
+        assert state.begin(stay, version=0, step=0) is Entry.IN
+        if worker < 2:
+            finish(state, stay)
+            state.pace.finished(stay.incarnation, 0, (14.0, 18.0)[worker])
+    assert state.grace == timedelta(seconds=1.5)
+    assert state.hasten(18.0) == 1.5
+    assert state.hasten(20.0) == 0.0
 
 
 class QuorumRoundsMachine(RoundsMachine[QuorumRounds]):
