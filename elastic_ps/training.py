@@ -505,8 +505,8 @@ class Compression(CamelModel):
         default_factory=dict,
         description="Arguments of the codec: block, the number of elements that share a scale (int8, int4, "
         "signsgd); ratio, the share of elements that is sent, warmup, in how many versions it falls to "
-        "that, and momentum, of the workers' gradients before they are sent (topk); rank, the number of "
-        "columns (powersgd).",
+        "that, momentum, of the workers' gradients before they are sent, and dtype, bfloat16 or float32, of "
+        "the elements (topk); rank, the number of columns (powersgd).",
     )
     rules: list[CompressionRule] = Field(
         default_factory=list, description="Other codecs for some of the parameters, by their names."
@@ -528,7 +528,7 @@ class Compression(CamelModel):
     values_options: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Arguments of the codec of values, as compression.options: block (int8, int4, signsgd), "
-        "ratio and warmup (topk).",
+        "ratio, warmup and dtype (topk).",
     )
 
     @property

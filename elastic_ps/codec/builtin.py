@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from elastic_ps.codec.base import Codec, Encoded, Sparse, outside
-from elastic_ps.codec.places import of_large
+from elastic_ps.codec.places import LOW, of_large, packed, unpacked
 
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 """What codecs compute in, whatever defaults a script has set for its model."""
@@ -188,6 +189,9 @@ class Int4(_Integers):
         self._restore(integers, encoded.tensors["scale"], out)
 
 
+_VALUES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+"""What `topk` may send elements as."""
+
 _AT_FIRST = 0.25
 """The share of the elements that `topk` sends of version 0, if it warms up."""
 
@@ -202,17 +206,22 @@ class TopK(Codec):
     first, as in Lin et al. 2018, "Deep Gradient Compression". There the share falls by a factor of 4 after
     each epoch, from a quarter on. Here it falls likewise, but a little with each version. `momentum` is
     that of the same paper.
+
+    An element takes two bytes, and its place two more. What rounding it has lost waits, too.
     """
 
     feedback = True
 
-    def __init__(self, ratio: float = 0.01, warmup: int = 0, momentum: float = 0.0) -> None:
+    def __init__(
+        self, ratio: float = 0.01, warmup: int = 0, momentum: float = 0.0, dtype: str = "bfloat16"
+    ) -> None:
         """Raises ValueError: one of them is out of range.
 
         Args:
             ratio: the largest share of the elements that is sent; one element is sent in any case.
             warmup: from this version on. Of version 0 it is a quarter, and it falls exponentially.
             momentum: see `Codec`; for an optimizer that has none itself.
+            dtype: elements are sent as `bfloat16` or `float32`.
         """
         if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
             raise ValueError(f"ratio is {ratio!r}; expected a number above 0, and 1 at most")
@@ -225,7 +234,10 @@ class TopK(Codec):
             )
         if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum!r}; expected a number from 0 to below 1, as 0.9")
+        if not isinstance(dtype, str) or dtype not in _VALUES:
+            raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(_VALUES)}")
         self._ratio, self._warmup, self.momentum = ratio, warmup, momentum
+        self._dtype = _VALUES[dtype]
 
     def share(self, version: int) -> float:
         """The largest share of the elements that is sent in a step on this version."""
@@ -238,14 +250,16 @@ class TopK(Codec):
         ratio = self.share(state.get("version", self._warmup))
         count = math.ceil(ratio * tensor.numel())
         if tensor.numel() < 16 * _SAMPLE or ratio * _SAMPLE < 16:
-            places = tensor.abs().topk(count, sorted=False).indices
+            places = _largest(tensor, count)
         else:  # Lin et al. 2018, "Deep Gradient Compression": the limit is that of a sample
             sample = tensor[torch.randint(tensor.numel(), (_SAMPLE,), generator=random, device="cpu")].abs()
             limit = float(sample.topk(math.ceil(ratio * _SAMPLE)).values[-1])
             places = of_large(tensor, limit)
             if len(places) > count:
-                places = places[tensor[places].abs().topk(count, sorted=False).indices]
-        return Encoded({"values": tensor[places], "places": places.to(torch.int32)})
+                places = places[_largest(tensor[places], count)]
+        values, limit = tensor[places], torch.finfo(self._dtype).max
+        values = values.clamp_(-limit, limit).to(self._dtype)  # what is close to float32's end is rounded up
+        return Encoded({"values": values, **packed(places, tensor.numel())})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """See `Codec.decode`."""
@@ -257,11 +271,19 @@ class TopK(Codec):
 
     def sparse(self, encoded: Encoded, elements: int) -> Sparse:
         """See `Codec.sparse`."""
-        values = encoded.tensors["values"]
-        places = _require("places", encoded.tensors["places"], torch.int32, values.numel()).to(torch.int64)
-        if values.dtype is not torch.float32 or values.numel() > math.ceil(self.share(0) * elements):
-            raise ValueError(f"{values.numel()} values of {values.dtype} for {elements} elements")
-        return Sparse(places, values)
+        values, low = encoded.tensors["values"], encoded.tensors[LOW]
+        most = math.ceil(self.share(0) * elements)
+        if values.dtype is not self._dtype or not low.numel() == values.numel() <= most:
+            said = f"{values.numel()} values of {values.dtype} and {low.numel()} places"
+            raise ValueError(
+                f"{said} for {elements} elements; expected as many, {most} of {self._dtype} at most"
+            )
+        return Sparse(unpacked(encoded.tensors, elements), values.to(torch.float32))
+
+
+def _largest(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """The places of the so many elements of largest magnitude, in order."""
+    return tensor.abs().topk(count, sorted=False).indices.sort().values
 
 
 class SignSGD(Codec):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_ps.codec.base import Codec, Encoded, Sparse, outside
-from elastic_ps.codec.places import of_nonzero
+from elastic_ps.codec.places import LOW, of_nonzero, packed, unpacked
 
 
 def difference(codec: Codec, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Changed(Codec):
             return Encoded({"bits": bits})
         if not len(places):  # one is sent in any case: no bytes would mean something else
             places = torch.zeros(1, dtype=torch.int64)
-        return Encoded({"bits": bits[places], "places": places.to(torch.int32)})
+        return Encoded({"bits": bits[places], **packed(places, tensor.numel())})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """See `Codec.decode`."""
@@ -77,15 +77,13 @@ class Changed(Codec):
 
     def sparse(self, encoded: Encoded, elements: int) -> Sparse | None:
         """See `Codec.sparse`."""
-        bits, places = encoded.tensors["bits"], encoded.tensors.get("places")
-        expected = elements if places is None else places.numel()
+        bits, low = encoded.tensors["bits"], encoded.tensors.get(LOW)
+        expected = elements if low is None else low.numel()
         if bits.dtype is not torch.int32 or bits.numel() != expected:
             raise ValueError(f"{bits.numel()} bits of {bits.dtype}; expected {expected} of {torch.int32}")
-        if places is None:
+        if low is None:
             return None
-        if places.dtype is not torch.int32:
-            raise ValueError(f"places of {places.dtype}; expected {torch.int32}")
-        return Sparse(places.to(torch.int64), bits.view(torch.float32))
+        return Sparse(unpacked(encoded.tensors, elements), bits.view(torch.float32))
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Where few elements of a tensor are that are large, or not zero.
+"""Where few elements of a tensor are that are large, or not zero; and how their places are sent.
 
 numpy compares with vector instructions, and finds what is true in a small fraction of the time that
 `torch.Tensor.nonzero` takes, by which torch reads an array element by element.
@@ -6,8 +6,16 @@ numpy compares with vector instructions, and finds what is true in a small fract
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
+
+_BLOCK = 1 << 16
+"""Elements of a block, in which two bytes tell a place."""
+
+LOW, COUNTS = "low", "counts"
+"""How places are sent: int16, where each is in its block; and int32, how many each block has."""
 
 
 def of_large(tensor: torch.Tensor, limit: float) -> torch.Tensor:
@@ -27,3 +35,41 @@ def of_nonzero(tensor: torch.Tensor) -> torch.Tensor | None:
     if 2 * np.count_nonzero(there) >= there.size:
         return None
     return torch.from_numpy(np.flatnonzero(there))
+
+
+def packed(places: torch.Tensor, elements: int) -> dict[str, torch.Tensor]:
+    """Places in a tensor of so many elements, as they are sent: `LOW`, and with several blocks `COUNTS`.
+
+    They take two bytes each, and four for each block of the tensor.
+
+    Args:
+        places: int64, in order.
+    """
+    found = places.numpy()
+    parts = {LOW: torch.from_numpy(found.astype(np.uint16).view(np.int16))}
+    if elements > _BLOCK:
+        ends = np.searchsorted(found, np.arange(_BLOCK, elements + _BLOCK, _BLOCK))
+        parts[COUNTS] = torch.from_numpy(np.diff(ends, prepend=0).astype(np.int32))
+    return parts
+
+
+def unpacked(parts: Mapping[str, torch.Tensor], elements: int) -> torch.Tensor:
+    """The places, int64, of which some may be after the end of the tensor; see `packed`.
+
+    Raises ValueError if they cannot be those of a tensor of so many elements.
+    """
+    low = parts[LOW]
+    if low.dtype is not torch.int16:
+        raise ValueError(f"places of {low.dtype}; expected {torch.int16}")
+    places = low.numpy().view(np.uint16).astype(np.int64)
+    blocks = -(-elements // _BLOCK)
+    if blocks > 1:
+        counts = parts[COUNTS]
+        if counts.dtype is not torch.int32 or counts.numel() != blocks:
+            said = f"{counts.numel()} counts of {counts.dtype}"
+            raise ValueError(f"{said}; expected {blocks} of {torch.int32}")
+        each = counts.numpy()
+        if int(each.min()) < 0 or int(each.sum(dtype=np.int64)) != len(places):
+            raise ValueError(f"the blocks have not {len(places)} places together, none of them fewer than 0")
+        places += np.repeat(np.arange(blocks, dtype=np.int64) * _BLOCK, each)
+    return torch.from_numpy(places)

@@ -19,7 +19,8 @@ from tests.integration.oracle import mse
 from tests.polling import eventually
 
 RATIO, MOMENTUM, LR, BATCH, RECORDS = 0.125, 0.9, 0.05, 4, 80
-COMPRESSION = {"codec": "topk", "options": {"ratio": RATIO, "momentum": MOMENTUM}}
+OPTIONS = {"ratio": RATIO, "momentum": MOMENTUM, "dtype": "float32"}
+COMPRESSION = {"codec": "topk", "options": OPTIONS}
 
 
 def expected(batches: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:

@@ -207,16 +207,16 @@ def test_any_bits_become_any_others(bits: list[int], changes: dict[int, int]) ->
     [
         (torch.zeros(3, dtype=torch.int32), None, "3 bits of torch.int32; expected 4"),
         (torch.zeros(4), None, "4 bits of torch.float32"),
-        (torch.zeros(2, dtype=torch.int32), torch.tensor([1], dtype=torch.int32), "2 bits .* expected 1"),
-        (torch.zeros(1, dtype=torch.int32), torch.tensor([4], dtype=torch.int32), "places from 4 to 4 of 4"),
-        (torch.zeros(1, dtype=torch.int32), torch.tensor([-1], dtype=torch.int32), "places from -1"),
+        (torch.zeros(2, dtype=torch.int32), torch.tensor([1], dtype=torch.int16), "2 bits .* expected 1"),
+        (torch.zeros(1, dtype=torch.int32), torch.tensor([4], dtype=torch.int16), "places from 4 to 4 of 4"),
+        (torch.zeros(1, dtype=torch.int32), torch.tensor([-1], dtype=torch.int16), "places from 65535"),
         (torch.zeros(1, dtype=torch.int32), torch.tensor([1]), "places of torch.int64"),
     ],
 )
 def test_changed_elements_that_do_not_fit_are_refused(
     bits: torch.Tensor, places: torch.Tensor | None, words: str
 ) -> None:
-    tensors = {"bits": bits} if places is None else {"bits": bits, "places": places}
+    tensors = {"bits": bits} if places is None else {"bits": bits, "low": places}
     with pytest.raises(ValueError, match=words):
         Changed().decode(Encoded(tensors), torch.zeros(4))
 

@@ -249,7 +249,7 @@ def test_a_step_that_is_not_made_leaves_nothing_over() -> None:
     assert worker.push([0.0] * 8, 2)[0] == [0, 0, 0, 0, 0, 3, 0, 0]
 
 
-MOMENTUM = {"codec": "topk", "options": {"ratio": 1 / 8, "momentum": 0.5}}
+MOMENTUM = {"codec": "topk", "options": {"ratio": 1 / 8, "momentum": 0.5, "dtype": "float32"}}
 
 
 @pytest.mark.parametrize("lossless", ["none", "zstd"])
