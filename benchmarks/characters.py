@@ -98,6 +98,7 @@ def rows(workers: int, steps: int, batch: int) -> Mapping[str, Row]:
     masked = {"codec": "topk", "options": {"momentum": 0.9}}
     both = {**masked, "values": "changed", "lossless": "zstd"}
     warm = {"codec": "topk", "options": {"warmup": 100}}
+    warm_masked = {"codec": "topk", "options": {"momentum": 0.9, "warmup": 200}}
     return {
         "sync": Row(),
         "backupWorkers": Row({"backupWorkers": 1}),
@@ -117,6 +118,7 @@ def rows(workers: int, steps: int, batch: int) -> Mapping[str, Row]:
         "codec topk 5 %, steps: 1": Row(each, {"codec": "topk", "options": {"ratio": 0.05}}),
         "codec topk, steps: 1, warmup": Row(each, warm),
         "codec topk, momentum": Row({}, masked, optimizer="sgd without momentum"),
+        "codec topk, momentum, warmup": Row({}, warm_masked, optimizer="sgd without momentum"),
         "codec topk, momentum, values changed": Row({}, both, optimizer="sgd without momentum"),
         "codec int4, diloco": Row(diloco, {"codec": "int4"}, against="local, diloco"),
     }
