@@ -113,6 +113,11 @@ def train_with_parameter_server(directory: str) -> None:
         optimizer.step()
 
 
+def quorum(workers: int) -> int:
+    """How many learners an exchange waits for: two of three."""
+    return max(1, 2 * workers // 3)
+
+
 def modes(workers: int) -> Mapping[str, Mapping[str, Any]]:
     local = {"mode": "local", "steps": 20}
     return {
@@ -121,7 +126,7 @@ def modes(workers: int) -> Mapping[str, Mapping[str, Any]]:
         "bounded": {"mode": "bounded", "maxStaleness": 64},
         "async": {"mode": "async"},
         "local diloco": local,
-        "local quorum": {**local, "quorum": max(1, workers - 1)},
+        "local quorum": {**local, "quorum": quorum(workers)},
         "local downpour": {**local, "outer": "downpour", "outerLearningRate": 1 / workers},
     }
 
@@ -132,7 +137,7 @@ def make_job(directory: Path, workers: int, consistency: Mapping[str, Any]) -> T
         "arguments": {"directory": str(directory)},
         "worker": {
             "replicas": workers,
-            "minReplicas": max(1, workers - 1),
+            "minReplicas": quorum(workers),
             "leaseDuration": f"{LEASE:g}s",
             "progressTimeout": "30s",
         },
