@@ -121,6 +121,19 @@ def take_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many cores this process can keep busy: those that it may run on, or what its container has of them.
+
+    Args:
+        cgroup: where a container sees its own group of version 2. Outside of one there is no quota.
+    """
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # the quota may be `max`
+        quota, period = map(int, (cgroup / "cpu.max").read_text().split())
+        cores = min(cores, max(1, round(quota / period)))
+    return cores
+
+
 def keep_freed_memory() -> None:
     """From now on tensors of less than 32 MiB that are freed leave their memory to this process.
 

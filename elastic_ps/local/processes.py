@@ -22,6 +22,7 @@ from typing import Protocol
 from elastic_ps.env import THREAD_VARIABLES
 from elastic_ps.errors import CannotListen
 from elastic_ps.job import TrainingJobSpec
+from elastic_ps.process import usable_cores
 
 OUTPUT_LINES = 30
 
@@ -187,7 +188,7 @@ def with_threads(variables: Mapping[str, str], *, processes: int) -> dict[str, s
 
     Without it, each process computes with as many threads as there are cores, and they slow one another.
     """
-    threads = str(max(1, len(os.sched_getaffinity(0)) // max(1, processes)))
+    threads = str(max(1, usable_cores() // max(1, processes)))
     if "OMP_NUM_THREADS" in variables:
         return dict(variables)
     return {**dict.fromkeys(THREAD_VARIABLES, threads), **variables}

@@ -45,7 +45,7 @@ from elastic_ps.local.record import Record
 from elastic_ps.local.snapshot import overstays, phase_of, process_statuses, stuck, useful
 from elastic_ps.local.state import JobDirectory, LocalStatus, generation_of, is_stopped, start_time
 from elastic_ps.local.trace import merge_traces
-from elastic_ps.process import Alarm
+from elastic_ps.process import Alarm, usable_cores
 from elastic_ps.status import ServerStatus
 from elastic_ps.tuning import Tuning
 
@@ -80,7 +80,7 @@ class Launcher:
         self._most_workers = max([job.spec.worker.replicas, *(at.workers for at in self._schedule)])
         # As it is at first: a parameter server that is started again cuts the model into the same buckets.
         computing = job.spec.worker.replicas * job.spec.worker.processes
-        self._crowded = self.options.slots is None and computing >= len(os.sched_getaffinity(0))
+        self._crowded = self.options.slots is None and computing >= usable_cores()
         self._observed = Observed(started=time.monotonic())
         self._children: dict[int, Started] = {}
         self._start_times: dict[int, int | None] = {}

@@ -65,7 +65,7 @@ def _start(environment: env.ProcessEnvironment, lifeline: int) -> list[subproces
 def _threads(processes: int) -> dict[str, str]:
     """The threads that the worker was given, shared out."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+    threads = int(given) if given.isdecimal() else process.usable_cores()
     return dict.fromkeys(env.THREAD_VARIABLES, str(max(1, threads // processes)))
 
 

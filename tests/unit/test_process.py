@@ -74,6 +74,26 @@ def test_an_alarm_is_set_until_it_is_cleared() -> None:
         assert not alarm.wait(0.01)
 
 
+@pytest.mark.parametrize(
+    ("quota", "cores"),
+    [
+        (None, 64),
+        ("max 100000", 64),
+        ("200000 100000", 2),
+        ("250000 100000", 2),
+        ("10000 100000", 1),
+        ("", 64),
+    ],
+)
+def test_a_container_may_have_less_than_the_cores_of_its_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str | None, cores: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(quota + "\n")
+    assert process.usable_cores(tmp_path) == cores
+
+
 def test_a_server_takes_the_descriptors_that_it_may_have() -> None:
     program = (
         "import resource\n"
