@@ -77,6 +77,7 @@ class Pace:
         self._began = {who: at for who, at in self._began.items() if who in here}
         self._began |= dict.fromkeys(beginning, now)
         self._came = {who: at for who, at in self._came.items() if who in here}
+        self._roughly = {who: took for who, took in self._roughly.items() if who in here}
         self._warm &= here
         self.seconds = {who: mean for who, mean in self.seconds.items() if who in here}
         self.of_a_record = {who: mean for who, mean in self.of_a_record.items() if who in here}
@@ -110,8 +111,8 @@ class Pace:
     @property
     def about(self) -> float | None:
         """The median; before there is one, that of first steps, which may take longer; None before these."""
-        rough = statistics.median(self._roughly.values()) if self._roughly else None
-        return rough if self.median is None else self.median
+        known = self.seconds or self._roughly
+        return statistics.median(known.values()) if known else None
 
     def slowness(self, who: int) -> float | None:
         """A worker's mean over the median of all; None before there is one."""

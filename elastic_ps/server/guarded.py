@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,8 +35,8 @@ class Guarded:
         lock: entered as such where nobody waits, which takes a third of the time of a condition.
         changed: the lock, and the threads that wait for a change.
         ticking: the same lock, and the thread that looks after what takes time. No round wakes it up.
-        grace_left: for how many seconds the open round may wait for those who are late, when it was looked
-            at last; None: it does not wait for them so.
+        grace_until: by `clock`, when the open round ceases to wait for those who are late, when it was
+            looked at last; None: it does not wait for them so.
         state: another one after the job has gone back to a checkpoint.
         configuring: the model of the first worker is being laid out over the shards.
         stale: the shards do not know yet who takes part in the open round.
@@ -59,7 +60,7 @@ class Guarded:
         self.lock = threading.RLock()
         self.changed, self.ticking = threading.Condition(self.lock), threading.Condition(self.lock)
         self.state = self.blank(term)
-        self.grace_left: float | None = None
+        self.grace_until: float | None = None
         self.configuring = self.stale = self.spoiled = self.closing = self.held = False
 
     def blank(self, term: int) -> JobState:
@@ -152,11 +153,18 @@ class Guarded:
 
     def hasten(self) -> None:
         """See `JobState.hasten`. To be called when the round may have got its quorum. The lock is held."""
-        before, self.grace_left = self.grace_left, self.state.hasten(self.clock())
-        if self.grace_left == 0:
+        now, before = self.clock(), self.grace_until
+        left = self.state.hasten(now)
+        self.grace_until = now + left if left else None
+        if left == 0:
             self.told()
-        elif self.grace_left is not None and not before:
+        elif self.grace_until is not None and (before is None or self.grace_until < before):
             self.ticking.notify_all()
+
+    def until_next_look(self, most: timedelta) -> float:
+        """Seconds until something has to be looked after, so many at most. The lock is held."""
+        left = math.inf if self.grace_until is None else max(0.0, self.grace_until - self.clock())
+        return min(most.total_seconds(), left)
 
     def drop_silent_and_hung(self) -> None:
         """Declare members gone whose lease has ended or that keep the others waiting. The lock is held."""

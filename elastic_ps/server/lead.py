@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -125,10 +124,12 @@ class Lead:
                 self._keeper.give_up_late(job.clock())
             with job.lock:
                 if not job.closing:
-                    job.ticking.wait(min(TICK.total_seconds(), job.grace_left or math.inf))
+                    job.ticking.wait(job.until_next_look(TICK))
                 if job.closing:
                     return
-                if not job.state.rounds.committing:
+                if job.state.rounds.committing:
+                    job.grace_until = None
+                else:
                     job.drop_silent_and_hung()
                     job.hasten()
                 job.stale |= self._driver.asks_shards

@@ -475,3 +475,27 @@ def test_a_grace_period_ends_when_it_is_over_and_not_at_the_next_tick(
             assert finish(coordinator, quick, replace(taken, version=version), step=version)
             eventually(lambda: len(shard.applied) > version, "the version is made")  # noqa: B023
             taken = take(coordinator, quick, call=version + 2, wait=False)
+
+
+def test_a_grace_period_that_ends_while_the_ticker_is_busy_is_over_when_it_looks_again(
+    coordinator: Coordinator,
+) -> None:
+    """What was left when it was looked at last is no time to wait for from now on."""
+    job = coordinator.job
+    with job.lock:
+        job.grace_until = job.clock() + 0.1
+        assert 0 < job.until_next_look(timedelta(hours=1)) <= 0.1
+        job.grace_until = job.clock() - 1
+        assert job.until_next_look(timedelta(hours=1)) == 0
+        job.grace_until = None
+        assert job.until_next_look(timedelta(hours=1)) == 3600
+
+
+def test_a_round_that_is_being_committed_does_not_keep_the_ticker_awake(coordinator: Coordinator) -> None:
+    job = coordinator.job
+    with job.lock:
+        job.grace_until, job.state.rounds.committing = job.clock(), True
+        job.ticking.notify_all()
+    eventually(lambda: job.grace_until is None, "it does not look for the end of a grace period any more")
+    with job.lock:
+        job.state.rounds.committing = False
