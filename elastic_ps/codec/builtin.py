@@ -211,6 +211,7 @@ class TopK(Codec):
     """
 
     feedback = True
+    version = "2"
 
     def __init__(
         self, ratio: float = 0.01, warmup: int = 0, momentum: float = 0.0, dtype: str = "bfloat16"

@@ -54,6 +54,7 @@ class Changed(Codec):
     """
 
     lossless = unbiased = bits = True
+    version = "2"
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
         """See `Codec.encode`."""

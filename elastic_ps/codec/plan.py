@@ -109,7 +109,7 @@ class Plan:
                     f"compression.valuesOptions has momentum {deltas.momentum}, which values do not have. "
                     "Leave it out: compression.options has that of gradients"
                 )
-            self.deltas, self._deltas = self._followed(chosen, deltas)
+            self.deltas, self._deltas = self._followed(*_named(chosen, deltas))
 
     def _followed(self, name: str, codec: Codec | None) -> tuple[str, Codec | None]:
         """A codec and its name, followed by the lossless one if the job has one."""
@@ -119,7 +119,7 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """Of all codecs, sorted; of the user's own with their versions. `none` if there are no others."""
+        """Of all codecs, sorted, with their versions if they have some. `none` if there are no others."""
         names = {self.name, self.values, self.deltas, *(name for _, name, _ in self._rules)}
         return sorted(names - {NONE}) or [NONE]
 
@@ -140,10 +140,10 @@ class Plan:
         """About the share of a model's bytes that is sent: the mean of gradients and values, above 0.
 
         It is that of random numbers, with the codec that no rule replaces. What workers choose, and what a
-        codec of the user's own makes, is not known: 1. With `changed`, values are as few as gradients.
+        codec of the user's own makes, is not known: 1. With `changed`, as many values are sent as gradients.
         """
         name, codec = self._default
-        known = name in BUILT_IN or name == NONE
+        known = codec is None or type(codec) in BUILT_IN.values()
         gradients = _share(self._followed(name, _of_sample(codec))[1]) if known else 1.0
         if self._deltas is not None and self._deltas.bits:
             return gradients

@@ -511,7 +511,7 @@ def test_rules_choose_by_the_name_of_the_parameter() -> None:
         ("int8", 0, 4),
         ("none", 4, 8),
         ("int8", 12, 4),
-        ("topk", 16, 4),
+        ("topk version 2", 16, 4),
     ]
     nothing = Plan(Compression.model_validate({"rules": [{"match": "z*", "codec": "int8"}]}))
     assert nothing.encodes

@@ -382,7 +382,7 @@ def test_rules_leave_some_as_they_are() -> None:
     worker.encoder.begin(0)
     values, payload = worker.push([1, 2, 3, 4, 5, 6, 7, 8], 0)
     assert values == [0, 0, 0, 4, 5, 6, 7, 8]
-    assert [run.codec for run in payload.runs] == ["topk", "none"]
+    assert [run.codec for run in payload.runs] == ["topk version 2", "none"]
 
 
 def refused(worker: Worker, payload: Payload) -> str:
@@ -450,8 +450,8 @@ def test_what_does_not_fit_is_refused_with_the_workers_name() -> None:
         Payload(memoryview(body + b"1234"), payload.codec, [run]),
         Payload(memoryview(body[:-1]), payload.codec, [run]),
         Payload(memoryview(body[:4] + b"\xff" * 4), payload.codec, [run]),
-        Payload(memoryview(body), payload.codec, [pb.Run(codec="topk", parts=run.parts, values="{")]),
-        Payload(memoryview(body), payload.codec, [pb.Run(codec="topk", parts=run.parts[:1])]),
+        Payload(memoryview(body), payload.codec, [pb.Run(codec=run.codec, parts=run.parts, values="{")]),
+        Payload(memoryview(body), payload.codec, [pb.Run(codec=run.codec, parts=run.parts[:1])]),
         Payload(memoryview(body), payload.codec, [run, run]),
         Payload(memoryview(bytes(1 << 16)), payload.codec, [run]),
     ):
