@@ -25,6 +25,8 @@ PAUSE = 0.02
 SLOWNESS = 5.0
 """How many times as long a slow worker sleeps."""
 LEASE = 1.5
+BEHIND = 64
+"""How many of its own steps a worker may be behind the others in mode `bounded`."""
 INTERVAL = 1.0
 """Seconds between two checkpoints, of all systems."""
 
@@ -123,7 +125,7 @@ def modes(workers: int) -> Mapping[str, Mapping[str, Any]]:
     return {
         "sync": {},
         "backupWorkers": {"backupWorkers": 1},
-        "bounded": {"mode": "bounded", "maxStaleness": 64},
+        "bounded": {"mode": "bounded", "maxStaleness": BEHIND * workers},
         "async": {"mode": "async"},
         "local diloco": local,
         "local quorum": {**local, "quorum": quorum(workers)},
