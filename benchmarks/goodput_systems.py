@@ -26,7 +26,7 @@ SLOWNESS = 5.0
 """How many times as long a slow worker sleeps."""
 LEASE = 1.5
 BEHIND = 64
-"""How many of its own steps a worker may be behind the others in mode `bounded`."""
+"""About how many of its own steps a worker may be behind the others in mode `bounded`."""
 INTERVAL = 1.0
 """Seconds between two checkpoints, of all systems."""
 
