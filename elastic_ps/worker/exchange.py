@@ -162,6 +162,8 @@ class Exchange:
             self._encoder.begin(step.number, step.stay.term)
             self.receiving.ahead.forget()
             self._to_ask = None
+            if self._accumulates:  # from now on, as the round may start again before the script ends the step
+                awaited.expect({FINISH})
             self.sending.begin()
             if settings:
                 pulls = self._expect_next(step)
@@ -250,7 +252,6 @@ class Exchange:
         awaited = self._awaited
         with awaited.lock:
             awaited.ending = ending
-            awaited.expect({FINISH})
             self.sending.finish()
         while True:
             self._wait()

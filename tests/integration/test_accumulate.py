@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from elastic_ps.core.accumulate import AccumulateRounds
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, InvalidModel
@@ -142,6 +144,60 @@ def test_a_worker_that_dies_while_it_pushes_makes_earlier_steps_void(tmp_path: P
     sent = {(e["step"], e["version"]) for e in pushes(0)}
     counted = {(c["step"], commit["version"] - 1) for commit in commits for c in commit["contributions"]}
     assert sent - counted, "some steps of worker 0 became void"
+
+
+@pytest.mark.parametrize(
+    ("consistency", "shards"),
+    [(accumulate(4), 1), ({"globalBatchSize": 16}, 1), ({"globalBatchSize": 16}, 2)],
+    ids=["accumulate", "globalBatchSize", "globalBatchSize, 2 shards"],
+)
+def test_a_round_starts_again_while_backward_goes_on(
+    tmp_path: Path, consistency: dict[str, Any], shards: int
+) -> None:
+    """A push of the step is refused before the script ends it, and nothing else tells the worker."""
+    data, within, again = Numbers(160), threading.Event(), threading.Event()
+
+    def rounds() -> AccumulateRounds:
+        found = job.coordinator.job.state.rounds
+        assert isinstance(found, AccumulateRounds)
+        return found
+
+    def both() -> bool:
+        return {0, 1} <= job.coordinator.job.state.starved | rounds().expected
+
+    def wait_for_another_attempt(gradient: torch.Tensor) -> None:
+        within.set()
+        eventually(lambda: rounds().attempt > 0, "the round starts again")
+        again.set()
+
+    def script(session: Session) -> None:
+        model = make_mlp((6, 16, 16, 16, 16, 1))
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            middle = model[:4](x)
+            here = session.version >= 2 and not again.is_set()
+            if here and session.worker == 0:
+                middle.register_hook(wait_for_another_attempt)
+            elif here:
+                eventually(within.is_set, "worker 0 has pushed some of its step")
+            else:
+                eventually(lambda: both() or again.is_set(), "both ask for records")
+            mse(model[4:], middle, y).backward()
+            if here and session.worker == 1:
+                eventually(lambda: 1 in rounds().begun, "worker 1 pushes")
+                return
+            if here:
+                time.sleep(0.2)  # the push of the attempt that is over is refused
+            optimizer.step()
+
+    server = {"bucketBytes": 1024, "replicas": shards}
+    with running_job(tmp_path, consistency=consistency, parameterServer=server) as job:
+        job.run(script, workers=2)
+        members = job.status().members
+        check_histories(job, data)
+    assert again.is_set()
+    assert {m.worker: m.state for m in members}[1] == "lost"
 
 
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])

@@ -62,7 +62,8 @@ Role = Literal["ps", "standby", "worker"]
 class Plan:
     """What a schedule is about; drawn from its seed, or given.
 
-    `slice` is `follower.SLICE` in seconds, `smallest_bucket` is `partition.SMALLEST_BUCKET_BYTES`.
+    `slice` is `follower.SLICE` in seconds, `smallest_bucket` is `partition.SMALLEST_BUCKET_BYTES`. Before each
+    of its gradients backward computes for `computing` seconds at most.
     """
 
     seed: int
@@ -87,6 +88,7 @@ class Plan:
     switching: float = 0.2
     stalling: float = 0.0
     stop_after: float | None = None
+    computing: float = 0.0
 
     def __str__(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in asdict(self).items())
@@ -438,6 +440,8 @@ class Cluster:
     def _script(self, session: Session, process: Process) -> None:
         plan = self.plan
         model = Tally(plan.records * plan.epochs, first=pid_of(process.name) % 1000)
+        for part in model.parts if plan.computing else ():
+            part.register_hook(lambda _: self.here.sleep(self.here.random.uniform(0, plan.computing)))
         chance = random.Random(f"{plan.seed} {session.worker} {process.name.partition('.')[0]}")
         # The server's momentum; in mode local a worker's would go with the worker, and be in no history.
         momentum = 0.0 if session.spec.consistency.mode == "local" else MOMENTUM

@@ -21,6 +21,7 @@ from elastic_ps.core import partition
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import NoCheckpoint
 from elastic_ps.server import follower
+from elastic_ps.server.guarded import Guarded
 from elastic_ps.training import OUTER_RULES, Consistency
 from elastic_ps.worker.slices import Slices
 from tests.simulator.cluster import Cluster, Plan, pid_of, scratch
@@ -118,6 +119,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
     if most := consistency.get("gradients"):
         steps = -(-plan.records // plan.batch) * plan.epochs
         plan = replace(plan, consistency={**consistency, "gradients": min(most, steps)})
+    plan = replace(plan, computing=chance.choice([0.0, 0.0, 0.01, 1.0]))
     return replace(plan, **fixed)
 
 
@@ -139,6 +141,7 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
         patch(Slices, "note", _noted(cluster))
         patch(Store, "commit", _watched(cluster))
         patch(Store, "newest", _found(cluster))
+        patch(Guarded, "drop", _dropped(cluster))
         if arrange is not None:
             arrange(cluster)
         problems: list[str] = []
@@ -160,6 +163,18 @@ def _noted(cluster: Cluster) -> Any:
         cluster.batches[cluster.here.process] = list(batch)
 
     return note
+
+
+def _dropped(cluster: Cluster) -> Any:
+    """`Guarded.drop`, and a problem if a worker has kept the others waiting: no script here does so."""
+    real = Guarded.drop
+
+    def drop(self: Guarded, worker: int, outcome: str, reason: str = "") -> None:
+        if outcome == "hung":
+            cluster.problems.append(f"hung: worker {worker}: {reason}")
+        real(self, worker, outcome, reason)
+
+    return drop
 
 
 def _found(cluster: Cluster) -> Any:
