@@ -210,7 +210,8 @@ class Coordinator:
         assert state.model is not None
         initialise = not state.initialised and state.initialiser == stay.worker
         layout, tuning, codecs = state.model.layout, self.job.tuning, Plan(self.job.spec.compression).names
-        return Joined(stay, state.term, state.version, layout, initialise, state.settings, tuning, codecs)
+        settings = state.settings_of_version
+        return Joined(stay, state.term, state.version, layout, initialise, settings, tuning, codecs)
 
     def initialised(self, worker: int, incarnation: int) -> None:
         """The first worker has sent its values: they are kept, and the model can be trained.

@@ -318,7 +318,7 @@ class Driver:
         """The order to apply a round, with the lock held."""
         job = self._job
         state, rounds = job.state, job.state.rounds
-        state.settings = state.settings_after(contributions)
+        state.decide_settings(contributions)
         application = Application(
             attempt=rounds.attempt,
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],

@@ -45,7 +45,7 @@ def to_checkpoint(state: JobState) -> dict[str, Any]:
     return {
         "tensors": state.model.tensors,
         "optimizer": state.model.optimizer,
-        "settings": state.settings.to_json(),
+        "settings": state.settings_of_version.to_json(),
         "ledger": state.ledger.state() if state.ledger else None,
         "order": state.data.model_dump(include={"shuffle", "seed"}),
         "members": [asdict(stay) for stay in state.members.stays()],

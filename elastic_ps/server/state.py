@@ -93,6 +93,8 @@ class JobState:
         batch: how many records a worker has in a batch, as the last one to ask has said; 0 before.
         starved: workers that have asked for records when there were none to hand out.
         tuning: what a checkpoint of the present version says of how the next ones are made; None for nothing.
+        opened_with: the settings of the version, while the open round is decided, and `settings` are those of
+            the version that it makes; else None.
         last_round: what the histories record of the version's commit; {} if it has not been made here.
         custody: who has the values, with `strategy: all-reduce`; None where the parameter server has them.
     """
@@ -110,6 +112,7 @@ class JobState:
     arrived: bool = False
     resumed: bool = False
     settings: Settings = field(default_factory=lambda: Settings(groups=()))
+    opened_with: Settings | None = None
     stopped: str = ""
     bucket_bytes: int = 0
     assigned: int = 0
@@ -531,7 +534,22 @@ class JobState:
 
     def restart_round(self) -> None:
         """A shard's sums are not those of the round that was decided: it starts again."""
+        self.settings, self.opened_with = self.settings_of_version, None
         self._give_back_steps(self.rounds.undecide())
+
+    @property
+    def settings_of_version(self) -> Settings:
+        """The settings of the version that the open round continues from."""
+        return self.settings if self.opened_with is None else self.opened_with
+
+    def decide_settings(self, contributions: Sequence[Contribution]) -> None:
+        """The settings of the version that the round makes are in force; see `settings_after`.
+
+        Workers may pull that version before it is booked. Settings are decided once for a round, however often
+        it takes to have the shards make it: they count the version as a step.
+        """
+        if self.opened_with is None:
+            self.opened_with, self.settings = self.settings, self.settings_after(contributions)
 
     def settings_after(self, contributions: Sequence[Contribution]) -> Settings:
         """The settings to step with. They are in force until the next version is made."""
@@ -588,6 +606,7 @@ class JobState:
         if self.custody is not None:
             self.custody.holders = sent
         self.rounds.end_commit()
+        self.opened_with = None
         if any(c.assigns for c in contributions):
             self.assigned = self.version
         here = {stay.incarnation for stay in self.members.live.values()}

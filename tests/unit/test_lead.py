@@ -22,6 +22,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server import coordinator as coordinator_module
+from elastic_ps.server import kept
 from elastic_ps.server.coordinator import TICK, Joined, NotYet
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
@@ -300,6 +301,33 @@ def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, lead: Lead
     eventually(lambda: lead.status().progress.version == 1, "it arrives in the end")
     assert failures == 2
     assert lead.status().progress.records_applied == sum(r.records for r in taken.ranges)
+    assert coordinator.job.state.settings.position.version == 1, "schedules count a version as one step"
+
+
+def test_a_round_that_starts_again_has_the_settings_that_it_was_opened_with() -> None:
+    shards = [Notes(), Notes()]
+    with leading(shards) as lead:
+        coordinator, state = lead.coordinator, lead.coordinator.job.state
+        stay = start(coordinator)
+        taken = take(coordinator, stay, call=1)
+        before = state.settings.to_json()
+        seen: list[tuple[str, str]] = []
+
+        def refuse(advance: Advance) -> None:
+            if advance.prepare and not seen:
+                seen.append((state.settings.to_json(), kept.to_checkpoint(state)["settings"]))
+                raise Refused(RefusalCode.INVALID, "its sums are others")
+
+        shards[1].refuse = refuse
+        finish(coordinator, stay, taken)
+        eventually(lambda: state.rounds.attempt == 1, "the round starts again")
+        [(decided, checkpoint)] = seen
+        assert decided != before, "who pulls the version that is made gets its settings"
+        assert checkpoint == before, "the version that there is has them not"
+        assert state.settings.to_json() == before
+        finish(coordinator, stay, taken)
+        eventually(lambda: state.version == 1, "it is made")
+        assert state.settings.to_json() == decided
 
 
 def test_a_shard_of_another_term_s_orders_fences_this_server(tmp_path: Path) -> None:
