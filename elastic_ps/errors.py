@@ -133,6 +133,8 @@ class RefusalCode(enum.IntEnum):
     """The caller's certificate does not permit it to make this call, or to speak for this worker."""
     GONE = 17
     """The tensor of a script that is meant is not there any more."""
+    NOT_YOUR_TURN = 18
+    """Another worker's gradient comes before this one; push it again, however long that takes."""
 
 
 class Refused(ElasticPSError):

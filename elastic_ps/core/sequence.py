@@ -40,6 +40,7 @@ class PushLog:
     Attributes:
         term: of this shard.
         version, attempt: of the open round.
+        asked: in deterministic mode, the workers that have come before it was their turn, and in which buckets.
         expected: the incarnation of each worker that takes part; 0, which none has, for a worker that is
             waited for and has not come. Others are refused: their values would spoil the sums. In
             deterministic mode the workers order the additions.
@@ -53,6 +54,7 @@ class PushLog:
     expected: Mapping[int, int] = field(default_factory=dict)
     several: bool = False
     added: dict[int, set[tuple[int, int, int]]] = field(default_factory=dict)
+    asked: dict[int, set[int]] = field(default_factory=dict)
 
     def decide(self, key: PushKey) -> Verdict:
         """Whether the push is to be added or has been already.
@@ -130,6 +132,19 @@ class PushLog:
         have = {entry[0] for entry in self.added.get(bucket, ())}
         return all(other in have for other in self.expected if other < worker)
 
+    def takes_turn(self, worker: int, bucket: int) -> bool:
+        """A push of `worker` is here: whether it is its turn. If not, it is noted as waiting."""
+        if self.turn(worker, bucket):
+            return True
+        self.asked.setdefault(worker, set()).add(bucket)
+        return False
+
+    @property
+    def queued(self) -> frozenset[int]:
+        """The workers that have come with a push before it was their turn, which it is not yet."""
+        waiting = ((worker, bucket) for worker, buckets in self.asked.items() for bucket in buckets)
+        return frozenset(worker for worker, bucket in waiting if not self.turn(worker, bucket))
+
     def has_all(self, bucket: int) -> bool:
         """Whether the sum of `bucket` has a contribution of each expected worker, and of nobody else."""
         have = {entry[:2] for entry in self.added.get(bucket, ())}
@@ -146,4 +161,5 @@ class PushLog:
         self.version, self.attempt, self.expected = version, attempt, expected
         if void:
             self.added.clear()
+            self.asked.clear()
         return void

@@ -70,6 +70,7 @@ class Driver:
 
     Attributes:
         standings: how far each shard's standby is, as far as the shards have said.
+        queued: likewise, in deterministic mode: the workers that wait until it is their turn to push.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Driver:
         self._job, self._crowded = job, crowded and len(shards) == 1
         self._shards, self._standbys = shards, standbys
         self.standings = [Standing.NONE for _ in standbys]
+        self.queued: frozenset[int] = frozenset()
         self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
         self._keeper = keeper
         self._history = history
@@ -106,8 +108,12 @@ class Driver:
 
     @property
     def asks_shards(self) -> bool:
-        """Whether the shards are to be asked now and then: if they know the model, or have written a part."""
-        return len(self._shards) > 1 or (self._keeper is not None and self._keeper.writing)
+        """Whether the shards are to be asked now and then.
+
+        If they know the model, or have written a part of a checkpoint, or whose pushes wait.
+        """
+        writing = self._keeper is not None and self._keeper.writing
+        return len(self._shards) > 1 or writing or self._job.spec.consistency.deterministic
 
     def start(self, found: Manifest | None, patience: Patience) -> None:
         """Begin, from the checkpoint `found` if there is one, or from later rounds that the standbys hold.
@@ -438,6 +444,7 @@ class Driver:
             job.state = state
             job.tune(tuning)
             self.standings = [Standing.NONE for _ in self._standbys]  # of this term nothing is known yet
+            self.queued = frozenset()
             job.changed.notify_all()
         logger.info("term %d continues from version %d", term, found.version)
 
@@ -476,6 +483,7 @@ class Driver:
                 self.standings[shard] = report.standby
             if self._keeper is not None:
                 self._keeper.part(shard, report.written)
+        self.queued = frozenset().union(*(report.queued for report in reports))
         return reports
 
     @contextmanager

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -166,10 +166,15 @@ class Guarded:
         left = math.inf if self.grace_until is None else max(0.0, self.grace_until - self.clock())
         return min(most.total_seconds(), left)
 
-    def drop_silent_and_hung(self) -> None:
-        """Declare members gone whose lease has ended or that keep the others waiting. The lock is held."""
+    def drop_silent_and_hung(self, queued: Set[int] = frozenset()) -> None:
+        """Declare members gone whose lease has ended or that keep the others waiting. The lock is held.
+
+        Args:
+            queued: see `JobState.hung`.
+        """
         now = self.clock()
         for worker in self.state.members.expired(now):
             self.drop(worker, "lost", f"silent for {self.lease.total_seconds():g} s")
-        for worker, seconds in self.state.hung(now, self.spec.worker.progress_timeout).items():
+        limit = self.spec.worker.progress_timeout
+        for worker, seconds in self.state.hung(now, limit, queued=queued).items():
             self.drop(worker, "hung", f"the others have waited for its step for {seconds:.1f} s")

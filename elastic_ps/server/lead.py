@@ -130,7 +130,7 @@ class Lead:
                 if job.state.rounds.committing:
                     job.grace_until = None
                 else:
-                    job.drop_silent_and_hung()
+                    job.drop_silent_and_hung(self._driver.queued)
                     job.hasten()
                 job.stale |= self._driver.asks_shards
             self._driver.drive()

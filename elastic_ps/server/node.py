@@ -242,8 +242,9 @@ class Node:
 
     def _report(self) -> Report:
         with self._lock:
-            written = self._written
-        return Report(written, self._follower.standing if self._follower else Standing.NONE)
+            written, shard = self._written, self._shard
+        standing = self._follower.standing if self._follower else Standing.NONE
+        return Report(written, standing, queued=frozenset() if shard is None else shard.queued)
 
     def _snapshot(self, shard: Shard, advance: Advance) -> None:
         """Copy the shard and have the copy written in the background.

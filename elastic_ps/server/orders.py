@@ -120,12 +120,15 @@ class Written:
 class Report:
     """What a shard answers to an order: its part of the last checkpoint, once written, and its standby.
 
-    `norm`: of its part of the mean gradient, if the order was to prepare a version that is to be clipped.
+    Attributes:
+        norm: of its part of the mean gradient, if the order was to prepare a version that is to be clipped.
+        queued: see `Shard.queued`.
     """
 
     written: Written | None = None
     standby: Standing = Standing.NONE
     norm: float = 0.0
+    queued: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -265,7 +268,9 @@ def advance_from_message(message: pb.AdvanceRequest) -> Advance:
 
 
 def report_to_message(report: Report) -> pb.AdvanceReply:
-    message = pb.AdvanceReply(standby=int(report.standby), norm=report.norm)
+    message = pb.AdvanceReply(
+        standby=int(report.standby), norm=report.norm, queued=sorted(report.queued)
+    )
     if (part := report.written) is not None:
         message.written.CopyFrom(
             pb.Written(
@@ -289,7 +294,7 @@ def report_from_message(message: pb.AdvanceReply) -> Report:
     except ValueError as error:
         raise Malformed(str(error)) from error
     written = _written(message.written) if message.HasField("written") else None
-    return Report(written, standing, message.norm)
+    return Report(written, standing, message.norm, frozenset(message.queued))
 
 
 def _written(part: pb.Written) -> Written:

@@ -230,8 +230,8 @@ class Shard:
         Blocks while the values are received, and in deterministic mode until it is the worker's turn.
 
         Raises:
-            Refused: see `PushLog.decide`; MALFORMED; NOT_FINITE; NOT_READY: push it again. The sums are as
-                before.
+            Refused: see `PushLog.decide`; MALFORMED; NOT_FINITE; NOT_READY, NOT_YOUR_TURN: push it again. The
+                sums are as before.
         """
         bucket = self.bucket(key.bucket)
         absent = bucket.rule is Rule.GRADIENT and bool(present) and not any(present)
@@ -254,11 +254,12 @@ class Shard:
             if self._log.decide(key) is Verdict.DUPLICATE:
                 return False
             if not may_go_on:
-                raise Refused(
-                    RefusalCode.NOT_READY,
-                    f"it is not the turn of worker {key.worker} in bucket {key.bucket}, or its push is still "
-                    "being received; push again",
-                )
+                worker, number = key.worker, key.bucket
+                if slot in self._receiving:
+                    text = f"a push of worker {worker} for bucket {number} is still being received; push again"
+                    raise Refused(RefusalCode.NOT_READY, text)
+                text = f"it is not the turn of worker {worker} in bucket {number}; push again"
+                raise Refused(RefusalCode.NOT_YOUR_TURN, text)
             self._receiving.add(slot)
         try:
             if empty:
@@ -300,7 +301,13 @@ class Shard:
 
     def _may_add(self, key: PushKey) -> bool:
         self._log.decide(key)
-        return not self._consistency.deterministic or self._log.turn(key.worker, key.bucket)
+        return not self._consistency.deterministic or self._log.takes_turn(key.worker, key.bucket)
+
+    @property
+    def queued(self) -> frozenset[int]:
+        """In deterministic mode, the workers that have pushed, and wait for those before them in the order."""
+        with self._lock:
+            return self._log.queued
 
     def _await(self, ready: Callable[[], bool], *, on: threading.Condition | None = None) -> bool:
         """Wait, holding the lock, until `ready` or until `WAIT` is over; `ready` may raise."""

@@ -5,7 +5,7 @@ Plain state and what changes it, without threads, clocks or I/O; `coordinator` g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -427,19 +427,22 @@ class JobState:
         self.told[epoch] = stay
         return True
 
-    def hung(self, now: float, limit: timedelta) -> dict[int, float]:
+    def hung(self, now: float, limit: timedelta, *, queued: Set[int] = frozenset()) -> dict[int, float]:
         """The workers that have kept others waiting for longer than `limit`, and for how many seconds.
 
         The open round lacks their steps, and another one's is finished, or a newcomer waits for the next
         round; or somebody waits for the records that they hold.
+
+        Args:
+            queued: in deterministic mode, the workers that wait until it is their turn to push.
         """
         rounds, live = self.rounds, self.members.live
         missing: set[int] = set()
-        if rounds.held_up:
+        if rounds.held_up or queued:
             missing |= rounds.awaited | (self.required - rounds.done.keys())
         if self.starved & live.keys():
             missing |= (rounds.expected | self.required) - rounds.done.keys() - rounds.held_up
-        awaited = {live[worker].incarnation: worker for worker in missing & live.keys()}
+        awaited = {live[worker].incarnation: worker for worker in (missing - queued) & live.keys()}
         overdue = self.waiting.overdue((rounds.version, rounds.attempt), awaited, now, limit)
         return {awaited[incarnation]: seconds for incarnation, seconds in overdue.items()}
 

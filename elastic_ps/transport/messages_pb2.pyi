@@ -779,14 +779,16 @@ class Contributor(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class AdvanceReply(_message.Message):
-    __slots__ = ("written", "standby", "norm")
+    __slots__ = ("written", "standby", "norm", "queued")
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
     written: Written
     standby: int
     norm: float
-    def __init__(self, written: _Optional[_Union[Written, _Mapping]] = ..., standby: _Optional[int] = ..., norm: _Optional[float] = ...) -> None: ...
+    queued: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, written: _Optional[_Union[Written, _Mapping]] = ..., standby: _Optional[int] = ..., norm: _Optional[float] = ..., queued: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("version", "term", "number", "file", "sha256", "size", "error", "pause_us")

@@ -577,7 +577,9 @@ class Client:
                     raise ConnectionLost(text) from error
                 self.notice(started, error)
             except Refused as refusal:
-                if refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline or self.closed:
+                if refusal.code is RefusalCode.NOT_YOUR_TURN and not self.closed:
+                    deadline = time.monotonic() + self._patience.total_seconds()  # it waits for a worker
+                elif refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline or self.closed:
                     raise
                 if most < LONGEST_PAUSE:  # somebody is there now
                     pause, most = FIRST_PAUSE, LONGEST_PAUSE

@@ -120,7 +120,8 @@ class Receiving:
                 if over or awaited.closing.wait(0.1):
                     awaited.fail(error, pull.generation)
             except Refused as refusal:
-                if refusal.code is not RefusalCode.NOT_READY or awaited.closing.wait(0.1):
+                again = refusal.code in (RefusalCode.NOT_READY, RefusalCode.NOT_YOUR_TURN)
+                if not again or awaited.closing.wait(0.1):
                     awaited.fail(refusal, pull.generation)
             except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
                 awaited.fail(error, pull.generation)

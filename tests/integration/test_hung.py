@@ -6,8 +6,10 @@ import os
 import re
 import signal
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from elastic_ps.env import EXIT_HUNG, Role
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
+from elastic_ps.server import shard as shard_module
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import mse
@@ -28,9 +31,20 @@ WAITED = r"the others have waited for its step for \d+\.\d s"
 """At least as long as `progressTimeout`; how much longer depends on how busy the machine is."""
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_the_others_go_on_and_the_worker_is_told(tmp_path: Path, shards: int) -> None:
-    """Its pushes of before are void, its records go to the others, and its next call is refused by name."""
+IN_ORDER = {"globalBatchSize": 12, "deterministic": True}
+
+
+@pytest.mark.parametrize(
+    ("shards", "consistency", "hanging"),
+    [(1, {}, 1), (2, {}, 1), (1, IN_ORDER, 0), (2, IN_ORDER, 0), (1, IN_ORDER, 1)],
+)
+def test_the_others_go_on_and_the_worker_is_told(
+    tmp_path: Path, shards: int, consistency: dict[str, Any], hanging: int
+) -> None:
+    """Its pushes of before are void, its records go to the others, and its next call is refused by name.
+
+    Of workers that push one after the other, those after it wait for their turn, and are not hung.
+    """
     stuck, release = threading.Event(), threading.Event()
     refusals: list[Refused] = []
     told: list[str] = []
@@ -42,7 +56,7 @@ def test_the_others_go_on_and_the_worker_is_told(tmp_path: Path, shards: int) ->
             for step, (x, y) in enumerate(session.loader(Numbers(400), 4)):
                 optimizer.zero_grad()
                 mse(model, x, y).backward()  # pushes all buckets but the last
-                if session.worker == 1 and step == 3:
+                if session.worker == hanging and step >= 3 and not stuck.is_set():
                     stuck.set()
                     assert release.wait(30)
                 optimizer.step()
@@ -53,29 +67,54 @@ def test_the_others_go_on_and_the_worker_is_told(tmp_path: Path, shards: int) ->
         tmp_path,
         # On a busy machine this process may stand still for a second. Workers 0 and 2 are not hung then.
         worker={"replicas": 3, "leaseDuration": "10s", "progressTimeout": "2s"},
+        consistency=consistency,
         parameterServer={"replicas": shards, "bucketBytes": 1024},
     ) as job:
         for worker in range(3):
             job.start(worker, script)
-        job.until(lambda: stuck.is_set() and len(job.sessions) == 3, "worker 1 is stuck")
-        heart = next(s for s in job.sessions if s.worker == 1)._member._heart
+        job.until(lambda: stuck.is_set() and len(job.sessions) == 3, "a worker is stuck")
+        heart = next(s for s in job.sessions if s.worker == hanging)._member._heart
         assert heart is not None
         heart._on_hung = told.append
         job.until(lambda: job.status().progress.finished, "the others train all records")
         [member] = [m for m in job.status().members if m.state == "hung"]
-        assert member.worker == 1
+        assert member.worker == hanging
         assert re.fullmatch(WAITED, member.reason)
         eventually(lambda: bool(told), "its heartbeat is told")
         release.set()
         job.join()
         commits = job.commits()
-    assert told[0] == f"worker 1 was declared hung: {member.reason}"
+    assert told[0] == f"worker {hanging} was declared hung: {member.reason}"
     assert [refusal.code for refusal in refusals] in ([RefusalCode.HUNG], [])
     assert (
         sum(c["incarnation"] == member.incarnation for k in commits for c in k["contributions"])
         == member.steps
     )
     assert check(read(tmp_path / "history"), Data(400, 1)) == []
+
+
+@pytest.mark.parametrize("server", [{"bucketBytes": 1024}, {"replicas": 2}])
+def test_who_waits_for_its_turn_waits_for_as_long_as_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: dict[str, Any]
+) -> None:
+    """The parameter server answers it, so its patience does not end."""
+    monkeypatch.setattr(shard_module, "WAIT", timedelta(milliseconds=50))
+
+    def script(session: Session) -> None:
+        session._engine.client._patience = timedelta(milliseconds=300)
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for step, (x, y) in enumerate(session.loader(Numbers(40), 4)):
+            if session.worker == 0 and step == 2:
+                time.sleep(1)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    worker, consistency = {"replicas": 2}, {"deterministic": True}
+    with running_job(tmp_path, worker=worker, consistency=consistency, parameterServer=server) as job:
+        job.run(script, workers=2)
+    assert check(read(tmp_path / "history"), Data(40, 1)) == []
 
 
 def hanging_job(tmp_path: Path, how: str, *, limit: str = "4s") -> TrainingJob:

@@ -13,6 +13,7 @@ from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.training import Consistency
+from tests.polling import eventually
 from tests.unit.shard_rig import Rig, one_bucket, ones, refusal, tensor
 
 
@@ -159,16 +160,20 @@ def test_in_deterministic_mode_a_long_wait_does_not_change_the_order() -> None:
     rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1), consistency=Consistency(deterministic=True))
     with pytest.raises(Refused, match="turn") as refused:
         rig.push(1, ones(4))
-    assert refused.value.code is RefusalCode.NOT_READY
+    assert refused.value.code is RefusalCode.NOT_YOUR_TURN
+    assert rig.shard.queued == {1}
     assert rig.push(0, ones(4))
+    assert rig.shard.queued == frozenset(), "it is its turn, whether it comes again or not"
     assert rig.push(1, ones(4))
 
 
 def test_in_deterministic_mode_nobody_waits_for_who_has_vanished(threads: ThreadPoolExecutor) -> None:
     rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1), consistency=Consistency(deterministic=True))
     waiting = threads.submit(rig.push, 1, ones(4), attempt=0)
+    eventually(lambda: rig.shard.queued == {1}, "the push waits")
     rig.restart(1)
     assert refusal(waiting) is RefusalCode.STALE_ATTEMPT
+    assert rig.shard.queued == frozenset()
     assert rig.push(1, ones(4))
 
 

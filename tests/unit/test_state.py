@@ -140,6 +140,14 @@ def test_who_keeps_others_waiting_is_hung(state: JobState) -> None:
     )
 
 
+def test_who_waits_for_its_turn_keeps_nobody_waiting(state: JobState) -> None:
+    limit = timedelta(seconds=10)
+    first, _ = two(state)
+    assert [state.hung(now, limit, queued={1}) for now in (0, 11)] == [{}, {0: 11}]
+    finish(state, first)
+    assert [state.hung(now, limit, queued={1}) for now in (20, 31)] == [{}, {}]
+
+
 def test_with_a_fixed_schedule_a_worker_that_takes_no_records_is_hung(state: JobState) -> None:
     state.ledger = Lanes(records=40, epochs=1, shard_records=10, lanes=3)
     first = join(state, 0)
