@@ -368,7 +368,10 @@ class Coordinator:
         assert state.ledger is not None
         if state.stopped:
             state.give_back(incarnation)
+            takes_part = state.rounds.takes_part(worker)
             state.withdraw(worker)
+            if takes_part and not state.rounds.takes_part(worker):  # the shards may wait for its push
+                self.job.told()
             return []
         held = state.to_compute_on(incarnation) or state.take(worker, incarnation, batch)
         if held:

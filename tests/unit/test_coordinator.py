@@ -459,6 +459,26 @@ def test_whoever_waits_with_records_when_a_script_ends_the_training_gives_them_b
     assert ledger.held(first.incarnation) == list(taken.ranges), "its step is made"
 
 
+def test_the_shards_do_not_wait_for_who_was_admitted_when_a_script_ended_the_training() -> None:
+    """In deterministic mode others could not push before it."""
+    shard = Notes()
+    with running([shard], consistency={"mode": "accumulate", "gradients": 4}) as coordinator:
+        stays = [start(coordinator, worker) for worker in (0, 1)]
+        take(coordinator, stays[1], call=1)
+
+        def stop(advance: Advance) -> None:
+            if 0 in advance.expected and not coordinator.job.stopped:
+                coordinator.stop(1, stays[1].incarnation, "it is good enough")
+
+        shard.refuse = stop
+        asking = threading.Thread(target=lambda: take(coordinator, stays[0], call=1))
+        asking.start()
+        eventually(lambda: bool(coordinator.job.stopped), "worker 0 was admitted, and training ends")
+        alone = {1: stays[1].incarnation}
+        eventually(lambda: shard.orders[-1].expected == alone, "the shard knows that worker 0 is out", within=20)
+        asking.join(20)
+
+
 def test_a_grace_period_ends_when_it_is_over_and_not_at_the_next_tick(
     shard: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
