@@ -54,7 +54,7 @@ class Safekeeping:
         self._job, self._orders, self._keeper = job, orders, keeper
         self._writing = False  # a thread writes a version that must be kept
         self._not_before = 0.0  # writing it has failed, and is not tried again before this time
-        self._finished_at: float | None = None
+        self._ended: tuple[tuple[int, int], float] | None = None  # term and version, and since when
         self._durable_end: tuple[int, int, int] | None = None  # see `JobState.end`
 
     def may_finish(self) -> bool:
@@ -62,18 +62,21 @@ class Safekeeping:
 
         Not before the last version and the chief are on disk. If the parameter server was lost before that,
         the other workers would continue from the checkpoint, without the workers that were told. A full disk
-        delays the end for `LAST` at most.
+        delays the end for `LAST` at most. Nor before the shards have the last values: a worker that has not
+        made them may be the chief.
         """
-        return self._job.state.end is not None and self.is_kept()
+        state = self._job.state
+        return state.end is not None and state.values_are_here and self.is_kept()
 
     def is_kept(self) -> bool:
         """Whether the end of training is on disk, or writing it has failed for `LAST`. The lock is held."""
-        now = self._job.clock()
+        now, state = self._job.clock(), self._job.state
         if self._keeper is None or self._holds(self._keeper):
             return True
-        if self._finished_at is None:
-            self._finished_at = now
-        return now - self._finished_at > LAST.total_seconds()
+        end = (state.term, state.version)
+        if self._ended is None or self._ended[0] != end:
+            self._ended = (end, now)
+        return now - self._ended[1] > LAST.total_seconds()
 
     def _holds(self, keeper: Keeper) -> bool:
         """Whether the current version is on disk, and its end if training has ended. The lock is held."""

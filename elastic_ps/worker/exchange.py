@@ -141,6 +141,10 @@ class Exchange:
     def hand_over(self) -> None:
         """This worker stops making rounds. The parameter server has all that it has."""
 
+    def has(self, version: int) -> bool:
+        """Whether the model has the values of this version."""
+        return self.version == version
+
     @property
     def under_way(self) -> Step | None:
         """The step whose pushes have begun."""

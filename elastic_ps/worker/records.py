@@ -150,7 +150,7 @@ class Records:
             self.computing = False
             self.over = True
             self.chief = granted.chief
-            if behind:
+            if not exchange.has(granted.version):
                 exchange.fetch(granted.version, contributor=False)
 
     def is_chief_of(self, epoch: int) -> bool:

@@ -167,7 +167,7 @@ class Reduced:
 
     def computes_on(self, version: int) -> None:
         """This worker takes part in the round on `version`."""
-        if not self._holds(version):
+        if not self.has(version):
             self._enter(version)
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
@@ -177,7 +177,7 @@ class Reduced:
             return
         met = self._client.meet(self._client.stay, version, None)
         self._learn(met)
-        if met.values_are_here and met.version == version and not self._holds(version):
+        if met.values_are_here and met.version == version and not self.has(version):
             self._take_over(version)
         self.version = version
 
@@ -223,7 +223,7 @@ class Reduced:
         if term == self._client.term and self._client.parts(self._client.stay, version):
             self._replica.send(version)
 
-    def _holds(self, version: int) -> bool:
+    def has(self, version: int) -> bool:
         """Whether this replica is of that version, as it is in this term."""
         return self._held == (self._client.term, version)
 
@@ -233,7 +233,7 @@ class Reduced:
         """Get the version, of which this worker is to make the next one with the others."""
         met = self._client.meet(self._client.stay, version, None)
         self._settle(met)
-        if met.version != version or not self._holds(version):
+        if met.version != version or not self.has(version):
             text = f"this worker was to make a round on version {version}, but version {met.version} is there"
             raise Refused(RefusalCode.STALE_INCARNATION, text)
         self.version = version
@@ -244,12 +244,12 @@ class Reduced:
             version = met.version
             self._attempt = met.attempt
             self._learn(met)
-            if met.send and self._holds(version):
+            if met.send and self.has(version):
                 self._replica.send(version)
             self._open = None if met.lacking else met
             if not met.lacking or self._settled == (version, met.attempt):
                 return
-            stay, holds = self._client.stay, self._holds(version)
+            stay, holds = self._client.stay, self.has(version)
             met = self._client.meet(stay, version, met.attempt, place=Place.STATE, holds=holds)
             if met.version != version:
                 return
@@ -267,12 +267,12 @@ class Reduced:
         if met.all_hold:
             return
         if not met.HasField("source"):
-            if not self._holds(met.version):
+            if not self.has(met.version):
                 self._take_over(met.version)
             return
         group, started = self._group_for(met), time.monotonic_ns()
         source = [peer.worker for peer in met.group].index(met.source)
-        lacks = not self._holds(met.version)
+        lacks = not self.has(met.version)
         if lacks:
             self._held = None
         self._replica.share(group, source, lambda: self._look(met))

@@ -210,6 +210,10 @@ class Following:
             self._flat.publish(besides=besides)
         return where.made
 
+    def has(self, version: int) -> bool:
+        """See `Exchange`."""
+        return self.version == version
+
     def reset(self) -> None:
         """Forget the step under way."""
         self.under_way = None

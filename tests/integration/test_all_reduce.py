@@ -36,7 +36,7 @@ from tests.integration.oracle import (
     ranges_of,
     replay,
 )
-from tests.polling import eventually
+from tests.polling import LIMIT, eventually
 
 STEADY = "tests.integration.scripts.steady:main"
 Models = dict[int, torch.nn.Module]
@@ -145,6 +145,42 @@ def test_a_newcomer_gets_the_state_from_a_peer(tmp_path: Path) -> None:
         assert steps[:3] == [1, 1, 1]
         assert 2 in steps
         assert_right(job, models, data, adam)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "no checkpoints"])
+def test_a_newcomer_at_the_end_gets_the_last_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    """It comes before the others have handed that over, and may be the one that saves the model."""
+    data, models, entered = Numbers(40), Models(), threading.Event()
+    send = Replica.send
+
+    def late(self: Replica, version: int) -> None:
+        assert entered.wait(LIMIT)
+        send(self, version)
+
+    def script(session: Session) -> None:
+        models[session.worker] = train(session, data)
+
+    def newcomer(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(adam(model), model)
+        entered.set()
+        for _ in session.loader(data, 5):
+            raise AssertionError("all records are trained")
+        assert optimizer is not None
+        models[session.worker] = model
+
+    monkeypatch.setattr(Replica, "send", late)
+    checkpoints = tmp_path / "checkpoints" if keeps else None
+    with running_job(tmp_path, strategy="all-reduce", checkpoints=checkpoints) as job:
+        for worker in range(2):
+            job.start(worker, script)
+        job.until(lambda: job.status().progress.records_applied == len(data), "all is trained")
+        job.start(2, newcomer)
+        job.join()
+        assert_right(job, models, data, adam)
+    assert len(models) == 3
 
 
 def test_a_worker_that_vanishes_in_a_step_costs_no_record(tmp_path: Path) -> None:

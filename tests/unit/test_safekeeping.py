@@ -203,6 +203,8 @@ def test_a_full_disk_is_tried_again_after_a_pause_and_holds_the_end_up_for_a_whi
     assert not rig.may_finish()
     rig.now += module.LAST.total_seconds()
     assert rig.may_finish(), "for ever"
+    rig.job.state.rounds.version += 1
+    assert not rig.may_finish(), "it is another end, as when a job has gone back to a checkpoint"
 
 
 def test_a_disk_that_has_room_again_is_written_to(rig: Rig) -> None:
