@@ -111,8 +111,12 @@ class ReducedRounds(SyncRounds):
         return sorted(self.expected)
 
     @property
-    def _computed(self) -> set[int]:
-        return set(self.arrived.get(Place.GRADIENTS, {}))
+    def _there(self) -> set[int]:
+        """Who has come to a place where the rest of the group is still to come, or has computed its step."""
+        computed = set(self.arrived.get(Place.GRADIENTS, {}))
+        if self.together(Place.STATE):
+            return computed
+        return computed | self.arrived.get(Place.STATE, {}).keys()
 
     # --- steps and commits
 
@@ -124,11 +128,11 @@ class ReducedRounds(SyncRounds):
 
     @property
     def awaited(self) -> set[int]:
-        return self.expected - self.done.keys() - self._computed
+        return self.expected - self.done.keys() - self._there
 
     @property
     def held_up(self) -> set[int]:
-        return ((self.done.keys() | self._computed) - self.gone) | self.waiting
+        return ((self.done.keys() | self._there) - self.gone) | self.waiting
 
     def can_commit(self, *, last: bool = False) -> bool:  # noqa: ARG002
         """Whether all of the group have the sum. That there are no more records changes nothing."""

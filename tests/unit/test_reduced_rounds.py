@@ -56,6 +56,15 @@ def test_nobody_has_a_sum_before_all_have_computed() -> None:
     assert rounds.can_commit()
 
 
+def test_a_newcomer_that_does_not_come_for_the_version_keeps_the_others_waiting() -> None:
+    rounds = rounds_of(0, 1, 2)
+    for worker in (0, 1):
+        rounds.meet(worker, Place.STATE, holds=True)
+    assert (rounds.awaited, rounds.held_up) == ({2}, {0, 1})
+    rounds.meet(2, Place.STATE, holds=False)
+    assert (rounds.awaited, rounds.held_up) == ({0, 1, 2}, set()), "all compute"
+
+
 def test_another_group_is_another_attempt() -> None:
     rounds = rounds_of(0, 1, 2)
     compute(rounds, 0, 1)
