@@ -593,6 +593,8 @@ class Engine:
             self._steps += 1
             self._exchange().reset()
         self.gradients.void()
+        if self.records.stopping:
+            self.records.stop_computing()
 
     def gradients_zeroed(self) -> None:
         """The script drops the gradients that it has; it makes no step with what it has computed."""

@@ -100,6 +100,29 @@ def test_a_step_after_breaking_out_lets_the_others_go_on(tmp_path: Path) -> None
     assert check_records(tmp_path, script) == 4
 
 
+def test_skipping_the_step_after_breaking_out_lets_the_others_go_on(tmp_path: Path) -> None:
+    """backward, break, skip: nobody waits for this worker afterwards, and nobody trains that batch."""
+    data = Numbers(120)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for step, (x, y) in enumerate(session.loader(data, 4)):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if session.worker == 0 and step == 3:
+                break
+            optimizer.step()
+        if session.worker == 0:
+            optimizer.skip()
+            job.until(lambda: job.status().progress.finished, "the others go on")
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=2)
+        progress = job.status().progress
+    assert (progress.records_applied, progress.records_skipped) == (116, 4)
+
+
 def test_iterating_again_after_breaking_out(tmp_path: Path) -> None:
     data = Numbers(120)
 
