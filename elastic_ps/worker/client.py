@@ -306,6 +306,7 @@ class Client:
             abandoned=abandoned,
             skipped=ranges_to_message(skipped),
         )
+        self._pending = 0  # that call for records is over, whether it was answered or not
         self._ask(0, "Release", request, pb.Done)
 
     def report(self, metrics: Mapping[str, float]) -> None:

@@ -287,6 +287,7 @@ class Exchange:
         awaited = self._awaited
         every = wanted = [b for b in self._flat.layout.pull_order if b.index not in besides]
         self._flat.check(thorough=True)
+        self.reset()  # answers for what was given up, and what went wrong with it, mean nothing here
         awaited.versions.clear()
         for _ in range(FETCHES):
             with awaited.lock:
@@ -310,7 +311,6 @@ class Exchange:
         Those of the buckets `besides` were not pulled.
         """
         versions = self._awaited.versions
-        self.version = max(version, min(versions.values(), default=version))
         arrived = [b for b in self._stepped if b.index not in besides]
         self._held |= {b.index: versions.get(b.index, version) for b in arrived}
         if self._history.enabled:
@@ -318,6 +318,7 @@ class Exchange:
             self._history.record("values", term=self._client.stay.term, values=values)
         if publish:
             self._flat.publish(besides=besides)
+        self.version = max(version, min(versions.values(), default=version))
 
     def computes_on(self, version: int) -> None:
         """The values are there for the next step. The parameter server believes that they are of `version`.

@@ -101,6 +101,7 @@ class Records:
             try:
                 if wait and self.computing:
                     self._exchange().hand_over()
+                self.computing |= wait  # the answer may be lost
                 granted = self._world.decide(
                     "the loader, where it gets records",
                     lambda: self._client.take(

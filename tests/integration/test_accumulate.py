@@ -200,6 +200,37 @@ def test_a_round_starts_again_while_backward_goes_on(
     assert {m.worker: m.state for m in members}[1] == "lost"
 
 
+def test_a_script_stops_the_training_when_its_step_has_come_too_late(tmp_path: Path) -> None:
+    """It makes no step with what it has computed, and gets the last version all the same."""
+    data, models = Numbers(4000), dict[int, torch.nn.Module]()
+
+    def too_late() -> bool:
+        return any(m.late for m in job.status().members if m.worker == 1)
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 4):
+            optimizer.zero_grad()
+            here = session.version
+            if session.worker == 1:
+                eventually(lambda: job.version > here, "worker 0 makes a version")  # noqa: B023 (at once)
+            mse(model, x, y).backward()
+            if session.worker == 1:
+                eventually(too_late, "the step has come too late")
+                session.stop("it is good enough")
+                continue
+            optimizer.step()
+
+    server = {"bucketBytes": 1024}
+    with running_job(tmp_path, consistency=accumulate(1), parameterServer=server) as job:
+        job.run(script, workers=2)
+        stopped = job.status().progress.stopped
+    assert stopped == "it is good enough"
+    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 def test_parameter_servers_are_lost(tmp_path: Path, durability: str) -> None:
     data = Numbers(600)

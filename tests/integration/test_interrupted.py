@@ -1,0 +1,139 @@
+"""A script that is interrupted where it waits, as by Ctrl-C in a notebook, and goes on."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.server import coordinator
+from elastic_ps.worker.client import Client
+from elastic_ps.worker.model import Flat
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, make_mlp, running_job
+from tests.integration.oracle import assert_each_record_once, mse
+from tests.integration.trained import alone, sgd
+from tests.polling import eventually
+
+
+def test_while_it_asks_again_for_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other worker has the last ones, so the first call is answered that there are none yet."""
+    data, interrupted = Numbers(10), threading.Event()
+    take, pending = Client.take, set[int]()
+
+    def interrupt(self: Client, **asked: Any) -> Any:
+        if self.worker in pending and not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+        granted = take(self, **asked)
+        if granted.pending and job.version == 1:
+            pending.add(self.worker)
+        return granted
+
+    def both_have_records() -> bool:
+        rounds = job.coordinator.job.state.rounds
+        return len(rounds.expected | rounds.waiting) == 2
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        loader = session.loader(data, 5)
+
+        def train() -> None:
+            for x, y in loader:
+                if not session.version:
+                    eventually(both_have_records, "both have records")
+                if session.version == 1:
+                    eventually(interrupted.is_set, "the other worker is interrupted")
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+
+        try:
+            train()
+        except KeyboardInterrupt:
+            train()
+        assert session.version == 2
+
+    monkeypatch.setattr(coordinator, "WAIT", timedelta(milliseconds=200))
+    monkeypatch.setattr(Client, "take", interrupt)
+    with running_job(tmp_path, data={"shardRecords": 5}) as job:
+        job.run(script, workers=2)
+        assert_each_record_once(job.commits(), records=10, epochs=1)
+    assert interrupted.is_set()
+
+
+def test_while_it_asks_for_its_first_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call goes on at the parameter server. Nobody waits for the worker after that."""
+    data, asked = Numbers(120), list[threading.Thread]()
+    take = Client.take
+
+    def interrupt(self: Client, **wanted: Any) -> Any:
+        if self.worker != 1 or asked:
+            return take(self, **wanted)
+        answer = threading.Thread(target=lambda: take(self, **wanted))
+        asked.append(answer)
+        answer.start()
+        answer.join(10)  # whatever comes of it, the script does not get it
+        raise KeyboardInterrupt
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        if session.worker == 0:
+            job.until(lambda: bool(asked) and not asked[0].is_alive(), "worker 1 is interrupted")
+        with suppress(KeyboardInterrupt):
+            for x, y in session.loader(data, 4):
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+        job.until(lambda: job.status().progress.finished, "worker 0 trains all records")
+
+    monkeypatch.setattr(Client, "take", interrupt)
+    with running_job(tmp_path, data={"shardRecords": 4}) as job:
+        job.run(script, workers=2)
+        assert_each_record_once(job.commits(), records=120, epochs=1)
+
+
+def test_while_values_are_given_to_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tensors have those of another version then. The next step is computed on one version."""
+    data = Numbers(60)
+    publish, calls = Flat.publish, list[bool]()
+
+    def interrupt(self: Flat, **given: Any) -> None:
+        calls.append(armed)
+        if armed and len(calls) == 5:
+            raise KeyboardInterrupt
+        publish(self, **given)
+
+    def trained(directory: Path) -> torch.nn.Module:
+        models: list[torch.nn.Module] = []
+        calls.clear()
+
+        def script(session: Session) -> None:
+            model = make_mlp()
+            weight = model[2].weight  # its elements are not one after the other, so it has its own memory
+            model[2].weight = torch.nn.Parameter(weight.detach().t().contiguous().t())
+            optimizer = session.optimizer(sgd(model), model)
+            for x, y in session.loader(data, 5):
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                with suppress(KeyboardInterrupt):
+                    optimizer.step()
+            models.append(model)
+
+        assert_each_record_once(alone(directory, script), records=60, epochs=1)
+        return models[0]
+
+    monkeypatch.setattr(Flat, "publish", interrupt)
+    armed = False
+    expected = trained(tmp_path / "usual")
+    armed = True
+    found = trained(tmp_path / "interrupted")
+    for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
