@@ -40,7 +40,8 @@ class PushLog:
     Attributes:
         term: of this shard.
         version, attempt: of the open round.
-        asked: in deterministic mode, the workers that have come before it was their turn, and in which buckets.
+        asked: in deterministic mode, the workers that have come before it was their turn; for each, the
+            buckets.
         expected: the incarnation of each worker that takes part; 0, which none has, for a worker that is
             waited for and has not come. Others are refused: their values would spoil the sums. In
             deterministic mode the workers order the additions.

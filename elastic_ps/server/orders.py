@@ -268,9 +268,7 @@ def advance_from_message(message: pb.AdvanceRequest) -> Advance:
 
 
 def report_to_message(report: Report) -> pb.AdvanceReply:
-    message = pb.AdvanceReply(
-        standby=int(report.standby), norm=report.norm, queued=sorted(report.queued)
-    )
+    message = pb.AdvanceReply(standby=int(report.standby), norm=report.norm, queued=sorted(report.queued))
     if (part := report.written) is not None:
         message.written.CopyFrom(
             pb.Written(

@@ -256,7 +256,9 @@ class Shard:
             if not may_go_on:
                 worker, number = key.worker, key.bucket
                 if slot in self._receiving:
-                    text = f"a push of worker {worker} for bucket {number} is still being received; push again"
+                    text = (
+                        f"a push of worker {worker} for bucket {number} is still being received; push again"
+                    )
                     raise Refused(RefusalCode.NOT_READY, text)
                 text = f"it is not the turn of worker {worker} in bucket {number}; push again"
                 raise Refused(RefusalCode.NOT_YOUR_TURN, text)
@@ -305,7 +307,7 @@ class Shard:
 
     @property
     def queued(self) -> frozenset[int]:
-        """In deterministic mode, the workers that have pushed, and wait for those before them in the order."""
+        """In deterministic mode, the workers that have pushed, and wait for those before them."""
         with self._lock:
             return self._log.queued
 

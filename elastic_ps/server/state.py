@@ -548,8 +548,8 @@ class JobState:
     def decide_settings(self, contributions: Sequence[Contribution]) -> None:
         """The settings of the version that the round makes are in force; see `settings_after`.
 
-        Workers may pull that version before it is booked. Settings are decided once for a round, however often
-        it takes to have the shards make it: they count the version as a step.
+        Workers may pull that version before it is booked. The settings are decided once for a round, however
+        often the shards are ordered to make it: they count the version as a step.
         """
         if self.opened_with is None:
             self.opened_with, self.settings = self.settings, self.settings_after(contributions)

@@ -149,11 +149,15 @@ class LocalWorld:
         """Memory that all processes share, for pieces of these sizes; all of them call this together.
 
         Raises:
-            UsageError: the system has no such memory.
+            UsageError: the system has no such memory, or another process has ended.
         """
+        where = "session.optimizer"
         size = sum(size + ALIGNMENT for size in sizes)
         if not self.leads:
-            fd = recv_handle(self.links[0].questions)
+            try:
+                fd = recv_handle(self.links[0].questions)
+            except (EOFError, OSError):
+                self.ended(0, where)
             try:
                 return _pieces_of(memoryview(mmap.mmap(fd, os.fstat(fd).st_size)))
             finally:
@@ -166,8 +170,11 @@ class LocalWorld:
                 f"{error}. Use processes: 1 and more replicas"
             ) from error
         self._shared.append(memory)  # for as long as the others may use it
-        for link in self.links:
-            send_handle(link.questions, memory.handle.fd, None)
+        for rank, link in enumerate(self.links, start=1):
+            try:
+                send_handle(link.questions, memory.handle.fd, None)
+            except OSError:
+                self.ended(rank, where)
         return memory.take
 
     def close(self) -> None:

@@ -183,6 +183,27 @@ def test_a_newcomer_at_the_end_gets_the_last_version(
     assert len(models) == 3
 
 
+def test_a_learning_rate_that_is_set_before_the_loop_counts(tmp_path: Path) -> None:
+    """Also that of the worker which has brought the model."""
+    rates: list[float] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        optimizer.param_groups[0]["lr"] = 0.25
+        for x, y in session.loader(Numbers(20), 5):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    with running(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert job.coordinator.job.state.settings.groups[0]["lr"] == 0.25
+    assert rates == [0.25] * 4
+
+
 def test_a_worker_that_vanishes_in_a_step_costs_no_record(tmp_path: Path) -> None:
     """It is gone after the others have waited for it; they make the round without it, with what they have."""
     data, models = Numbers(200), Models()

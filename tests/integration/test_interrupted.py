@@ -117,8 +117,10 @@ def test_while_values_are_given_to_the_model(tmp_path: Path, monkeypatch: pytest
 
         def script(session: Session) -> None:
             model = make_mlp()
-            weight = model[2].weight  # its elements are not one after the other, so it has its own memory
-            model[2].weight = torch.nn.Parameter(weight.detach().t().contiguous().t())
+            layer = model[2]
+            assert isinstance(layer, torch.nn.Linear)
+            # Its elements are not one after the other, so it has memory of its own.
+            layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t())
             optimizer = session.optimizer(sgd(model), model)
             for x, y in session.loader(data, 5):
                 optimizer.zero_grad()

@@ -62,8 +62,8 @@ Role = Literal["ps", "standby", "worker"]
 class Plan:
     """What a schedule is about; drawn from its seed, or given.
 
-    `slice` is `follower.SLICE` in seconds, `smallest_bucket` is `partition.SMALLEST_BUCKET_BYTES`. Before each
-    of its gradients backward computes for `computing` seconds at most.
+    `slice` is `follower.SLICE` in seconds, `smallest_bucket` is `partition.SMALLEST_BUCKET_BYTES`. Backward
+    computes for `computing` seconds at most before each of its gradients.
     """
 
     seed: int
@@ -450,8 +450,10 @@ class Cluster:
         )
         loader = session.loader(Records(plan.records), batch_size=plan.batch, epochs=plan.epochs)
         for _ in loader.epochs():
-            held, ranges = 0, list[Range]()
+            held, ranges, generation = 0, list[Range](), session.generation
             for batch in loader:
+                if session.generation != generation:  # what was computed on before it joined again is void
+                    held, ranges, generation = 0, [], session.generation
                 if self._skips(session, held, chance):
                     continue
                 if not held:
@@ -471,7 +473,7 @@ class Cluster:
                     optimizer.skip()
                     held, ranges = 0, []
                     continue
-                step, generation = self._note_step(session, process, model, ranges), session.generation
+                step = self._note_step(session, process, model, ranges)
                 optimizer.step()
                 if step is not None and generation == session.generation:
                     step.then = model.parts[0].detach().clone()

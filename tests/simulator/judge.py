@@ -116,15 +116,15 @@ def _own_values(cluster: Cluster, replayed: Replay) -> list[str]:
     if not rule.elastic:
         return []
     versions = replayed.all_values()
-    last: dict[str, torch.Tensor] = {}
+    last: dict[str, list[torch.Tensor]] = {}
     found = []
     for step in cluster.local_steps:
         own = step.after
         drawn = [own + rule.learning_rate * (value - own) for value in versions]
-        begun = [*versions, *([last[step.instance]] if step.instance in last else [])]
+        begun = [*versions, *last.get(step.instance, ())]
         if not _one_of(begun, step.before) or not (step.then is None or _one_of([own, *drawn], step.then)):
             found.append(f"wrong: {step.instance} has values that follow from nothing")
-        last[step.instance] = own if step.then is None else step.then
+        last[step.instance] = [own, *drawn] if step.then is None else [step.then]
     return found
 
 

@@ -475,7 +475,9 @@ def test_the_shards_do_not_wait_for_who_was_admitted_when_a_script_ended_the_tra
         asking.start()
         eventually(lambda: bool(coordinator.job.stopped), "worker 0 was admitted, and training ends")
         alone = {1: stays[1].incarnation}
-        eventually(lambda: shard.orders[-1].expected == alone, "the shard knows that worker 0 is out", within=20)
+        eventually(
+            lambda: shard.orders[-1].expected == alone, "the shard knows that worker 0 is out", within=20
+        )
         asking.join(20)
 
 

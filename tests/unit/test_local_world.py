@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 from multiprocessing import Pipe
 from typing import Any
 
 import pytest
 
-from elastic_ps.errors import ElasticPSError
+from elastic_ps.errors import ElasticPSError, UsageError
+from elastic_ps.worker import local_world
 from elastic_ps.worker.local_world import Links, LocalWorld
 from tests.polling import LIMIT
 
@@ -36,3 +38,18 @@ def test_the_others_learn_that_process_0_has_failed() -> None:
     first.close()
     second.close()
     assert "process 0 of this worker has failed at optimizer.step()" in str(raised[0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_ends_while_memory_is_shared_out_is_named(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_world, "ENDING", timedelta(0))
+    pairs = Pipe(), Pipe()
+    worlds = [LocalWorld(r, [Links(*(pair[r] for pair in pairs))], size=2) for r in range(2)]
+    worlds[1 - rank].close()
+    with pytest.raises(
+        UsageError, match=rf"process {1 - rank} of this worker has ended.* session\.optimizer"
+    ):
+        worlds[rank].allocate([64])
+    worlds[rank].close()
