@@ -163,9 +163,7 @@ class LocalSteps:
         samples = max(self._trained) if fragment is None else self._trained[fragment]
         departs = going_on and bool(self._consistency.overlap)
         if departs:
-            self._departed = {
-                index: self._flat.tensors[index].detach().clone() for index in self._changing(besides)
-            }
+            self._departed = self._now(besides)
         engine.begin_exchange(samples, besides)
         for bucket, present in self._contribute(besides):
             engine.ready(bucket, present)
@@ -222,12 +220,16 @@ class LocalSteps:
 
     def _set_aside(self, besides: Set[int]) -> None:
         """The job's values are about to be pulled into the model, which must not replace this worker's."""
-        self._own = {index: self._flat.tensors[index].detach().clone() for index in self._exchanged(besides)}
+        self._own = self._now(besides)
+
+    def _now(self, besides: Set[int]) -> dict[int, torch.Tensor]:
+        """A copy of what the exchange replaces, as it is on this worker."""
+        return {index: self._flat.tensors[index].detach().clone() for index in self._changing(besides)}
 
     def _contribute(self, besides: Set[int]) -> Iterator[tuple[Bucket, Sequence[bool]]]:
         """Put what is to be pushed where it is sent from; yields the buckets as `Engine.ready` takes them.
 
-        Values that were set aside move towards those that were pulled.
+        Parameters that were set aside move towards those that were pulled.
         """
         layout, tensors = self._flat.layout, self._flat.tensors
         for index in self._exchanged(besides):
@@ -237,7 +239,7 @@ class LocalSteps:
                 self._flat.clear_contribution(index)
         for index, spec in enumerate(layout.tensors):
             if spec.rule not in (Rule.GRADIENT, Rule.CONSTANT):
-                self._flat.contribution(index).copy_(tensors[index])
+                self._flat.contribution(index).copy_(self._own.get(index, tensors[index]))
         for bucket in layout.pushed:
             there = bucket.index not in besides
             trained = [there and tensors[piece.tensor].requires_grad for piece in bucket.pieces]
@@ -253,9 +255,10 @@ class LocalSteps:
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Go on from the values that were set aside."""
+        """Go on from the parameters that were set aside. Buffers stay what the exchange has made of them."""
         for index, own in self._own.items():
-            self._flat.tensors[index].copy_(own)
+            if self._flat.layout.tensors[index].rule is Rule.GRADIENT:
+                self._flat.tensors[index].copy_(own)
         self._own.clear()
 
 

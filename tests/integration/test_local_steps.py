@@ -45,6 +45,7 @@ def local(steps: int, outer: str | None = None, **options: Any) -> dict[str, Any
 
 ASYNCHRONOUS = ("easgd", "downpour")
 RULES = pytest.mark.parametrize("outer", ["diloco", "average", *ASYNCHRONOUS])
+ASYNCHRONOUS_RULES = pytest.mark.parametrize("outer", ASYNCHRONOUS)
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -503,12 +504,16 @@ def test_an_optimizer_that_evaluates_the_loss_itself(tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+def make_normalised() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+
+
 def test_statistics_of_normalisation_are_exchanged_with_the_values(tmp_path: Path) -> None:
     def script(session: Session) -> None:
-        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        model = make_normalised()
         optimizer = session.optimizer(sgd(model), model)
         train(session, model, optimizer, session.loader(Numbers(80), 8))
-        model[1].train(mode=False)
         models[session.worker] = model
 
     models = dict[int, torch.nn.Module]()
@@ -518,6 +523,70 @@ def test_statistics_of_normalisation_are_exchanged_with_the_values(tmp_path: Pat
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert float(ours["1.running_mean"].abs().sum()) > 0
+
+
+@ASYNCHRONOUS_RULES
+def test_statistics_of_workers_that_do_not_wait_become_the_jobs(tmp_path: Path, outer: str) -> None:
+    """A version has the buffers of the worker that has made it, and this worker goes on from those."""
+
+    def script(session: Session) -> None:
+        model = make_normalised()
+        optimizer = session.optimizer(sgd(model), model)
+        loader, seen = session.loader(Numbers(160), 8), list[int]()
+        for x, y in loader:
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            seen.append(int(model.get_buffer("1.num_batches_tracked")))
+        assert seen == sorted(seen)
+        models[session.worker], steps[session.worker] = model, len(seen)
+
+    models, steps = dict[int, torch.nn.Module](), dict[int, int]()
+    with running_job(tmp_path, consistency=local(3, outer), data={"shardRecords": 8}) as job:
+        job.run(script, workers=2)
+        check_histories(job, Numbers(160))
+    assert sum(steps.values()) == 20
+    for worker, model in models.items():
+        assert steps[worker] <= int(model.get_buffer("1.num_batches_tracked")) <= 20
+        assert not torch.equal(model.get_buffer("1.running_mean"), torch.zeros(8))
+        assert not torch.equal(model.get_buffer("1.running_var"), torch.ones(8))
+
+
+@ASYNCHRONOUS_RULES
+def test_what_the_script_changes_itself_is_exchanged_with_the_values(tmp_path: Path, outer: str) -> None:
+    """Buffers, and tensors that are named. With one worker they are what the script has made of them."""
+
+    class Taught(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = make_normalised()
+            self.teacher = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+            self.register_buffer("place", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x)  # type: ignore[no-any-return]
+
+    def script(session: Session) -> None:
+        model = Taught()
+        optimizer = session.optimizer(sgd(model.body), model, averaged=["teacher"], broadcast=["place"])
+        for step, (x, y) in enumerate(session.loader(Numbers(80), 8)):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                model.teacher.add_(step)
+                model.get_buffer("place").add_(1)
+            kept.append({name: model.state_dict()[name].clone() for name in named})
+        kept.append({name: model.state_dict()[name].clone() for name in named})
+
+    named = ("teacher", "place", "body.1.num_batches_tracked")
+    kept = list[dict[str, torch.Tensor]]()
+    alone(tmp_path, script, consistency=local(3, outer))
+    for step, values in enumerate(kept[:-1], start=1):
+        assert values["teacher"].tolist() == [sum(range(step))] * 3
+        assert values["place"].tolist() == [step]
+        assert int(values["body.1.num_batches_tracked"]) == step
+    assert all(torch.equal(kept[-1][name], kept[-2][name]) for name in named)
 
 
 # --- bad input
