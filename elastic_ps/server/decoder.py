@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
@@ -130,7 +130,9 @@ class _Arrived(NamedTuple):
 class Decoded:
     """An `Incoming` whose body is the decoded one, in a place that it has until it is closed.
 
-    Where few elements are sent, `sparse` has those, and nothing is decoded.
+    Where few elements are sent, `sparse` has those, and nothing is decoded. Of a piece without a gradient
+    nothing is left, whatever a codec makes of its zeros: `signsgd` gives each element a sign, and a magnitude
+    that others of its block have, too.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class Decoded:
         self.header, self.transport, self.peer = incoming.header, incoming.transport, incoming.peer
         self.size = bucket.nbytes
         self._request, self._bucket, self._runs, self._incoming = request, bucket, runs, incoming
+        self._absent = _absent(bucket, request.present)
         self._places = places
         self._memory: _Memory | None = None
         self._arrived: list[_Arrived] | None = None
@@ -189,7 +192,14 @@ class Decoded:
                 if part is None or left < 0:
                     return None
                 parts.append(Sparse(_places(part, run) + run.elements.start, part.values.to(dtype)))
-            return Sparse(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+            return self._without_absent(Sparse(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))))
+
+    def _without_absent(self, sparse: Sparse) -> Sparse:
+        """But for the elements of pieces without a gradient."""
+        for piece in self._absent:
+            kept = (sparse.places < piece.start) | (sparse.places >= piece.stop)
+            sparse = Sparse(sparse.places[kept], sparse.values[kept])
+        return sparse
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -227,6 +237,8 @@ class Decoded:
         result = self._place().decoded(self._bucket.elements, dtype_of(self._bucket.dtype))
         for each in arrived:
             each.decode(result[each.run.elements])
+        for piece in self._absent:
+            result[piece] = 0
         return result
 
     def read_into(self, target: memoryview) -> None:
@@ -234,6 +246,16 @@ class Decoded:
         view = self.view()
         assert view is not None
         target[:] = view
+
+
+def _absent(bucket: Bucket, present: Sequence[bool]) -> list[slice]:
+    """Where in a bucket there are pieces without a gradient; `present` is empty if there are none."""
+    absent, place = [], 0
+    for piece, there in zip(bucket.pieces, present, strict=False):
+        if not there:
+            absent.append(slice(place, place + piece.length))
+        place += piece.length
+    return absent
 
 
 def _places(part: Sparse, run: Run) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +28,15 @@ def plan(**compression: Any) -> Plan:
     return Plan(Compression.model_validate(compression))
 
 
+def request_of(payload: Payload, worker: int = 0) -> pb.PushRequest:
+    return pb.PushRequest(
+        codec=payload.codec,
+        runs=payload.runs,
+        present=payload.present,
+        caller=pb.Caller(worker=worker),
+    )
+
+
 class Pushing:
     """Workers that encode, and the shard that they push to."""
 
@@ -42,19 +52,19 @@ class Pushing:
         self.decoder = Decoder(codecs)
         self.encoders = [Encoder(self.layout, codecs, worker=w, seed=0) for w in range(workers)]
 
-    def payload(self, worker: int, gradient: torch.Tensor) -> Payload:
+    def payload(self, worker: int, gradient: torch.Tensor, present: Sequence[bool] = ()) -> Payload:
         encoder = self.encoders[worker]
         encoder.begin(self.rig.version)
         version = self.rig.version
         raw = as_bytes(gradient)
-        return encoder.encode(self.bucket, gradient, raw, (), step=version, version=version)
+        return encoder.encode(self.bucket, gradient, raw, present, step=version, version=version)
 
     def push(self, worker: int, payload: Payload, samples: int = 1) -> bool:
-        request = pb.PushRequest(codec=payload.codec, runs=payload.runs, caller=pb.Caller(worker=worker))
+        request = request_of(payload, worker)
         body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
         shard = self.rig.shard
         with self.decoder.open(request, self.layout, self.bucket, body) as incoming:
-            return shard.push(self.rig.key(worker), samples, (), incoming)
+            return shard.push(self.rig.key(worker), samples, payload.present, incoming)
 
     def refused(self, worker: int, payload: Payload) -> Refused:
         """Refuses, and leaves the sum as it is."""
@@ -131,7 +141,7 @@ def test_the_sum_is_that_of_the_decoded_gradients(
 
 
 def whole_of(pushing: Pushing, payload: Payload) -> torch.Tensor:
-    request = pb.PushRequest(codec=payload.codec, runs=payload.runs)
+    request = request_of(payload)
     body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
     with pushing.decoder.open(request, pushing.layout, pushing.bucket, body) as incoming:
         view = incoming.view()
@@ -218,4 +228,49 @@ def test_a_place_that_is_there_twice_has_the_sum(monkeypatch: pytest.MonkeyPatch
     pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS)), samples=2)
     expected = torch.zeros(WEIGHT + BIAS)
     expected[7], expected[9] = 3, 4
+    assert torch.equal(pushing.sum, expected)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        {"codec": "signsgd"},
+        {"codec": "signsgd", "lossless": "zstd"},
+        {"codec": "int8"},
+        {"codec": "topk", "options": {"ratio": 0.2}},
+        {"codec": "topk"},
+    ],
+    ids=["signsgd", "zstd", "int8", "decoded", "sparse"],
+)
+def test_a_parameter_without_a_gradient_has_what_others_have_sent(
+    compression: dict[str, Any], order: tuple[int, int]
+) -> None:
+    """Also where a codec makes something of its zeros, which share a block with a parameter that has one."""
+    pushing = Pushing(plan(**compression), workers=2)
+    mine, theirs = gradients(2)
+    mine[WEIGHT:] = 0.0
+    theirs[WEIGHT:] *= 10  # so that topk sends them
+    payloads = [pushing.payload(0, mine, (True, False)), pushing.payload(1, theirs)]
+    for worker in order:
+        assert pushing.push(worker, payloads[worker])
+    wholes = [whole_of(pushing, payload) for payload in payloads]
+    assert wholes[0][:WEIGHT].any()
+    assert wholes[1][WEIGHT:].any()
+    assert torch.equal(2 * pushing.sum[WEIGHT:], wholes[1][WEIGHT:])
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_elements_of_a_parameter_without_a_gradient_are_not_added(
+    absent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a codec of the user's says of them."""
+    pushing = Pushing(plan(codec="tests.unit.test_sparse_pushes:Own"), workers=1)
+    elements = said([0, WEIGHT - 1, WEIGHT, WEIGHT + BIAS - 1], [1.0, 2.0, 4.0, 8.0])
+    monkeypatch.setattr(Own, "said", elements, raising=False)
+    present = [index != absent for index in range(2)]
+    pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS), present))
+    expected = torch.zeros(WEIGHT + BIAS)
+    expected[elements.places] = elements.values
+    expected[slice(WEIGHT) if absent == 0 else slice(WEIGHT, None)] = 0.0
     assert torch.equal(pushing.sum, expected)
