@@ -41,11 +41,15 @@ class Bf16(Codec):
         return float(tensor.abs().max()) * 2.0**-8 if tensor.numel() else 0.0
 
 
+_SMALLEST = -126
+"""Of the exponents of float32. What it has below that, float16 has after a division by this power of two."""
+
+
 class Fp16(Codec):
     """float16, rounded to nearest: half the bytes, a relative error of at most 2^-10.
 
-    If the largest value were above float16's range, all are divided by a power of two before. What is then
-    below 2^-24 of the range's end becomes coarse, and finally zero.
+    All values are divided by a power of two before, so that the largest one is close to the end of float16's
+    range. What is below 2^-29 of the largest one becomes coarse, and below 2^-41 zero.
     """
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
@@ -63,14 +67,14 @@ class Fp16(Codec):
     @staticmethod
     def _scale(tensor: torch.Tensor) -> float:
         largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-        limit = torch.finfo(torch.float16).max
-        return 1.0 if largest <= limit else 2.0 ** math.ceil(math.log2(largest / limit))
+        if not largest:
+            return 1.0
+        exponent = math.ceil(math.log2(largest / torch.finfo(torch.float16).max))
+        return 2.0 ** max(exponent, _SMALLEST)
 
     def error_bound(self, tensor: torch.Tensor) -> float:
         """See `Codec.error_bound`."""
-        if not tensor.numel():
-            return 0.0
-        return max(float(tensor.abs().max()) * 2.0**-10, self._scale(tensor) * 2.0**-25)
+        return float(tensor.abs().max()) * 2.0**-10 if tensor.numel() else 0.0
 
 
 _NOISE = 1 << 16
