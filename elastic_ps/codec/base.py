@@ -48,7 +48,9 @@ class Sparse(NamedTuple):
         places, where = self.places.unique(return_inverse=True)
         if len(places) == len(where):
             return self.values
-        return torch.zeros(len(places), dtype=self.values.dtype).index_add_(0, where, self.values)
+        return torch.zeros(len(places), dtype=self.values.dtype, device="cpu").index_add_(
+            0, where, self.values
+        )
 
 
 def outside(places: torch.Tensor, elements: int) -> str:

@@ -63,7 +63,7 @@ class Changed(Codec):
         if places is None:
             return Encoded({"bits": bits})
         if not len(places):  # one is sent in any case: no bytes would mean something else
-            places = torch.zeros(1, dtype=torch.int64)
+            places = torch.zeros(1, dtype=torch.int64, device="cpu")
         return Encoded({"bits": bits[places], **packed(places, tensor.numel())})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:

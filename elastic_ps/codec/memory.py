@@ -17,7 +17,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 def as_tensor(data: memoryview, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """A flat tensor over these bytes, without a copy. It must not be written to if they are read-only."""
-    return torch.frombuffer(data, dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype) if data.nbytes else torch.empty(0, dtype=dtype, device="cpu")
 
 
 with warnings.catch_warnings():  # torch says once that it does not know of read-only tensors

@@ -198,7 +198,7 @@ def usual_state(
     Raises:
         TypeError, ValueError, RuntimeError: it does not take these hyperparameters, or cannot step.
     """
-    state = _first_state(kind, group, torch.zeros(() if whole else (2,), dtype=dtype))
+    state = _first_state(kind, group, torch.zeros(() if whole else (2,), dtype=dtype, device="cpu"))
     return {
         key: (name_of(value.dtype), value.dim() == 0) if torch.is_tensor(value) else ("float64", True)
         for key, value in state.items()
@@ -209,17 +209,18 @@ def usual_numbers(kind: Kind, group: Mapping[str, Any]) -> dict[str, type]:
     """The keys of that state that are numbers of Python, and of which type they are: int, float or bool."""
     if is_of_torch(kind):
         return {}
-    state = _first_state(kind, group, torch.zeros(2))
+    state = _first_state(kind, group, torch.zeros(2, device="cpu"))
     return {key: type(value) for key, value in state.items() if not torch.is_tensor(value)}
 
 
 def _first_state(kind: Kind, group: Mapping[str, Any], values: torch.Tensor) -> Mapping[str, Any]:
     """What an optimizer keeps for a parameter with these values after one step."""
-    parameter = torch.nn.Parameter(values)
-    optimizer = make(kind, group, [parameter])
-    parameter.grad = torch.ones_like(parameter)
-    step_unseen(optimizer)
-    state: Mapping[str, Any] = optimizer.state[parameter]
+    with torch.device("cpu"):  # whatever a script has set as its default
+        parameter = torch.nn.Parameter(values)
+        optimizer = make(kind, group, [parameter])
+        parameter.grad = torch.ones_like(parameter)
+        step_unseen(optimizer)
+        state: Mapping[str, Any] = optimizer.state[parameter]
     return state
 
 
@@ -242,14 +243,15 @@ def try_out(name: str, kind: Kind, group: Mapping[str, Any]) -> None:
         InvalidModel: it fails; or elements do not come to the same values, so that the model cannot be cut
             into buckets; or its state cannot be saved.
     """
-    random = torch.Generator().manual_seed(0)
-    values = torch.randn(2, 3, generator=random) * torch.tensor([[1.0], [4.0]])
-    gradients = [torch.randn(2, 3, generator=random) for _ in range(4)]
     try:
-        whole = _stepped(kind, group, [values], [[each] for each in gradients])
-        cut = [[*each.view(-1).split(4)] for each in gradients]
-        pieces = _stepped(kind, group, [*values.view(-1).split(4)], cut)
-        again = _stepped(kind, group, [*values.view(-1).split(4)], cut, saved_after=2)
+        with torch.device("cpu"):  # whatever a script has set as its default
+            random = torch.Generator("cpu").manual_seed(0)
+            values = torch.randn(2, 3, generator=random) * torch.tensor([[1.0], [4.0]])
+            gradients = [torch.randn(2, 3, generator=random) for _ in range(4)]
+            whole = _stepped(kind, group, [values], [[each] for each in gradients])
+            cut = [[*each.view(-1).split(4)] for each in gradients]
+            pieces = _stepped(kind, group, [*values.view(-1).split(4)], cut)
+            again = _stepped(kind, group, [*values.view(-1).split(4)], cut, saved_after=2)
     except InvalidModel as error:
         raise InvalidModel(f"the optimizer {name} cannot run on the parameter server: {error}") from None
     except Exception as error:

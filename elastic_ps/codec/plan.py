@@ -13,7 +13,7 @@ import torch
 from elastic_ps.codec import NONE
 from elastic_ps.codec.auto import Auto
 from elastic_ps.codec.base import Codec, pack
-from elastic_ps.codec.builtin import Bf16, Fp16, Int4, Int8, SignSGD, TopK
+from elastic_ps.codec.builtin import FLOATS, Bf16, Fp16, Int4, Int8, SignSGD, TopK
 from elastic_ps.codec.changes import Changed
 from elastic_ps.codec.lossless import LOSSLESS, Plain
 from elastic_ps.codec.powersgd import PowerSGD
@@ -229,8 +229,8 @@ def _share(codec: Codec | None) -> float:
     """What it leaves of the bytes of random numbers, when it has warmed up."""
     if codec is None:
         return 1.0
-    random = torch.Generator().manual_seed(0)
-    sample = torch.randn(_SIDE * _SIDE, generator=random)
+    random = torch.Generator("cpu").manual_seed(0)
+    sample = torch.randn(_SIDE * _SIDE, generator=random, **FLOATS)
     return pack(codec.encode(sample, {"version": 1 << 40}, random)).nbytes / sample.nbytes
 
 

@@ -119,7 +119,7 @@ def state_dict_of(
         if reply.scalar:
             kept[reply.key] = value.reshape(())
         else:
-            whole = kept.setdefault(reply.key, torch.zeros(spec.shape, dtype=value.dtype))
+            whole = kept.setdefault(reply.key, torch.zeros(spec.shape, dtype=value.dtype, device="cpu"))
             whole.view(-1)[reply.start : reply.start + value.numel()] = value
     plain, counter = [], iter(range(len(numbers)))
     for group in groups:
@@ -143,7 +143,7 @@ def _entries(
         value = found.get(key)
         if value is None and kind is torch.optim.SGD:
             continue  # its buffer is made by the first step
-        value = torch.as_tensor(value if value is not None else [])
+        value = torch.as_tensor(value if value is not None else [], device="cpu")
         if value.numel() != (1 if scalar else parameter.numel()):
             raise InvalidModel(
                 f"state has no {key!r} of the shape {[] if scalar else list(parameter.shape)} for {what}; it "

@@ -121,6 +121,8 @@ class Described:
                     raise InvalidModel(f"the optimizer trains {name}, so do not name it in {said[name]}")
                 self._add_changing(name, parameter, said[name])
             else:
+                if not (parameter.is_floating_point() or parameter.is_complex()):
+                    group = -1  # of a quantised layer, say; an optimizer may have it, and never steps it
                 self._add(name, parameter, Rule.GRADIENT if group >= 0 else Rule.CONSTANT, group)
         for name, buffer in buffers.items():
             self._add_changing(name, buffer, said.get(name, "averaged"))
@@ -287,7 +289,7 @@ class Flat:
             sizes[bucket.dtype, bucket.rule] = place
         pushed = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items() if k[1] is not Rule.CONSTANT}
         if world.alone:
-            self._values = {k: torch.zeros(n, dtype=dtype_of(k[0])) for k, n in sizes.items()}
+            self._values = {k: torch.zeros(n, dtype=dtype_of(k[0]), device="cpu") for k, n in sizes.items()}
             parts = [shared_if_possible(list(pushed.values()))]
         else:
             whole = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items()}
@@ -301,7 +303,9 @@ class Flat:
             for index, spec in enumerate(layout.tensors)
         ]
         self._contribution = [
-            torch.empty(0) if spec.rule is Rule.CONSTANT else self._view(self._contributions, index)
+            torch.empty(0, device="cpu")
+            if spec.rule is Rule.CONSTANT
+            else self._view(self._contributions, index)
             for index, spec in enumerate(layout.tensors)
         ]
         self._value_of = [self._slice(self._values, bucket) for bucket in layout.buckets]
@@ -355,7 +359,7 @@ class Flat:
     def _view(self, memory: dict[tuple[str, Rule], torch.Tensor], index: int) -> torch.Tensor:
         key, start, elements = self._places[index]
         if not elements:
-            return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key[0]))
+            return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key[0]), device="cpu")
         return memory[key][start : start + elements].view(self.layout.tensors[index].shape)
 
     def contribution(self, index: int) -> torch.Tensor:

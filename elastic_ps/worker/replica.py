@@ -121,7 +121,7 @@ class Replica:
         for each in received:
             group.broadcast(each, source)
         head = _describe(self._optimizer) if gives else b""
-        length = torch.tensor([len(head)])
+        length = torch.tensor([len(head)], device="cpu")
         group.broadcast(length, source)
         group.wait(look)
         text = torch.frombuffer(bytearray(head or bytes(int(length))), dtype=torch.uint8)
@@ -171,7 +171,7 @@ def _prepare(head: bytes) -> dict[int, dict[str, Any]]:
     state: dict[int, dict[str, Any]] = {}
     try:
         for number, key, dtype, value in json.loads(head):
-            made = torch.empty(value, dtype=dtype_of(dtype)) if dtype else value
+            made = torch.empty(value, dtype=dtype_of(dtype), device="cpu") if dtype else value
             state.setdefault(int(number), {})[str(key)] = made
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise Malformed(

@@ -193,7 +193,7 @@ class Tensors:
         if out is not None:
             _require_same("pull", known, out)
         self._raise_failed()
-        values = torch.empty(known.shape, dtype=getattr(torch, known.dtype))
+        values = torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="cpu")
         with self._lock:
             parts = self._begin(known, partial(self._pull_slices, known, as_bytes(values)))
 
@@ -464,7 +464,7 @@ def _copied(name: str, tensor: object) -> torch.Tensor:
             f"session.server cannot keep {name!r}: a {tensor.layout} tensor, {tensor.dtype}, of shape "
             f"{list(tensor.shape)}. Expected a dense one with elements, of {', '.join(ITEM_SIZE)}"
         )
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
 
 
 def _require_same(what: str, known: _Known, tensor: object) -> None:

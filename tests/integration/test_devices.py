@@ -146,3 +146,73 @@ def test_a_codec_waits_for_the_gradients_that_it_encodes(tmp_path: Path, late: L
 )
 def test_a_job_on_cuda_trains_what_one_process_trains(tmp_path: Path) -> None:
     train(tmp_path, workers=2, device="cuda", parameterServer=BUCKETS)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parameterServer": {"replicas": 2}},
+        {"compression": {"codec": "fp16", "values": "changed"}},
+        {"compression": {"codec": "auto"}},
+        {"consistency": {"mode": "local", "steps": 2, "outer": "easgd"}},
+        {"consistency": {"mode": "local", "steps": 2, "outer": "delayed"}},
+    ],
+)
+def test_the_default_device_is_not_for_what_travels(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """`meta` stands in for a GPU. torch's own loader does not bear it, so the default ends with each step."""
+    models = Models()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        model.register_buffer("empty", torch.zeros(0))
+        made: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with torch.device("meta"):
+            optimizer = session.optimizer(made, model)
+        for x, y in session.loader(Numbers(40), 4):
+            with torch.device("meta"):
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+        with torch.device("meta"):
+            state = optimizer.state_dict()["state"]
+        assert state[0]["momentum_buffer"].any()
+        models[session.worker] = model
+
+    with running_job(tmp_path, **fields) as job:
+        job.run(script, workers=1)
+        assert_each_record_once(job.commits(), records=40, epochs=1)
+    for name, value in make_mlp().named_parameters():
+        assert not torch.equal(models[0].get_parameter(name), value)
+
+
+def test_the_default_device_is_not_for_a_state_that_is_brought(tmp_path: Path) -> None:
+    def made(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        before, new = made(model), made(model)
+        mse(model, *next(iter(torch.utils.data.DataLoader(Numbers(8), 8)))).backward()
+        before.step()
+        with torch.device("meta"):
+            optimizer = session.optimizer(new, model, state=before.state_dict())
+            there = optimizer.state_dict()["state"]
+        for number, kept in before.state_dict()["state"].items():
+            assert torch.equal(there[number]["momentum_buffer"], kept["momentum_buffer"])
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=1)
+
+
+def test_the_default_device_is_not_for_tensors_that_a_script_keeps(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        values = torch.arange(6.0).view(2, 3)
+        with torch.device("meta"):
+            session.server.init("kept", values)
+            session.server.push("kept", values).wait()
+            pulled.append(session.server.pull("kept"))
+
+    pulled: list[torch.Tensor] = []
+    with running_job(tmp_path) as job:
+        job.run(script, workers=1)
+    assert torch.equal(pulled[0], 2 * torch.arange(6.0).view(2, 3))

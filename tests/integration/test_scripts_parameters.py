@@ -82,6 +82,42 @@ def test_parameters_that_are_not_given_to_the_optimizer_stay(tmp_path: Path) -> 
     check_against_replay(tmp_path, make_mlp, make)
 
 
+class Quantised(torch.nn.Module):
+    """An integer weight, as quantised layers have it, and a scale and a layer that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.05))
+        integers = torch.arange(-18, 18, dtype=torch.int8).view(6, 6)
+        self.weight = torch.nn.Parameter(integers, requires_grad=False)
+        self.head = make_mlp((6, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.head(x @ (self.weight.to(x.dtype) * self.scale))
+        return output
+
+
+def test_integer_parameters_of_the_optimizer_stay(tmp_path: Path) -> None:
+    """torch's optimizers take them, since they never have a gradient."""
+    check_against_replay(tmp_path / "replayed", Quantised, adam)
+    saved: list[dict[str, Any]] = []
+
+    def script(session: Session) -> None:
+        model = Quantised()
+        optimizer = session.optimizer(adam(model), model)
+        for x, y in session.loader(Numbers(40), 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+        saved.append({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+    alone(tmp_path / "alone", script)
+    assert torch.equal(saved[0]["model"]["weight"], Quantised().weight)
+    assert not torch.equal(saved[0]["model"]["scale"], Quantised().scale)
+    model = Quantised()
+    adam(model).load_state_dict(saved[0]["optimizer"])
+
+
 def test_a_gradient_that_only_one_worker_has(tmp_path: Path) -> None:
     """Worker 0 does not use `sometimes`; worker 1's gradient counts with its share of the samples."""
     data, models = Numbers(16), Models()

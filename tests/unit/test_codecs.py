@@ -100,6 +100,40 @@ def test_what_a_script_sets_as_defaults_is_not_for_codecs(name: str, dtype: torc
             assert encoded(values) == plain
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_a_script_sets_as_defaults_is_not_for_the_share_that_is_sent(codec: str) -> None:
+    plan = Plan(Compression.model_validate({"codec": codec, "values": "changed"}))
+    usual = plan.sent
+    with defaults(torch.float64, "meta"):
+        assert plan.sent == usual
+
+
+@given(
+    elements=st.integers(1, 2000),
+    seed=st.integers(0, 1 << 30),
+    exponent=st.integers(-149, 125),
+    spread=st.integers(0, 60),
+)
+@example(elements=100, seed=0, exponent=-149, spread=0)  # float32's smallest numbers
+@example(elements=100, seed=0, exponent=-30, spread=0)  # float16 has none of them
+@example(elements=100, seed=0, exponent=-20, spread=0)  # and of these a few digits
+@example(elements=100, seed=0, exponent=125, spread=60)
+def test_fp16_keeps_the_digits_of_small_gradients(
+    elements: int, seed: int, exponent: int, spread: int
+) -> None:
+    """A relative error of 2^-10 at most, of all elements but those that are far smaller than the largest."""
+    codec = make("fp16", {})
+    assert codec is not None
+    random = torch.Generator().manual_seed(seed)
+    powers = exponent - torch.rand(elements, generator=random, dtype=torch.float64) * spread
+    tensor = (torch.randn(elements, generator=random).double() * 2.0**powers).float()
+    result = through(codec, tensor).double()
+    lost, before = (result - tensor.double()).abs(), tensor.double().abs()
+    counts = before >= before.max() * 2.0**-29
+    assert bool((lost[counts] <= before[counts] * 2.0**-10).all())
+    assert bool((lost <= codec.error_bound(tensor)).all())
+
+
 def test_all_names_are_known() -> None:
     assert set(CODECS) == {"none", *BUILT_IN}
     assert {*SHARE, "powersgd"} == set(BUILT_IN)

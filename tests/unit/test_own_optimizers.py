@@ -28,6 +28,15 @@ def test_torch_s_have_their_names_and_the_user_s_their_places() -> None:
     assert allowed.class_of(LION) is optimizers.Lion
 
 
+def test_the_default_device_of_a_script_is_not_for_what_is_tried_out() -> None:
+    """`meta` stands in for a GPU."""
+    usual = usual_state(torch.optim.Adam, {"lr": 0.1}, torch.float32)
+    with torch.device("meta"):
+        try_out(LION, optimizers.Lion, {"lr": 0.1})
+        assert usual_state(torch.optim.Adam, {"lr": 0.1}, torch.float32) == usual
+        assert usual_numbers(optimizers.Lion, {"lr": 0.1}) == {}
+
+
 @pytest.mark.parametrize("name", [LION, "os:system", "Muon", "Optimizer"])
 def test_what_the_job_does_not_name_is_not_imported(name: str) -> None:
     with pytest.raises(InvalidModel, match=f"the optimizer {name} cannot run on the parameter server"):
