@@ -96,13 +96,22 @@ class _Forks:
             if "signal" in order:
                 if order["pid"] in self._running:  # so the number is not another process's
                     self._signal(order["pid"], order["signal"], group=order["group"])
-            elif pid := os.fork():
-                self._running.add(pid)
-                for descriptor in descriptors:
-                    os.close(descriptor)
-            else:
+            elif (forked := self._fork()) == 0:
                 self._begin(order, descriptors)
                 return order
+            else:
+                self._running |= set() if forked is None else {forked}
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def _fork(self) -> int | None:
+        """As `os.fork`. None, and whoever has ordered it is told, if the system gives no process now."""
+        try:
+            return os.fork()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._packets.send({"refused": str(error)})
+            return None
 
     def _signal(self, pid: int, number: int, *, group: bool) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

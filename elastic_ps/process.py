@@ -219,8 +219,11 @@ def end_if_a_thread_fails() -> None:
 
 def leave_reason(text: str) -> None:
     """Leave the reason of this process's end where Kubernetes looks for it."""
-    if TERMINATION_LOG.exists():
-        TERMINATION_LOG.write_text(text)
+    try:
+        if TERMINATION_LOG.exists():
+            TERMINATION_LOG.write_text(text)
+    except OSError as error:  # the node's disk may be full; what is still to be done is done all the same
+        print(f"the reason of this end could not be left in {TERMINATION_LOG}: {error}", file=sys.stderr)
 
 
 def end_hung(reason: str) -> None:

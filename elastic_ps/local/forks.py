@@ -48,7 +48,7 @@ class ForkServer:
         self._packets = Packets(ours)
         self._lock = threading.RLock()
         self._programs: list[str] | None = None
-        self._alive, self._released = True, False
+        self._alive, self._released, self._refused = True, False, False
         self._statuses: dict[int, int | None] = {}
 
     def ready(self, within: timedelta) -> bool:
@@ -99,8 +99,9 @@ class ForkServer:
                 self._packets.send(order, list(descriptors))
             except OSError:
                 return None
+            self._refused = False
             while not (begun := self._statuses.keys() - before):
-                if not self._alive:
+                if self._refused or not self._alive:
                     return None
                 self._read(END)
             return begun.pop()
@@ -140,6 +141,8 @@ class ForkServer:
             self._programs = message["programs"]
         elif "started" in message:
             self._statuses.setdefault(message["started"], None)
+        elif "refused" in message:
+            self._refused = True
         else:
             self._statuses[message["ended"]] = message["status"]
 

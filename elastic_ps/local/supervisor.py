@@ -376,6 +376,9 @@ class Launcher:
                     self.directory.scale(action.at.workers)
                 except UserError as error:
                     self._event("warning", str(error))
+                except OSError as error:
+                    text = f"the job was not scaled to {action.at.workers} workers: {error}"
+                    self._event("warning", f"{text}; do it with elastic-ps scale")
             case planning.Conclude():
                 self._observed = replace(self._observed, verdict=action.verdict)
             case _:

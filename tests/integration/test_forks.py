@@ -218,6 +218,35 @@ def test_what_it_cannot_start_is_left_to_others(forks: ForkServer) -> None:
         assert psutil.Process(forks.pid).status() != psutil.STATUS_ZOMBIE, "it goes on"
 
 
+REFUSED = """
+import os, socket
+from elastic_ps.forkserver import Packets, _Forks
+
+def none() -> int:
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+os.fork = none
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+Packets(ours).send({"descriptors": []})
+ours.shutdown(socket.SHUT_WR)
+assert _Forks(Packets(theirs)).serve() is None
+print(Packets(ours).receive()[0]["refused"])
+"""
+"""A fork server that is ordered to start a process when the system gives none, and then has no orders."""
+
+
+def test_when_the_system_gives_no_process_the_fork_server_says_so_and_goes_on(
+    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, check=False)
+    assert "temporarily unavailable" in done.stdout, done.stderr
+    assert forks.ready(timedelta(seconds=60))
+    monkeypatch.setattr(forks._packets, "send", lambda *_: None)
+    monkeypatch.setattr(forks, "_read", lambda _: forks._note({"refused": "no process"}))
+    argv = [sys.executable, "-m", "elastic_ps.worker"]
+    assert forks.start(argv, variables={}, descriptors={}, name="other") is None, "it is started otherwise"
+
+
 def test_without_its_process_it_starts_nothing() -> None:
     server = ForkServer(dict(os.environ))
     os.kill(server.pid, signal.SIGKILL)

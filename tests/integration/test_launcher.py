@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ from elastic_ps.job import TrainingJob
 from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes, snapshot
 from elastic_ps.local.plan import cores_of
 from elastic_ps.local.report import build_report
+from elastic_ps.local.state import JobDirectory
 from elastic_ps.process import usable_cores
 from elastic_ps.status import Member
 from tests.forked import forked
@@ -96,6 +98,22 @@ def test_the_schedule_is_followed_by_version(tmp_path: Path) -> None:
         "scaled from 1 to 3 workers",
         "scaled from 3 to 1 workers",
     ]
+
+
+def test_a_job_that_cannot_be_scaled_since_the_disk_is_full_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: JobDirectory, workers: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(JobDirectory, "scale", full)
+    options = Options(root=tmp_path, programs=PROGRAMS, schedule=(ScaleAt(20, 2),))
+    with launched(make_job(records=2000, workers=1), tmp_path, options) as launcher:
+        outcome = end_of(launcher)
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    [text] = [event.text for event in outcome.record.events if "was not scaled" in event.text]
+    assert "No space left on device" in text
+    assert "elastic-ps scale" in text
 
 
 def test_a_killed_worker_is_replaced_and_told_about(tmp_path: Path) -> None:

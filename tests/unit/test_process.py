@@ -162,3 +162,11 @@ def test_a_users_settings_of_the_memory_stand(monkeypatch: pytest.MonkeyPatch, v
 
 def _sets_malloc(name: str) -> bool:
     return name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"
+
+
+def test_a_full_disk_does_not_keep_a_process_from_what_it_has_to_do_before_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(process, "TERMINATION_LOG", tmp_path)  # which cannot be written to
+    process.leave_reason("it was asked to end")
+    assert f"could not be left in {tmp_path}" in capsys.readouterr().err
