@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from elastic_ps.fields import CamelModel
 
+MOST_SECONDS = 2**31 - 1
+"""The longest time that a job may name: 68 years. Dates of Python end before much longer ones are over."""
+
 
 class OnExitCodes(CamelModel):
     """Which exit statuses of a worker's container a rule is for."""
@@ -81,10 +84,16 @@ class RunPolicy(CamelModel):
         "and which end the job.",
     )
     active_deadline_seconds: int | None = Field(
-        default=None, ge=1, description="The job fails when it has run for this many seconds."
+        default=None,
+        ge=1,
+        le=MOST_SECONDS,
+        description="The job fails when it has run for this many seconds.",
     )
     ttl_seconds_after_finished: int | None = Field(
-        default=None, ge=0, description="The job is deleted this many seconds after it has finished."
+        default=None,
+        ge=0,
+        le=MOST_SECONDS,
+        description="The job is deleted this many seconds after it has finished.",
     )
     clean_pod_policy: Literal["Running", "None", "All"] = Field(
         default="Running",
