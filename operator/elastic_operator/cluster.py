@@ -89,6 +89,8 @@ class Cluster:
         try:
             written = self._api.request("patch", "pods", path, body=body)
         except ApiError as error:
+            if error.status == 403:
+                return _forbidden(action.name, error)
             if error.status not in (404, 409, 422):
                 raise
             return None
@@ -194,6 +196,8 @@ class Cluster:
         try:
             self._api.request("delete", resource, path, body=body)
         except ApiError as error:
+            if error.status == 403 and isinstance(action, DeletePod):
+                return _forbidden(action.name, error)
             changed = error.status == 409 and "resourceVersion" in body["preconditions"]
             if changed or error.status not in (404, 409):  # gone, or another one has the name by now
                 raise
@@ -242,6 +246,11 @@ def _words(action: Action, job: str) -> str:
     if isinstance(action, TunePod):
         return f"told Pod {action.name} of a change"
     return f"deleted Pod {action.name}" if isinstance(action, DeletePod) else f"deleted Job {job}"
+
+
+def _forbidden(name: str, error: ApiError) -> Problem:
+    """A policy of the cluster refuses one action; the others of the plan are carried out."""
+    return Problem("Forbidden", f"{name}: {error.message}")
 
 
 def _source(action: Create) -> str:

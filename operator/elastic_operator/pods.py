@@ -72,6 +72,7 @@ class Pod:
         ending: how it ended; None while it may still run. Of a PS or standby, started again in place,
             only `invalid` is looked at while it lives.
         live: some of its containers may run, though it be only side-cars of a worker that has ended.
+        finished: its phase says that it has ended: no container of it is started again.
         stopped: all its containers have terminated, sidecars too. Of a pod that is being deleted none is
             started again.
         exit: its container's exit status, if that is known.
@@ -98,6 +99,7 @@ class Pod:
     deleting: datetime | None = None
     ending: Ending | None = None
     live: bool = False
+    finished: bool = False
     stopped: bool = False
     exit: int | None = None
     said: str = ""
@@ -166,6 +168,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
     container = _main_container(manifest, names.CONTAINER[role])
     state = container.get("state") or {}
     terminated = state.get("terminated") or {}
+    finished = status.get("phase") in ("Succeeded", "Failed")
     ending, problem = _ended(manifest, container)
     if ending is None:
         problem = _not_starting(manifest, container)
@@ -178,7 +181,8 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         ready=_condition(status, "Ready").get("status") == "True",
         deleting=parse_time(metadata.get("deletionTimestamp")),
         ending=ending,
-        live=status.get("phase") not in ("Succeeded", "Failed") and not _stopped(status),
+        live=not finished and not _stopped(status),
+        finished=finished,
         stopped=_stopped(status),
         exit=_last_exit(container).get("exitCode"),
         said=str(_last_exit(container).get("message") or "").strip().rpartition("\n")[2][-300:],

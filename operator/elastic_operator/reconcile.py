@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any
 
 from elastic_operator import builders, certificates, names, network
@@ -47,7 +47,7 @@ from elastic_operator.status import (
     with_condition,
     with_counts,
 )
-from elastic_operator.timing import ZERO, asked_restart, next_look, restart_in
+from elastic_operator.timing import ZERO, asked_restart, next_look, pause, restart_in, seconds
 from elastic_operator.verdict import Verdict, health, verdict
 from elastic_ps.env import Role
 from elastic_ps.errors import InvalidJob
@@ -90,7 +90,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
     certify = certificates.due(desired, status, observed, now, options)
     status = certificates.renewed(status, certify, observed, now)
     actions += [certify] if certify is not None else []
-    actions += _servers(job, desired, old, status, observed)
+    actions += _servers(job, desired, old, status, observed, now, options)
     actions += _workers(job, desired, old, status, observed, now, options)
     actions += _evaluator(job, desired, status, observed)
     status = status.model_copy(
@@ -157,7 +157,7 @@ def _finished(job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus
         requeue = restart - now
     ttl, completed = policy.get("ttlSecondsAfterFinished"), parse_time(old.completion_time)
     if ttl is not None and completed is not None:
-        left = max(ZERO, completed + timedelta(seconds=ttl) - now)
+        left = max(ZERO, completed + seconds(ttl) - now)
         requeue = left if requeue is None else min(left, requeue)
         if left == ZERO:
             why = f"ttlSecondsAfterFinished ({ttl} s) has passed"
@@ -262,6 +262,8 @@ def _servers(
     old: TrainingJobStatus,
     status: TrainingJobStatus,
     observed: Observed,
+    now: datetime,
+    options: Options,
 ) -> Iterator[Action]:
     """Claim and pods of the parameter servers and their standbys."""
     spec, name = desired.spec, desired.name
@@ -274,7 +276,8 @@ def _servers(
         if pod is None:
             yield _create(job, desired, status, role, shard, _NEED[role])
         elif pod.ending is not None and pod.deleting is None and _is_counted(pod, old):
-            yield DeletePod.of(pod, "it has ended and is created again")
+            if pause(pod, now, options) == ZERO:
+                yield DeletePod.of(pod, "it has ended and is created again")
         elif pod.active and (why := server_to_renew(pod, desired, observed)):
             yield DeletePod.of(pod, why)
         elif pod.active and pod.tuning and (wanted := tuning_to_tell(desired, pod)):
@@ -302,9 +305,9 @@ def _evaluator(
         done = any(worker.ending == "done" for worker in observed.of("worker"))
         if ready and (done or not status.progress.finished):
             yield _create(job, desired, status, "evaluator", 0, "the job has an evaluator")
-    elif pod.deleting is None and pod.over and not pod.live:
+    elif pod.over and pod.finished:
         yield DeletePod.of(pod, "it has ended and is created again")
-    elif pod.active and desired.outdated(pod):
+    elif pod.deleting is None and pod.ending != "done" and desired.outdated(pod):
         yield DeletePod.of(pod, "image or template have changed, or a restart was asked for")
 
 

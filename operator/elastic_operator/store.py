@@ -77,6 +77,8 @@ class Store:
             before = self._items.get(place)
             if item.uid in self._gone or (before is not None and not _newer(item, before)):
                 return
+            if before is not None and before.key != item.key:  # its label names another job now
+                self._belongings.get(before.key, set()).discard(place)
             self._items[place] = item
             self._changed[item.key] = time.monotonic()
             if resource != "trainingjobs":

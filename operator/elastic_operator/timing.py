@@ -12,6 +12,7 @@ from elastic_operator.failures import consequence
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Pod, parse_time
 from elastic_operator.status import stays
+from elastic_ps.policies import MOST_SECONDS
 from elastic_ps.status import TrainingJobStatus
 
 ZERO = timedelta(0)
@@ -21,14 +22,24 @@ def restart_in(
     pod: Pod, status: TrainingJobStatus, desired: Desired, now: datetime, options: Options
 ) -> timedelta:
     """How long the replacement of an ended worker still has to wait."""
-    delay = ZERO
-    if consequence(pod, desired.spec.run_policy.pod_failure_policy) == "Count":
-        exponent = min(16, max(0, status.worker.failures - 1))  # mutant: equal
-        doubled = options.restart_base * 2**exponent
-        delay = min(options.restart_limit, doubled)
-    elif pod.started and pod.ended and pod.ended - pod.started < options.short_life:
-        delay = options.short_life_delay
+    if consequence(pod, desired.spec.run_policy.pod_failure_policy) != "Count":
+        return pause(pod, now, options)
+    exponent = min(16, max(0, status.worker.failures - 1))  # mutant: equal
+    doubled = options.restart_base * 2**exponent
+    delay: timedelta = min(options.restart_limit, doubled)
     return max(ZERO, delay - (now - (pod.ended or now - delay)))
+
+
+def pause(pod: Pod, now: datetime, options: Options) -> timedelta:
+    """How long the replacement of a pod still has to wait that has lived for a moment only.
+
+    One that its node has refused to run, as for a device that is not well, has lived for no time: else it
+    would be created again and again without a pause.
+    """
+    started, ended = pod.started or pod.created, pod.ended or pod.created
+    if started is None or ended is None or ended - started >= options.short_life:
+        return ZERO
+    return max(ZERO, options.short_life_delay - (now - ended))
 
 
 def next_look(
@@ -45,6 +56,7 @@ def next_look(
         times = [options.retry]
     workers = observed.of("worker")
     times += [restart_in(pod, status, desired, now, options) for pod in workers if pod.over]
+    times += [pause(pod, now, options) for pod in observed.of("ps", "standby") if pod.over]
     unplaced = [waits for pod in observed.pods if (waits := pod.unplaced(now)) is not None]
     times += [options.place_limit - waits for waits in unplaced if waits < options.place_limit]
     ends = [pod.deleting for pod in observed.pods if pod.deleting is not None]
@@ -68,8 +80,13 @@ def next_look(
     times += certificates.next_look(status, now, options)
     deadline, start = desired.spec.run_policy.active_deadline_seconds, parse_time(status.start_time)
     if deadline is not None and start is not None:
-        times.append(max(ZERO, start + timedelta(seconds=deadline) - now))
+        times.append(max(ZERO, start + seconds(deadline) - now))
     return min(times)
+
+
+def seconds(count: int) -> timedelta:
+    """So many of them, or as many as a time can be away, which is for ever."""
+    return timedelta(seconds=min(count, MOST_SECONDS))
 
 
 def asked_restart(job: Mapping[str, Any]) -> datetime | None:

@@ -12,6 +12,7 @@ from elastic_operator.failures import fatal
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Problem, parse_time
 from elastic_operator.status import condition, holds, with_condition
+from elastic_operator.timing import seconds
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.status import LEFT_EARLY, TrainingJobStatus
 
@@ -33,13 +34,14 @@ class Verdict:
 def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime) -> Verdict | None:
     """How the job ends, if it is to end now. `status` has this pass's counts and progress."""
     for refusal in observed.refusals:
-        if refusal.reason == "InvalidSpec" and not holds(status, "Running"):
+        trained = status.progress.version > 0  # then it waits until the spec is corrected, and loses nothing
+        if refusal.reason == "InvalidSpec" and not (trained or holds(status, "Running")):
             return Verdict("Failed", refusal)
     if (why := fatal(status, desired, observed)) is not None:
         return Verdict("Failed", why)
     policy = desired.spec.run_policy
     deadline, start = policy.active_deadline_seconds, parse_time(status.start_time)
-    if deadline is not None and start is not None and now - start >= timedelta(seconds=deadline):
+    if deadline is not None and start is not None and now - start >= seconds(deadline):
         message = f"the job did not finish within activeDeadlineSeconds: {deadline}"
         return Verdict("Failed", Problem("DeadlineExceeded", message))
     return _workers_done(status, desired, observed, now)
@@ -64,8 +66,8 @@ def _workers_done(
             return _without_last_version(status, observed, now)
         message = progress.why_stopped if progress.stopped else progress.all_done
         if evaluator is not None and _evaluates(observed):
-            seconds = evaluator.finish_timeout.total_seconds()
-            message += f". The evaluator was not done {seconds:g} s later, so the last versions are not "
+            patience = evaluator.finish_timeout.total_seconds()
+            message += f". The evaluator was not done {patience:g} s later, so the last versions are not "
             message += "evaluated (evaluator.finishTimeout)"
         return Verdict("Succeeded", Problem("StoppedEarly" if progress.stopped else "Finished", message))
     # What was known before the last worker ended says nothing of the end.

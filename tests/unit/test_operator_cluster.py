@@ -312,6 +312,12 @@ def test_pods_are_deleted_by_uid_and_one_that_is_gone_is_none_to_worry_about(
     assert "digits-worker-0" not in server.names("pods")
     assert "gracePeriodSeconds" not in server.asked("DELETE", "pods")[-1].body
     assert "Deleted pod digits-worker-0: it has ended" in operator.messages()
+    server.refuse = refusing("DELETE", "digits-ps-0", Refusal(403, "Forbidden", "a policy forbids it"))
+    refused, made = DeletePod("digits-ps-0", uid, "it has ended"), server.get("pods", "digits-ps-0")
+    again = {**made, "metadata": {**made["metadata"], "name": "digits-worker-0"}}
+    [problem] = operator.cluster.execute(job, [refused, Create("Pod", "digits-worker-0", again, "")])
+    assert (problem.reason, problem.message) == ("Forbidden", "digits-ps-0: a policy forbids it")
+    assert "digits-worker-0" in server.names("pods"), "the other action is carried out"
     server.refuse = refusing("DELETE", "digits-ps-0", Refusal(500, "InternalError"))
     with pytest.raises(ApiError):
         operator.cluster.execute(job, [DeletePod("digits-ps-0", uid, "it has ended")])

@@ -79,6 +79,26 @@ def test_a_pod_that_is_evicted_or_fails_is_made_again_and_counts_for_nothing() -
     assert (simulation.status["worker"]["failures"], simulation.status["worker"]["restarts"]) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    "state", [{"terminated": {"exitCode": 78}}, {"waiting": {"reason": "CrashLoopBackOff"}}]
+)
+def test_a_container_that_the_kubelet_starts_again_is_left_to_it_until_the_spec_is_another(
+    state: dict[str, Any],
+) -> None:
+    simulation = training()
+    uid = simulation.pods[NAME]["metadata"]["uid"]
+    last = {"terminated": {"exitCode": 78}}
+    simulation.pods[NAME]["status"]["containerStatuses"] = [
+        {"name": "evaluator", "state": state, "lastState": last}
+    ]
+    for _ in range(3):
+        assert simulation.step().actions == ()
+        simulation.now += timedelta(seconds=10)
+    simulation.edit(image="corrected:2")
+    simulation.settle()
+    assert simulation.pods[NAME]["metadata"]["uid"] != uid
+
+
 def test_what_keeps_it_from_working_is_told() -> None:
     simulation = training()
     state = {"waiting": {"reason": "CrashLoopBackOff"}}

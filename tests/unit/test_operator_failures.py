@@ -60,6 +60,25 @@ def test_workers_that_a_node_drain_took_away_are_not_done() -> None:
     assert simulation.status["phase"] == "Running"
 
 
+@pytest.mark.parametrize("name", ["digits-worker-1", "digits-ps-0"])
+def test_a_pod_that_its_node_refuses_is_not_replaced_without_a_pause(name: str) -> None:
+    """The next one comes to the same node, say, and a device there is not well."""
+    simulation = running(worker={"replicas": 2})
+    for _ in range(3):
+        pod = simulation.pods[name]
+        pod["metadata"]["creationTimestamp"] = stamp(simulation.now)
+        pod["status"] = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "no such device"}
+        plan = simulation.step()
+        plan = simulation.step()
+        assert plan.actions == ()
+        assert plan.requeue is not None
+        assert plan.requeue <= simulation.options.short_life_delay
+        simulation.now += simulation.options.short_life_delay
+        assert [a.name for a in simulation.step().actions if isinstance(a, DeletePod)] == [name]
+        simulation.step()
+        assert simulation.pods[name]["status"]["phase"] == "Pending"
+
+
 def test_a_worker_that_is_hung_and_does_not_end_is_deleted_and_its_successor_is_not() -> None:
     simulation = running(worker={"replicas": 2})
     name = "digits-worker-1"

@@ -16,6 +16,7 @@ from elastic_operator.documents import read_server_status, read_status
 from elastic_operator.plan import Create, DeletePod, Options, Plan, stamp
 from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
+from elastic_operator.status import dump_status
 from elastic_ps.status import Progress, ServerStatus
 from tests.unit.simulation import Simulation, finish, job_document, named, running, tell
 
@@ -465,6 +466,31 @@ def test_refused_creation_is_told() -> None:
     plan = reconcile(simulation.job, invalid, simulation.now, Options())
     assert plan.status is not None
     assert plan.status.phase == "Failed"
+
+
+def test_a_template_that_makes_no_pod_does_not_end_a_job_that_has_trained() -> None:
+    """Its only worker is gone already, to be made from the new template."""
+    simulation = running(worker={"replicas": 1})
+    progress = Progress(version=3, records_expected=10, records_applied=4)
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
+    del simulation.pods["digits-worker-0"]
+    simulation.step(writes=0)
+    invalid = with_refusals(simulation.observed(), [Problem("InvalidSpec", "memory: 16GB")])
+    assert simulation.job is not None
+    for _ in range(2):
+        plan = reconcile(simulation.job, invalid, simulation.now, Options())
+        assert plan.status is not None
+        simulation.job["status"] = dump_status(plan.status)
+        assert plan.status.phase == "Pending"
+        found = {c.type: c for c in plan.status.conditions}
+    assert (found["Degraded"].status, found["Degraded"].reason) == ("True", "InvalidSpec")
+
+
+@pytest.mark.parametrize("field", ["activeDeadlineSeconds", "ttlSecondsAfterFinished"])
+def test_a_time_that_no_date_can_be_away_is_refused(field: str) -> None:
+    simulation = Simulation(job_document(runPolicy={field: 999_999_999_999}))
+    simulation.settle()
+    assert "2147483647" in simulation.condition("Failed")["message"]
 
 
 def test_pod_of_a_lost_node_is_removed_by_force() -> None:

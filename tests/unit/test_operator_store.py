@@ -109,6 +109,16 @@ def test_only_what_the_job_owns_belongs_to_it(store: Store) -> None:
     assert store.snapshot(("default", "another")) is None
 
 
+def test_a_pod_whose_label_names_another_job_does_not_belong_to_the_first_one(store: Store) -> None:
+    store.put("pods", pod("digits-worker-0", 5))
+    other = pod("digits-worker-0", 6)
+    other["metadata"]["labels"][names.JOB_LABEL] = "another"
+    store.put("pods", other)
+    assert pods(store) == {}
+    store.remove("pods", other)
+    assert pods(store) == {}
+
+
 def test_a_pass_is_wanted_for_what_it_would_look_at(store: Store) -> None:
     seen: list[tuple[str, Resource]] = []
     store.changed = lambda key, resource: seen.append((key[1], resource))
