@@ -52,6 +52,9 @@ from elastic_ps.tuning import Tuning
 TICK = timedelta(milliseconds=50)
 STATUS_INTERVAL = timedelta(milliseconds=500)
 
+START_PAUSE = timedelta(seconds=2)
+"""How long no process is started after the system has refused to give one."""
+
 
 class Launcher:
     """One run of a job.
@@ -92,6 +95,7 @@ class Launcher:
         self._began = time.time()
         self._written = -1.0
         self._answered_last = False
+        self._start_at, self._not_started = 0.0, ""
         self._lock = threading.Lock()
         self._stop: StopRequest | None = None
         self._wake = Alarm()
@@ -221,6 +225,8 @@ class Launcher:
         if self._stop is not self._observed.stop:
             self._observed = replace(self._observed, stop=self._stop)
         for action in planning.plan(self._desired(), self._observed, now):
+            if isinstance(action, planning.Start) and now < self._start_at:
+                continue
             self._execute(action, now)
             changed = True
         with self._lock:
@@ -400,7 +406,12 @@ class Launcher:
                 action.index, program, variables=variables, log=log, certificate=certificate
             )
         else:
-            child = self._start_here(action, program, variables, log)
+            try:
+                child = self._start_here(action, program, variables, log)
+            except OSError as error:
+                self._start_later(action, error, now)
+                return
+            self._not_started = ""
         self._children[child.pid] = child
         self._start_times[child.pid] = start_time(child.pid)
         self._instances[child.pid] = environment.instance
@@ -408,6 +419,14 @@ class Launcher:
         self._observed = replace(self._observed, processes=(*self._observed.processes, process))
         if action.replaces is not None:
             self._event("process", f"{process.name} is started again (pid {child.pid}): {action.reason}")
+
+    def _start_later(self, action: planning.Start, error: OSError, now: float) -> None:
+        """The system lacks a process, memory or a descriptor for it now, which shall not end the job."""
+        self._start_at = now + START_PAUSE.total_seconds()
+        text = f"{action.role} {action.index} could not be started: {error}"
+        if text != self._not_started:
+            self._not_started = text
+            self._event("warning", f"{text}; it is tried again every {START_PAUSE.total_seconds():g} s")
 
     def _start_here(
         self, action: planning.Start, program: Sequence[str], contract: Mapping[str, str], log: Path

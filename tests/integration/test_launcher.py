@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from elastic_ps.errors import CannotListen, UserError
 from elastic_ps.job import TrainingJob
-from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes, snapshot
+from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes, snapshot, supervisor
 from elastic_ps.local.plan import cores_of
 from elastic_ps.local.report import build_report
 from elastic_ps.local.state import JobDirectory
@@ -114,6 +115,29 @@ def test_a_job_that_cannot_be_scaled_since_the_disk_is_full_goes_on(
     [text] = [event.text for event in outcome.record.events if "was not scaled" in event.text]
     assert "No space left on device" in text
     assert "elastic-ps scale" in text
+
+
+def test_a_job_goes_on_when_the_system_gives_no_process_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    class Scarce(processes.Child):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            tried.append(named["log"].stem)
+            if len(tried) in (2, 3):
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            super().__init__(*arguments, **named)
+
+    monkeypatch.setattr(supervisor, "Child", Scarce)
+    monkeypatch.setattr(supervisor, "START_PAUSE", timedelta(seconds=0.2))
+    with launched(make_job(records=800, workers=2), tmp_path) as launcher:
+        outcome = end_of(launcher)
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    assert tried == ["ps-0", "worker-0", "worker-0", "worker-0", "worker-1"], "not all at once"
+    [text] = [event.text for event in outcome.record.events if "could not be started" in event.text]
+    assert "worker 0" in text
+    assert "temporarily unavailable" in text
 
 
 def test_a_killed_worker_is_replaced_and_told_about(tmp_path: Path) -> None:
