@@ -42,6 +42,12 @@ _RESOURCES: dict[Kind, Resource] = {
     "NetworkPolicy": "networkpolicies",
 }
 
+_UNWELL = {409, 429, 503, 504}
+"""HTTP statuses that say nothing of an action: something has changed, or the API server is not well."""
+
+_BROKEN_LIMIT = 3
+"""So many actions of a pass may end in an error of a server, as of a webhook that each of them waits for."""
+
 
 class Cluster:
     """What the operator does in the cluster. Blocking; thread-safe. What it has written is in the store."""
@@ -51,26 +57,29 @@ class Cluster:
         self._authority = authority
 
     def execute(self, job: Mapping[str, Any], actions: Sequence[Action]) -> list[Problem]:
-        """Carry out a plan; what the API server refuses for good comes back in words.
+        """Carry out a plan; what the API server refuses comes back in words, and keeps no other action back.
 
         Raises:
-            ApiError, ConnectionLost: the API server is not well; the whole pass is to be made again.
+            ApiError, ConnectionLost: the API server is not well, the job has changed, or it may not be
+                deleted; the whole pass is to be made again.
         """
         refused = []
         done: list[Action] = []
+        broken = 0
         for action in actions:
-            if isinstance(action, Create):
-                problem = self._create(job, action)
-            elif isinstance(action, Certify):
-                problem = self._certify(job, action)
-            elif isinstance(action, TunePod):
-                problem = self._tune(job, action)
-            else:
-                problem = self._delete(job, action)
+            try:
+                problem = self._carry_out(job, action)
+            except ApiError as error:
+                if isinstance(action, DeleteJob) or error.status in _UNWELL:
+                    raise
+                problem = _refusal(action, error)
+                broken += error.status >= 500
             if problem is None:
                 done.append(action)
             else:
                 refused.append(problem)
+            if broken == _BROKEN_LIMIT:
+                break
         metadata = job["metadata"]
         identity = f"{metadata['namespace']}/{metadata['name']}"
         for note in _summaries(done):
@@ -81,7 +90,18 @@ class Cluster:
             logger.warning("%s: refused: %s", identity, problem.message)
         return refused
 
-    def _tune(self, job: Mapping[str, Any], action: TunePod) -> Problem | None:
+    def _carry_out(self, job: Mapping[str, Any], action: Action) -> Problem | None:
+        if isinstance(action, Create):
+            return self._create(job, action)
+        if isinstance(action, Certify):
+            return self._certify(job, action)
+        if isinstance(action, TunePod):
+            self._tune(job, action)
+        else:
+            self._delete(job, action)
+        return None
+
+    def _tune(self, job: Mapping[str, Any], action: TunePod) -> None:
         """A pod that has gone since is told when it is made again."""
         path = f"{path_of('pods', job['metadata']['namespace'])}/{action.name}"
         annotations = {names.TUNING_ANNOTATION: action.tuning}
@@ -89,13 +109,10 @@ class Cluster:
         try:
             written = self._api.request("patch", "pods", path, body=body)
         except ApiError as error:
-            if error.status == 403:
-                return _forbidden(action.name, error)
             if error.status not in (404, 409, 422):
                 raise
-            return None
+            return
         self._store.put("pods", written, ours=True)
-        return None
 
     def _create(self, job: Mapping[str, Any], action: Create) -> Problem | None:
         resource = _RESOURCES[action.kind]
@@ -109,9 +126,8 @@ class Cluster:
                 return self._check_owner(job, resource, action.name)
             if error.reason == NAMESPACE_TERMINATING:
                 return Problem(error.reason, f"{action.name}: {error.message}")
-            if error.status == 403:
-                quota = "exceeded quota" in error.message
-                return Problem("QuotaExceeded" if quota else "Forbidden", f"{action.name}: {error.message}")
+            if error.status == 403 and "exceeded quota" in error.message:
+                return Problem("QuotaExceeded", f"{action.name}: {error.message}")
             if error.status in (400, 422):
                 return Problem("InvalidSpec", f"{_source(action)}{action.name}: {error.message}")
             raise
@@ -136,7 +152,7 @@ class Cluster:
         except UsageError as error:
             return Problem(REFUSED, str(error))
         except ApiError as error:
-            if error.status not in (403, 422):
+            if error.status in _UNWELL:
                 raise
             return Problem(REFUSED, error.message)
         return None
@@ -175,7 +191,7 @@ class Cluster:
             text += f"; to continue from it, set parameterServer.checkpoint.resumeFrom: {{claim: {name}}}"
         return Problem("NameTaken", text)
 
-    def _delete(self, job: Mapping[str, Any], action: DeletePod | DeleteJob) -> Problem | None:
+    def _delete(self, job: Mapping[str, Any], action: DeletePod | DeleteJob) -> None:
         metadata = job["metadata"]
         body: dict[str, Any] = {
             "apiVersion": "v1",
@@ -196,12 +212,9 @@ class Cluster:
         try:
             self._api.request("delete", resource, path, body=body)
         except ApiError as error:
-            if error.status == 403 and isinstance(action, DeletePod):
-                return _forbidden(action.name, error)
             changed = error.status == 409 and "resourceVersion" in body["preconditions"]
             if changed or error.status not in (404, 409):  # gone, or another one has the name by now
                 raise
-        return None
 
     def post(self, job: Mapping[str, Any], note: Note) -> None:
         """Record an Event; one that cannot be recorded is only logged."""
@@ -248,9 +261,11 @@ def _words(action: Action, job: str) -> str:
     return f"deleted Pod {action.name}" if isinstance(action, DeletePod) else f"deleted Job {job}"
 
 
-def _forbidden(name: str, error: ApiError) -> Problem:
-    """A policy of the cluster refuses one action; the others of the plan are carried out."""
-    return Problem("Forbidden", f"{name}: {error.message}")
+def _refusal(action: Create | Certify | DeletePod | TunePod, error: ApiError) -> Problem:
+    """A policy or a webhook of the cluster, say, refuses one action."""
+    name = "the certificates" if isinstance(action, Certify) else action.name
+    reason = "Forbidden" if error.status == 403 else "Refused"
+    return Problem(reason, f"{name}: {error.message or error.reason}")
 
 
 def _source(action: Create) -> str:

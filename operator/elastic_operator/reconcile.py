@@ -68,7 +68,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
     status = old.model_copy(update={"observed_generation": generation})
     if ended(old):
         if not (is_corrected(old, generation) or is_restarted(job, old, now)):
-            return _finished(job, observed, old, now)
+            return _finished(job, observed, old, now, options)
         status = begun_again(status, now)
     try:
         desired = read_desired(job, observed, options.policy, secured=options.secured)
@@ -77,7 +77,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
     if desired.restart is not None and desired.restart > now:
         desired = replace(desired, restart=None)
     if left := left_over(desired, observed):
-        return Plan(actions=left, status=status, requeue=ZERO)
+        return Plan(actions=left, status=status, requeue=options.retry if observed.refusals else ZERO)
     status, notes = counted(status, desired, observed)
     status = _with_counts(status, observed, desired)
     if desired.spec.run_policy.suspend:
@@ -92,7 +92,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
     actions += [certify] if certify is not None else []
     actions += _servers(job, desired, old, status, observed, now, options)
     actions += _workers(job, desired, old, status, observed, now, options)
-    actions += _evaluator(job, desired, status, observed)
+    actions += _evaluator(job, desired, status, observed, now, options)
     status = status.model_copy(
         update={"revision": revision(job, observed) or builders.revision(desired.spec)}
     )
@@ -142,7 +142,9 @@ def _conclude(
     return Plan(status=status, notes=(*notes, *turned(old, status)), requeue=ZERO)
 
 
-def _finished(job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus, now: datetime) -> Plan:
+def _finished(
+    job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus, now: datetime, options: Options
+) -> Plan:
     """A job that is over: clean up by its policies, and touch nothing else."""
     policy = (job.get("spec") or {}).get("runPolicy") or {}
     clean = policy.get("cleanPodPolicy") or "Running"
@@ -151,10 +153,10 @@ def _finished(job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus
     for pod in observed.pods:
         if pod.deleting is None and (clean == "All" or (clean == "Running" and pod.live)):
             actions.append(DeletePod.of(pod, reason))
-    requeue = None
+    requeue = options.retry if observed.refusals else None
     restart = asked_restart(job)
     if restart is not None and restart > now:
-        requeue = restart - now
+        requeue = restart - now if requeue is None else min(restart - now, requeue)
     ttl, completed = policy.get("ttlSecondsAfterFinished"), parse_time(old.completion_time)
     if ttl is not None and completed is not None:
         left = max(ZERO, completed + seconds(ttl) - now)
@@ -202,7 +204,10 @@ def _suspended(
     actions += _lingering(observed, now, options)
     rest = [*workers, *evaluators, *observed.of("ps", "standby")]
     if rest:
-        why = Problem("Stopping", f"{len(rest)} pods have not ended yet")
+        said = "; ".join(
+            [f"{len(rest)} pods have not ended yet", *(r.message for r in observed.refusals[:1])]
+        )
+        why = Problem("Stopping", said)
         status = with_condition(status, "Suspended", False, why, now=now)
     else:
         kept = builders.claim_name(desired.name, desired.spec) is not None
@@ -290,7 +295,12 @@ def _servers(
 
 
 def _evaluator(
-    job: Mapping[str, Any], desired: Desired, status: TrainingJobStatus, observed: Observed
+    job: Mapping[str, Any],
+    desired: Desired,
+    status: TrainingJobStatus,
+    observed: Observed,
+    now: datetime,
+    options: Options,
 ) -> Iterator[Action]:
     """The evaluator's pod. Its container is started again in place; no end of it counts.
 
@@ -306,7 +316,8 @@ def _evaluator(
         if ready and (done or not status.progress.finished):
             yield _create(job, desired, status, "evaluator", 0, "the job has an evaluator")
     elif pod.over and pod.finished:
-        yield DeletePod.of(pod, "it has ended and is created again")
+        if pause(pod, now, options) == ZERO:
+            yield DeletePod.of(pod, "it has ended and is created again")
     elif pod.deleting is None and pod.ending != "done" and desired.outdated(pod):
         yield DeletePod.of(pod, "image or template have changed, or a restart was asked for")
 

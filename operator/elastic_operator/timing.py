@@ -56,7 +56,9 @@ def next_look(
         times = [options.retry]
     workers = observed.of("worker")
     times += [restart_in(pod, status, desired, now, options) for pod in workers if pod.over]
-    times += [pause(pod, now, options) for pod in observed.of("ps", "standby") if pod.over]
+    servers = [pod for pod in observed.of("ps", "standby") if pod.ending is not None and pod.deleting is None]
+    evaluators = [pod for pod in observed.of("evaluator") if pod.over and pod.finished]
+    times += [pause(pod, now, options) for pod in (*servers, *evaluators)]
     unplaced = [waits for pod in observed.pods if (waits := pod.unplaced(now)) is not None]
     times += [options.place_limit - waits for waits in unplaced if waits < options.place_limit]
     ends = [pod.deleting for pod in observed.pods if pod.deleting is not None]
@@ -81,6 +83,8 @@ def next_look(
     deadline, start = desired.spec.run_policy.active_deadline_seconds, parse_time(status.start_time)
     if deadline is not None and start is not None:
         times.append(max(ZERO, start + seconds(deadline) - now))
+    if observed.refusals:  # what is due now was tried in this pass
+        times = [time for time in times if time > ZERO]
     return min(times)
 
 

@@ -20,7 +20,7 @@ from elastic_ps import env
 from elastic_ps.certificates import identity_of, issue, make_authority, validity_of
 from elastic_ps.identity import Identity
 from elastic_ps.job import TrainingJobSpec
-from tests.unit.api_server import JOBS, ApiServer
+from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
 from tests.unit.simulation import Simulation, job_document
 from tests.unit.test_operator_cluster import Operator
 
@@ -289,6 +289,22 @@ def test_a_secret_of_somebody_else_is_not_written_over(server: ApiServer, tmp_pa
     server.remove("secrets", "digits-tls-ps-0")
     operator.turns(2)
     assert operator.status.certificates is not None
+
+
+def test_a_webhook_that_fails_for_secrets_is_told_and_no_certificates_are_noted(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    def webhook(request: Request) -> None:
+        if request.method == "POST" and request.path.endswith("/default/secrets"):
+            raise Refusal(500, "InternalError", "failed calling webhook")
+
+    operator = operator_of(server, tmp_path)
+    server.add_job()
+    server.refuse = webhook
+    operator.turns()
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert (degraded.reason, degraded.message) == (REFUSED, "failed calling webhook")
+    assert operator.status.certificates is None
 
 
 def encoded(**data: bytes) -> dict[str, Any]:

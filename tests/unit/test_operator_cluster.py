@@ -244,21 +244,57 @@ def _labels(verb: str, resource: str, refusal: Refusal) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("method", "resource"), [("POST", "pods"), ("POST", "services"), ("PATCH", "status")]
+    ("method", "resource", "code", "reason"),
+    [
+        ("POST", "pods", 503, "ServiceUnavailable"),
+        ("POST", "pods", 429, "TooManyRequests"),
+        ("POST", "services", 504, "Timeout"),
+        ("PATCH", "status", 500, "InternalError"),
+    ],
 )
 def test_a_pass_that_the_api_server_is_not_well_for_is_made_again(
-    server: ApiServer, operator: Operator, method: str, resource: str
+    server: ApiServer, operator: Operator, method: str, resource: str, code: int, reason: str
 ) -> None:
     server.add_job()
-    server.refuse = refusing(method, resource, Refusal(500, "InternalError", "etcd is away"))
+    server.refuse = refusing(method, resource, Refusal(code, reason, "etcd is away"))
     with pytest.raises(ApiError, match="etcd is away") as caught:
         operator.turns()
-    assert (caught.value.status, caught.value.reason) == (500, "InternalError")
+    assert (caught.value.status, caught.value.reason) == (code, reason)
     assert operator.count("reconciles_total", result="error") == 1
     server.refuse = lambda _: None
     operator.turns()
     assert operator.count("reconciles_total", result="ok") == 1
     assert "digits-worker-0" in server.names("pods")
+
+
+def test_an_action_that_is_refused_keeps_neither_the_others_nor_the_status_back(
+    server: ApiServer, operator: Operator
+) -> None:
+    server.add_job()
+
+    def webhook(request: Request) -> None:
+        if request.method == "POST" and request.body["metadata"]["name"] == "digits-ps-0":
+            raise Refusal(500, "InternalError", "failed calling webhook")
+
+    server.refuse = webhook
+    assert operator.turns() == operator.settings.options.retry
+    assert server.names("pods") == ["digits-worker-0"]
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert (degraded.status, degraded.reason) == ("True", "Refused")
+    assert "digits-ps-0: failed calling webhook" in degraded.message
+    server.refuse = lambda _: None
+    operator.turns()
+    assert server.names("pods") == ["digits-ps-0", "digits-worker-0"]
+
+
+def test_a_webhook_that_fails_for_each_pod_is_not_waited_for_a_hundred_times(
+    server: ApiServer, operator: Operator
+) -> None:
+    server.add_job(worker={"replicas": 100})
+    server.refuse = refusing("POST", "pods", Refusal(500, "InternalError", "failed calling webhook"))
+    operator.turns()
+    assert len(server.asked("POST", "pods")) == 3
+    assert operator.status.phase == "Pending", "it is written"
 
 
 def test_a_job_that_changed_while_it_was_looked_at_is_looked_at_again_soon(
@@ -318,7 +354,7 @@ def test_pods_are_deleted_by_uid_and_one_that_is_gone_is_none_to_worry_about(
     [problem] = operator.cluster.execute(job, [refused, Create("Pod", "digits-worker-0", again, "")])
     assert (problem.reason, problem.message) == ("Forbidden", "digits-ps-0: a policy forbids it")
     assert "digits-worker-0" in server.names("pods"), "the other action is carried out"
-    server.refuse = refusing("DELETE", "digits-ps-0", Refusal(500, "InternalError"))
+    server.refuse = refusing("DELETE", "digits-ps-0", Refusal(503, "ServiceUnavailable"))
     with pytest.raises(ApiError):
         operator.cluster.execute(job, [DeletePod("digits-ps-0", uid, "it has ended")])
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_operator import builders
+from elastic_operator.plan import DeletePod, stamp
 from elastic_operator.pods import read
 from elastic_ps import env
 from elastic_ps.job import TrainingJobSpec
@@ -97,6 +98,19 @@ def test_a_container_that_the_kubelet_starts_again_is_left_to_it_until_the_spec_
     simulation.edit(image="corrected:2")
     simulation.settle()
     assert simulation.pods[NAME]["metadata"]["uid"] != uid
+
+
+def test_a_pod_that_its_node_refuses_is_not_made_again_without_a_pause() -> None:
+    simulation = training()
+    pod = simulation.pods[NAME]
+    pod["metadata"]["creationTimestamp"] = stamp(simulation.now)
+    pod["status"] = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "no such device"}
+    plan = simulation.step()
+    assert plan.actions == ()
+    assert plan.requeue is not None
+    assert plan.requeue <= simulation.options.short_life_delay
+    simulation.now += simulation.options.short_life_delay
+    assert [action.name for action in simulation.step().actions if isinstance(action, DeletePod)] == [NAME]
 
 
 def test_what_keeps_it_from_working_is_told() -> None:

@@ -79,6 +79,17 @@ def test_a_pod_that_its_node_refuses_is_not_replaced_without_a_pause(name: str) 
         assert simulation.pods[name]["status"]["phase"] == "Pending"
 
 
+def test_a_parameter_server_that_has_ended_well_at_once_is_made_again_after_a_pause() -> None:
+    simulation = running()
+    pod = simulation.pods["digits-ps-0"]
+    pod["metadata"]["creationTimestamp"] = stamp(simulation.now)
+    pod["status"] = {"phase": "Succeeded"}
+    plan = simulation.step()
+    assert plan.actions == ()
+    assert plan.requeue is not None
+    assert plan.requeue <= simulation.options.short_life_delay
+
+
 def test_a_worker_that_is_hung_and_does_not_end_is_deleted_and_its_successor_is_not() -> None:
     simulation = running(worker={"replicas": 2})
     name = "digits-worker-1"

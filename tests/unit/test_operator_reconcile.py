@@ -486,6 +486,58 @@ def test_a_template_that_makes_no_pod_does_not_end_a_job_that_has_trained() -> N
     assert (found["Degraded"].status, found["Degraded"].reason) == ("True", "InvalidSpec")
 
 
+def test_a_deletion_that_is_refused_is_not_tried_without_a_pause_and_not_forgotten() -> None:
+    simulation = running(worker={"replicas": 2})
+    forbidden = [Problem("Forbidden", "digits-worker-1: a policy forbids it")]
+
+    def refused() -> Plan:
+        assert simulation.job is not None
+        observed = with_refusals(simulation.observed(), forbidden)
+        return reconcile(simulation.job, observed, simulation.now, simulation.options)
+
+    simulation.end("digits-worker-1", 1)
+    simulation.step()
+    simulation.now += timedelta(seconds=10)
+    assert named(refused()) == ["digits-worker-1"]
+    assert refused().requeue == simulation.options.retry
+    assert simulation.job is not None
+    simulation.restart(simulation.now)
+    simulation.now += timedelta(seconds=1)
+    assert (named(refused()), refused().requeue) == (["digits-worker-1"], simulation.options.retry)
+    simulation.edit(runPolicy={"suspend": True})
+    del simulation.job["metadata"]["annotations"]
+    plan = refused()
+    assert plan.status is not None
+    said = next(c.message for c in plan.status.conditions if c.type == "Suspended")
+    assert "a policy forbids it" in said
+
+
+def test_a_pod_of_a_finished_job_whose_deletion_is_refused_is_not_forgotten() -> None:
+    simulation = running()
+    finish(simulation)
+    simulation.end("digits-worker-0", 0)
+    simulation.step()
+    assert simulation.status["phase"] == "Succeeded"
+    assert simulation.job is not None
+    refused = with_refusals(simulation.observed(), [Problem("Forbidden", "digits-ps-0: a policy forbids it")])
+    plan = reconcile(simulation.job, refused, simulation.now, simulation.options)
+    assert (named(plan), plan.requeue) == (["digits-ps-0"], simulation.options.retry)
+
+
+def test_a_time_to_live_that_no_date_can_be_away_is_for_ever() -> None:
+    """An older version of the definition has let it pass."""
+    simulation = running()
+    finish(simulation)
+    simulation.end("digits-worker-0", 0)
+    simulation.settle()
+    assert simulation.job is not None
+    simulation.job["spec"]["runPolicy"] = {"ttlSecondsAfterFinished": 999_999_999_999}
+    plan = simulation.step()
+    assert not plan.actions
+    assert plan.requeue is not None
+    assert plan.requeue > timedelta(days=365)
+
+
 @pytest.mark.parametrize("field", ["activeDeadlineSeconds", "ttlSecondsAfterFinished"])
 def test_a_time_that_no_date_can_be_away_is_refused(field: str) -> None:
     simulation = Simulation(job_document(runPolicy={field: 999_999_999_999}))
