@@ -60,8 +60,8 @@ class Cluster:
         """Carry out a plan; what the API server refuses comes back in words, and keeps no other action back.
 
         Raises:
-            ApiError, ConnectionLost: the API server is not well, the job has changed, or it may not be
-                deleted; the whole pass is to be made again.
+            ApiError, ConnectionLost: the API server is not well, the job has changed, it may not be deleted,
+                or it is not known yet whether its pods may be protected; the whole pass is to be made again.
         """
         refused = []
         done: list[Action] = []
@@ -70,7 +70,10 @@ class Cluster:
             try:
                 problem = self._carry_out(job, action)
             except ApiError as error:
-                if isinstance(action, DeleteJob) or error.status in _UNWELL:
+                protects = (
+                    isinstance(action, Create) and action.kind == "NetworkPolicy" and error.status >= 500
+                )
+                if protects or isinstance(action, DeleteJob) or error.status in _UNWELL:
                     raise
                 problem = _refusal(action, error)
                 broken += error.status >= 500

@@ -287,6 +287,20 @@ def test_an_action_that_is_refused_keeps_neither_the_others_nor_the_status_back(
     assert server.names("pods") == ["digits-ps-0", "digits-worker-0"]
 
 
+def test_no_pod_is_made_while_it_is_not_known_whether_it_is_protected(
+    server: ApiServer, operator: Operator
+) -> None:
+    job = server.add_job()
+    operator.turns()
+    made = server.get("pods", "digits-worker-0")
+    policy = {**made, "kind": "NetworkPolicy"}
+    server.refuse = refusing("POST", "networkpolicies", Refusal(500, "InternalError"))
+    again = Create("Pod", "another", {**made, "metadata": {**made["metadata"], "name": "another"}}, "")
+    with pytest.raises(ApiError):
+        operator.cluster.execute(job, [Create("NetworkPolicy", "digits", policy, ""), again])
+    assert "another" not in server.names("pods")
+
+
 def test_a_webhook_that_fails_for_each_pod_is_not_waited_for_a_hundred_times(
     server: ApiServer, operator: Operator
 ) -> None:
