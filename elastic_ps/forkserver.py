@@ -100,7 +100,8 @@ class _Forks:
                 self._begin(order, descriptors)
                 return order
             else:
-                self._running |= set() if forked is None else {forked}
+                if forked is not None:
+                    self._running.add(forked)
                 for descriptor in descriptors:
                     os.close(descriptor)
 

@@ -121,6 +121,19 @@ class Bucket:
     def nbytes(self) -> int:
         return self.elements * ITEM_SIZE[self.dtype]
 
+    def absent(self, present: Sequence[bool]) -> list[slice]:
+        """Where in the bucket there are pieces without a gradient.
+
+        Args:
+            present: for each piece, whether it has one; empty if all have.
+        """
+        absent, place = [], 0
+        for piece, there in zip(self.pieces, present, strict=False):
+            if not there:
+                absent.append(slice(place, place + piece.length))
+            place += piece.length
+        return absent
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -40,8 +40,7 @@ class PushLog:
     Attributes:
         term: of this shard.
         version, attempt: of the open round.
-        asked: in deterministic mode, the workers that have come before it was their turn; for each, the
-            buckets.
+        asked: in deterministic mode, the (worker, bucket) of each push that came before it was its turn.
         expected: the incarnation of each worker that takes part; 0, which none has, for a worker that is
             waited for and has not come. Others are refused: their values would spoil the sums. In
             deterministic mode the workers order the additions.
@@ -55,7 +54,7 @@ class PushLog:
     expected: Mapping[int, int] = field(default_factory=dict)
     several: bool = False
     added: dict[int, set[tuple[int, int, int]]] = field(default_factory=dict)
-    asked: dict[int, set[int]] = field(default_factory=dict)
+    asked: set[tuple[int, int]] = field(default_factory=set)
 
     def decide(self, key: PushKey) -> Verdict:
         """Whether the push is to be added or has been already.
@@ -137,14 +136,13 @@ class PushLog:
         """A push of `worker` is here: whether it is its turn. If not, it is noted as waiting."""
         if self.turn(worker, bucket):
             return True
-        self.asked.setdefault(worker, set()).add(bucket)
+        self.asked.add((worker, bucket))
         return False
 
     @property
     def queued(self) -> frozenset[int]:
         """The workers that have come with a push before it was their turn, which it is not yet."""
-        waiting = ((worker, bucket) for worker, buckets in self.asked.items() for bucket in buckets)
-        return frozenset(worker for worker, bucket in waiting if not self.turn(worker, bucket))
+        return frozenset(worker for worker, bucket in self.asked if not self.turn(worker, bucket))
 
     def has_all(self, bucket: int) -> bool:
         """Whether the sum of `bucket` has a contribution of each expected worker, and of nobody else."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
@@ -146,7 +146,7 @@ class Decoded:
         self.header, self.transport, self.peer = incoming.header, incoming.transport, incoming.peer
         self.size = bucket.nbytes
         self._request, self._bucket, self._runs, self._incoming = request, bucket, runs, incoming
-        self._absent = _absent(bucket, request.present)
+        self._absent = bucket.absent(request.present)
         self._places = places
         self._memory: _Memory | None = None
         self._arrived: list[_Arrived] | None = None
@@ -246,16 +246,6 @@ class Decoded:
         view = self.view()
         assert view is not None
         target[:] = view
-
-
-def _absent(bucket: Bucket, present: Sequence[bool]) -> list[slice]:
-    """Where in a bucket there are pieces without a gradient; `present` is empty if there are none."""
-    absent, place = [], 0
-    for piece, there in zip(bucket.pieces, present, strict=False):
-        if not there:
-            absent.append(slice(place, place + piece.length))
-        place += piece.length
-    return absent
 
 
 def _places(part: Sparse, run: Run) -> torch.Tensor:

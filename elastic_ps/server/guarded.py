@@ -166,7 +166,7 @@ class Guarded:
         left = math.inf if self.grace_until is None else max(0.0, self.grace_until - self.clock())
         return min(most.total_seconds(), left)
 
-    def drop_silent_and_hung(self, queued: Set[int] = frozenset()) -> None:
+    def drop_silent_and_hung(self, queued: Set[int]) -> None:
         """Declare members gone whose lease has ended or that keep the others waiting. The lock is held.
 
         Args:

@@ -210,7 +210,7 @@ class Encoder:
             }
         if not (runs or waiting is not None) or not _is_encodable(gradient):
             return Payload(raw, present=present, plain=bool(runs))
-        made = _Made(waiting, gradient, _absent(bucket, present))
+        made = _Made(waiting, gradient, bucket.absent(present))
         if not runs:
             payload = Payload(as_bytes(made.plain(slice(0, bucket.elements))), present=present)
         else:
@@ -263,16 +263,6 @@ def _is_encodable(gradient: torch.Tensor) -> bool:
         return True
     (low, high), limit = torch.aminmax(gradient), torch.finfo(torch.float32).max
     return bool(-limit <= low) and bool(high <= limit)  # not, if one is NaN: then both are
-
-
-def _absent(bucket: Bucket, present: Sequence[bool]) -> list[slice]:
-    """Where in a bucket there are pieces without a gradient."""
-    absent, place = [], 0
-    for piece, there in zip(bucket.pieces, present, strict=False):
-        if not there:
-            absent.append(slice(place, place + piece.length))
-        place += piece.length
-    return absent
 
 
 class _Made:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from elastic_operator import builders, certificates, names, network
@@ -47,10 +47,11 @@ from elastic_operator.status import (
     with_condition,
     with_counts,
 )
-from elastic_operator.timing import ZERO, asked_restart, next_look, pause, restart_in, seconds
+from elastic_operator.timing import ZERO, asked_restart, next_look, pause, restart_in
 from elastic_operator.verdict import Verdict, health, verdict
 from elastic_ps.env import Role
 from elastic_ps.errors import InvalidJob
+from elastic_ps.policies import MOST_SECONDS
 from elastic_ps.status import TrainingJobStatus
 
 _NEED: dict[Role, str] = {
@@ -159,7 +160,7 @@ def _finished(
         requeue = restart - now if requeue is None else min(restart - now, requeue)
     ttl, completed = policy.get("ttlSecondsAfterFinished"), parse_time(old.completion_time)
     if ttl is not None and completed is not None:
-        left = max(ZERO, completed + seconds(ttl) - now)
+        left = max(ZERO, completed + timedelta(seconds=min(ttl, MOST_SECONDS)) - now)
         requeue = left if requeue is None else min(left, requeue)
         if left == ZERO:
             why = f"ttlSecondsAfterFinished ({ttl} s) has passed"

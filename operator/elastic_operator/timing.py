@@ -12,7 +12,6 @@ from elastic_operator.failures import consequence
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Pod, parse_time
 from elastic_operator.status import stays
-from elastic_ps.policies import MOST_SECONDS
 from elastic_ps.status import TrainingJobStatus
 
 ZERO = timedelta(0)
@@ -82,15 +81,10 @@ def next_look(
     times += certificates.next_look(status, now, options)
     deadline, start = desired.spec.run_policy.active_deadline_seconds, parse_time(status.start_time)
     if deadline is not None and start is not None:
-        times.append(max(ZERO, start + seconds(deadline) - now))
+        times.append(max(ZERO, start + timedelta(seconds=deadline) - now))
     if observed.refusals:  # what is due now was tried in this pass
         times = [time for time in times if time > ZERO]
     return min(times)
-
-
-def seconds(count: int) -> timedelta:
-    """So many of them, or as many as a time can be away, which is for ever."""
-    return timedelta(seconds=min(count, MOST_SECONDS))
 
 
 def asked_restart(job: Mapping[str, Any]) -> datetime | None:

@@ -12,7 +12,6 @@ from elastic_operator.failures import fatal
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Problem, parse_time
 from elastic_operator.status import condition, holds, with_condition
-from elastic_operator.timing import seconds
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.status import LEFT_EARLY, TrainingJobStatus
 
@@ -41,7 +40,7 @@ def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now
         return Verdict("Failed", why)
     policy = desired.spec.run_policy
     deadline, start = policy.active_deadline_seconds, parse_time(status.start_time)
-    if deadline is not None and start is not None and now - start >= seconds(deadline):
+    if deadline is not None and start is not None and now - start >= timedelta(seconds=deadline):
         message = f"the job did not finish within activeDeadlineSeconds: {deadline}"
         return Verdict("Failed", Problem("DeadlineExceeded", message))
     return _workers_done(status, desired, observed, now)
@@ -66,8 +65,8 @@ def _workers_done(
             return _without_last_version(status, observed, now)
         message = progress.why_stopped if progress.stopped else progress.all_done
         if evaluator is not None and _evaluates(observed):
-            patience = evaluator.finish_timeout.total_seconds()
-            message += f". The evaluator was not done {patience:g} s later, so the last versions are not "
+            seconds = evaluator.finish_timeout.total_seconds()
+            message += f". The evaluator was not done {seconds:g} s later, so the last versions are not "
             message += "evaluated (evaluator.finishTimeout)"
         return Verdict("Succeeded", Problem("StoppedEarly" if progress.stopped else "Finished", message))
     # What was known before the last worker ended says nothing of the end.
