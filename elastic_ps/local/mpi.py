@@ -15,6 +15,7 @@ when it is used.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import sys
@@ -42,6 +43,14 @@ LOOK = timedelta(milliseconds=20)
 
 ANSWER = timedelta(seconds=30)
 """How long a rank may take to start a process."""
+
+UNTIL_ALL_LISTEN = timedelta(seconds=1)
+"""How long a rank that `srun` has started is silent at first.
+
+Open MPI 5 ends with a segmentation fault when a message comes to a rank that is still in MPI_Init
+(open-mpi/ompi, issue 11438), and with Slurm's PMIx the ranks do not leave that at once: so ended 2 of 40
+starts on a busy machine, and none of 70 with this pause.
+"""
 
 _ORDERS, _RELAYED = 1, 2
 """Tags of messages."""
@@ -113,6 +122,8 @@ class World:
             )
         self.comm, self.lock = MPI.COMM_WORLD, threading.Lock()
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        if "SLURM_PROCID" in os.environ:
+            time.sleep(UNTIL_ALL_LISTEN.total_seconds())
         self.hosts: list[str] = self.comm.allgather(socket.gethostname())
 
     @property
