@@ -1,9 +1,10 @@
 """Notices that a script has changed values that only the job can change.
 
 What a script writes into a parameter between two steps is overwritten by the next version, and was never
-part of the job. So values are summed up when they arrive, and again before they are replaced. A sum of the
-bits is one pass over memory, far less than a step takes. Values that a step does not replace, or that are
-on another device, are looked at less often, and when torch's counters say that they were written to. (The
+part of the job. So the bits of values are summed up when they arrive, and again before they are replaced. Of
+much memory most steps do that with a part of each page, each step with another one: a change of 4 KiB or more
+is noticed at once, a smaller one when it is repeated. Values that a step does not replace, or that are on
+another device, are looked at less often, and when torch's counters say that they were written to. (The
 counters miss what is written through `.data`.)
 """
 
@@ -20,6 +21,13 @@ ALWAYS = 4
 
 EVERY = 64
 """Afterwards in each so many-th step."""
+
+PAGE = 4096
+PARTS = 8
+"""Of each `PAGE` bytes, the other steps look at one of so many parts."""
+
+MUCH = 1024 * 1024
+"""Bytes; what is smaller is looked at as a whole, which takes no time."""
 
 
 class Seal:
@@ -50,6 +58,8 @@ class Seal:
         self._watched = [i for i, rule in enumerate(rules) if rule in watched]
         self._apart = [i for i in apart if i in set(self._watched)]
         self._closed = False
+        self._written = False  # the script writes to values that only the job can change, as counters say
+        self._part: int | None = None  # what `_sums` are of
         self._sums: list[int] = []
         self._constant_sums: list[int] = []
         self._counters: list[int] = []
@@ -61,7 +71,8 @@ class Seal:
 
     def close(self) -> None:
         """The values have arrived."""
-        self._sums = [bits.sum() for bits in self._trained]
+        self._part = None if self._written or self._all_is_due(self._checks + 1) else self._checks % PARTS
+        self._sums = [bits.sum(self._part) for bits in self._trained]
         if not self._constant_sums:
             self._constant_sums = [bits.sum() for bits in self._constant]
         self._counters = self._versions()
@@ -71,7 +82,7 @@ class Seal:
         """The tensors that were changed since: [] if it cannot be said which. None: none was.
 
         Args:
-            thorough: look at everything.
+            thorough: look at all tensors.
         """
         if not self._closed:
             return None
@@ -81,14 +92,19 @@ class Seal:
             for index, before, now in zip(self._watched, self._counters, self._versions(), strict=True)
             if before != now
         ]
-        broken = self._sums != [bits.sum() for bits in self._trained]
-        if thorough or touched or self._checks <= ALWAYS or self._checks % EVERY == 0:
+        self._written |= bool(touched)
+        broken = self._sums != [bits.sum(self._part) for bits in self._trained]
+        if thorough or touched or self._all_is_due(self._checks):
             broken |= self._constant_sums != [bits.sum() for bits in self._constant]
             different = self._different()
             touched = [i for i in touched if i not in self._apart or i in different]
             broken |= bool(different)
             touched = sorted({*touched, *different})
         return touched if broken else None
+
+    def _all_is_due(self, check: int) -> bool:
+        """Whether the check of this number, from 1, looks at everything."""
+        return check <= ALWAYS or check % EVERY == 0
 
     def changed_constants(self) -> list[int] | None:
         """As `changed`, of the tensors without optimizer alone."""
@@ -113,8 +129,18 @@ class _Bits:
         raw = flat.view(torch.uint8)
         whole = len(raw) // 8 * 8
         self._words, self._rest = raw[:whole].view(torch.int64), raw[whole:]
+        self._parts: Sequence[torch.Tensor] = ()
+        if len(raw) >= MUCH:
+            pages = raw[: len(raw) // PAGE * PAGE].view(torch.int64).view(-1, PAGE // 8)
+            self._parts = pages.chunk(PARTS, dim=1)
 
-    def sum(self) -> int:
-        """A number that is another one when a bit has changed, but for rare accidents."""
+    def sum(self, part: int | None = None) -> int:
+        """A number that is another one when a bit has changed, but for rare accidents.
+
+        Args:
+            part: look at this part of each page alone, if there are many.
+        """
+        if part is not None and self._parts:
+            return int(self._parts[part].sum())
         total = int(self._words.sum())
         return total + int(self._rest.sum()) if len(self._rest) else total
