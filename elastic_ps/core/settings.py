@@ -59,6 +59,12 @@ CONSTRUCTED = frozenset({"initial_accumulator_value"})
 """Hyperparameters that torch takes from the constructor only, whatever a parameter group says (Adagrad)."""
 
 
+MORE_STATE = ("amsgrad", "centered", "momentum")
+"""Hyperparameters of torch's optimizers that need more state unless they are False or zero. All but SGD make
+their state in the first step, so it is not there if the value comes later. Of those with a `momentum`,
+RMSprop is known by its `centered`."""
+
+
 class Position(NamedTuple):
     """How far the job is at a version: what learning-rate schedules are stepped by."""
 
@@ -163,8 +169,9 @@ class Settings:
     def check_follows(self, later: Settings) -> None:
         """Raise InvalidModel unless an optimizer that was built with these settings can step with `later`.
 
-        A hyperparameter may change its value, not its kind; one that is missing stays as it is, and
-        schedulers may add keys of their own.
+        A hyperparameter may change its value, not its kind, and not to one that needs state which the
+        optimizer has not kept from the beginning on; one that is missing stays as it is, and schedulers may
+        add keys of their own.
         """
         if later.groups == self.groups:
             return
@@ -192,7 +199,21 @@ class Settings:
                         f"param_groups[{index}]: {key} is {theirs[key]!r}, which is not of the same kind as "
                         f"{value!r}"
                     )
+        for index, (start, theirs) in enumerate(zip(self.first or self.groups, later.groups, strict=True)):
+            _check_state(start, theirs, index)
         check_one_limit(later.groups)
+
+
+def _check_state(start: Mapping[str, Any], later: Mapping[str, Any], index: int) -> None:
+    """Raise InvalidModel if a group has state `later` that it had not at the `start`; see `MORE_STATE`."""
+    for key in MORE_STATE:
+        lazy = key == "momentum" and "centered" not in start
+        if not lazy and key in start and not start[key] and later.get(key):
+            raise InvalidModel(
+                f"param_groups[{index}]: {key} is {later[key]!r}, and was {start[key]!r} when the job began. "
+                "The optimizer has no state for it, since it makes that in its first step; set it before "
+                "session.optimizer(...)"
+            )
 
 
 def clip_divisor(norm: float, limit: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.errors import InvalidModel, Refused, UsageError
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import mse
@@ -281,3 +281,18 @@ def test_names_that_mean_nothing_are_refused(tmp_path: Path, names: Any, match: 
         session.optimizer(sgd(model), model, **names)
 
     failing(tmp_path, script, InvalidModel, match)
+
+
+def test_a_hyperparameter_that_needs_more_state_cannot_be_switched_on_later(tmp_path: Path) -> None:
+    data = Numbers(40)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.Adam(model.parameters()), model)
+        for x, y in session.loader(data, 5):
+            optimizer.param_groups[0]["amsgrad"] = session.version >= 2
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    failing(tmp_path, script, Refused, "amsgrad is True, and was False when the job began")

@@ -150,6 +150,27 @@ def test_constraints_that_cannot_be_kept_cannot_come_later(group: dict[str, Any]
     LIKE.check_follows(Settings(({**LIKE.groups[0], "clamp": [0, 1], "keep_zeros": True},)))
 
 
+ADAM = {"lr": 0.1, "amsgrad": False}
+RMSPROP = {"lr": 0.1, "momentum": 0, "centered": False}
+
+
+@pytest.mark.parametrize(
+    ("start", "key", "value"),
+    [(ADAM, "amsgrad", True), (RMSPROP, "centered", True), (RMSPROP, "momentum", 0.9)],
+)
+def test_what_needs_more_state_cannot_come_later(start: dict[str, Any], key: str, value: object) -> None:
+    began = Settings((start,))
+    with pytest.raises(InvalidModel, match=f"{key} is {value}, and was {start[key]} when the job began"):
+        began.check_follows(Settings(({**start, key: value},)))
+    with_it = Settings(({**start, key: value},))
+    with_it.check_follows(began)
+    Settings((start,), first=with_it.groups).check_follows(with_it)  # it may go, and come again
+
+
+def test_sgd_may_get_its_momentum_later() -> None:
+    Settings(({"lr": 0.1, "momentum": 0},)).check_follows(Settings(({"lr": 0.1, "momentum": 0.9},)))
+
+
 def test_the_limit_of_the_gradient_is_that_of_all_groups() -> None:
     like = Settings(({"max_grad_norm": 1.0}, {"max_grad_norm": 1.0}))
     like.check_follows(Settings(({"max_grad_norm": 2.0}, {"max_grad_norm": 2.0})))
