@@ -428,7 +428,7 @@ class Engine:
         except ElasticPSError:
             raise
         except BaseException:
-            self._leave_step()
+            self.leave_step()
             raise
         else:
             self._steps += 1
@@ -546,7 +546,7 @@ class Engine:
         if self.local is not None:
             self.local.void()
 
-    def _leave_step(self) -> None:
+    def leave_step(self) -> None:
         """Forget the step under way, and tell the parameter server at the next occasion.
 
         So if the script was interrupted while it waited, as by Ctrl-C in a notebook, and goes on: whether the
@@ -574,7 +574,7 @@ class Engine:
         """The round is made without this worker: pull what there is, since some of it may have arrived."""
         exchange = self._exchange()
         logger.info("the step is dropped: the round is made without this worker")
-        self._leave_step()
+        self.leave_step()
         try:
             exchange.fetch(exchange.version, contributor=False)
         except Refused as refusal:

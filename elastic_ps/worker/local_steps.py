@@ -197,13 +197,21 @@ class LocalSteps:
             return True
         if not self._engine.land():
             return False
-        with torch.no_grad():
-            for index, before in self._departed.items():
-                tensor, rule = self._flat.tensors[index], self._flat.layout.tensors[index].rule
-                _go_on(tensor, before, self._flat.value(index).to(tensor.device), rule)
+        try:
+            self._take_over()
+        except BaseException:  # some tensors are of another version than the others
+            self._engine.leave_step()
+            raise
         self._departed.clear()
         self._flat.publish(besides={bucket.index for bucket in self._flat.layout.pushed})
         return True
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        """Make the model what the exchange has come to, with what was changed since it departed."""
+        for index, before in self._departed.items():
+            tensor, rule = self._flat.tensors[index], self._flat.layout.tensors[index].rule
+            _go_on(tensor, before, self._flat.value(index).to(tensor.device), rule)
 
     def _changing(self, besides: Set[int]) -> Iterator[int]:
         """The tensors that the exchange replaces: those that it is about, and the buffers."""

@@ -13,6 +13,7 @@ import torch
 
 from elastic_ps.server import coordinator
 from elastic_ps.worker.client import Client
+from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.model import Flat
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Numbers, make_mlp, running_job
@@ -139,3 +140,41 @@ def test_while_values_are_given_to_the_model(tmp_path: Path, monkeypatch: pytest
     found = trained(tmp_path / "interrupted")
     for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_while_an_exchange_under_way_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In mode `local`. Some tensors have moved by then: the steps since it departed are void."""
+    data, landed, interrupted = Numbers(60), list[Flat](), list[Flat]()
+    land, value, armed = Engine.land, Flat.value, False
+
+    def arm(self: Engine) -> bool:
+        there = land(self)
+        landed.clear()
+        return there
+
+    def interrupt(self: Flat, index: int) -> torch.Tensor:
+        landed.append(self)
+        if armed and len(landed) == 2 and not interrupted:
+            interrupted.append(self)
+            raise KeyboardInterrupt
+        return value(self, index)
+
+    def script(session: Session) -> None:
+        nonlocal armed
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 5):
+            armed = session.version == 2
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            try:
+                optimizer.step()
+            except KeyboardInterrupt:
+                (flat,) = interrupted
+                assert all(torch.equal(each, value(flat, i)) for i, each in enumerate(flat.tensors))
+
+    monkeypatch.setattr(Engine, "land", arm)
+    monkeypatch.setattr(Flat, "value", interrupt)
+    commits = alone(tmp_path, script, consistency={"mode": "local", "steps": 2, "overlap": 1})
+    assert interrupted
+    assert_each_record_once(commits, records=60, epochs=1)
