@@ -169,9 +169,8 @@ class Settings:
     def check_follows(self, later: Settings) -> None:
         """Raise InvalidModel unless an optimizer that was built with these settings can step with `later`.
 
-        A hyperparameter may change its value, not its kind, and not to one that needs state which the
-        optimizer has not kept from the beginning on; one that is missing stays as it is, and schedulers may
-        add keys of their own.
+        A hyperparameter may change its value, not its kind, and after the first step not to one that needs
+        more state; one that is missing stays as it is, and schedulers may add keys of their own.
         """
         if later.groups == self.groups:
             return
@@ -199,20 +198,19 @@ class Settings:
                         f"param_groups[{index}]: {key} is {theirs[key]!r}, which is not of the same kind as "
                         f"{value!r}"
                     )
-        for index, (start, theirs) in enumerate(zip(self.first or self.groups, later.groups, strict=True)):
-            _check_state(start, theirs, index)
+            if self.position.version:
+                _check_state(ours, theirs, index)
         check_one_limit(later.groups)
 
 
-def _check_state(start: Mapping[str, Any], later: Mapping[str, Any], index: int) -> None:
-    """Raise InvalidModel if a group has state `later` that it had not at the `start`; see `MORE_STATE`."""
+def _check_state(before: Mapping[str, Any], later: Mapping[str, Any], index: int) -> None:
+    """Raise InvalidModel if a group needs state `later` that it has not kept `before`; see `MORE_STATE`."""
     for key in MORE_STATE:
-        lazy = key == "momentum" and "centered" not in start
-        if not lazy and key in start and not start[key] and later.get(key):
+        lazy = key == "momentum" and "centered" not in before
+        if not lazy and key in before and not before[key] and later.get(key):
             raise InvalidModel(
-                f"param_groups[{index}]: {key} is {later[key]!r}, and was {start[key]!r} when the job began. "
-                "The optimizer has no state for it, since it makes that in its first step; set it before "
-                "session.optimizer(...)"
+                f"param_groups[{index}]: {key} is {later[key]!r}, and was {before[key]!r} before. The "
+                "optimizer has no state for it, since it makes that in its first step; set it before that"
             )
 
 

@@ -195,11 +195,11 @@ class LocalSteps:
         """
         if self._engine.flight is None:
             return True
-        if not self._engine.land():
-            return False
         try:
+            if not self._engine.land():
+                return False
             self._take_over()
-        except BaseException:  # some tensors are of another version than the others
+        except BaseException:  # all of the model, or some of it, is of another version than what was pulled
             self._engine.leave_step()
             raise
         self._departed.clear()

@@ -420,7 +420,7 @@ class Flat:
         """Raise UsageError if the script has changed what only the job can change.
 
         Args:
-            thorough: look at everything, because the values are about to be replaced.
+            thorough: look at all tensors, because the values are about to be replaced.
         """
         self._check_memory()
         changed = self._seal.changed(thorough=thorough)

@@ -17,14 +17,14 @@ import torch
 from elastic_ps.core.partition import Layout, Rule
 
 ALWAYS = 4
-"""In the first so many steps everything is looked at."""
+"""Everything is looked at of the values that arrive first, so many times."""
 
 EVERY = 64
-"""Afterwards in each so many-th step."""
+"""Afterwards each so many-th time."""
 
 PAGE = 4096
 PARTS = 8
-"""Of each `PAGE` bytes, the other steps look at one of so many parts."""
+"""Of each `PAGE` bytes, one of so many parts is looked at the other times."""
 
 MUCH = 1024 * 1024
 """Bytes; what is smaller is looked at as a whole, which takes no time."""
@@ -59,11 +59,12 @@ class Seal:
         self._apart = [i for i in apart if i in set(self._watched)]
         self._closed = False
         self._written = False  # the script writes to values that only the job can change, as counters say
+        self._arrivals = 0
+        self._whole = True  # all is looked at of the values that have arrived last
         self._part: int | None = None  # what `_sums` are of
         self._sums: list[int] = []
         self._constant_sums: list[int] = []
         self._counters: list[int] = []
-        self._checks = 0
 
     def open(self) -> None:
         """Values are about to arrive."""
@@ -71,7 +72,9 @@ class Seal:
 
     def close(self) -> None:
         """The values have arrived."""
-        self._part = None if self._written or self._all_is_due(self._checks + 1) else self._checks % PARTS
+        self._arrivals += 1
+        self._whole = self._arrivals <= ALWAYS or self._arrivals % EVERY == 0
+        self._part = None if self._whole or self._written else self._arrivals % PARTS
         self._sums = [bits.sum(self._part) for bits in self._trained]
         if not self._constant_sums:
             self._constant_sums = [bits.sum() for bits in self._constant]
@@ -86,7 +89,6 @@ class Seal:
         """
         if not self._closed:
             return None
-        self._checks += 1
         touched = [
             index
             for index, before, now in zip(self._watched, self._counters, self._versions(), strict=True)
@@ -94,17 +96,13 @@ class Seal:
         ]
         self._written |= bool(touched)
         broken = self._sums != [bits.sum(self._part) for bits in self._trained]
-        if thorough or touched or self._all_is_due(self._checks):
+        if thorough or touched or self._whole:
             broken |= self._constant_sums != [bits.sum() for bits in self._constant]
             different = self._different()
             touched = [i for i in touched if i not in self._apart or i in different]
             broken |= bool(different)
             touched = sorted({*touched, *different})
         return touched if broken else None
-
-    def _all_is_due(self, check: int) -> bool:
-        """Whether the check of this number, from 1, looks at everything."""
-        return check <= ALWAYS or check % EVERY == 0
 
     def changed_constants(self) -> list[int] | None:
         """As `changed`, of the tensors without optimizer alone."""
@@ -127,20 +125,18 @@ class _Bits:
 
     def __init__(self, flat: torch.Tensor) -> None:
         raw = flat.view(torch.uint8)
-        whole = len(raw) // 8 * 8
-        self._words, self._rest = raw[:whole].view(torch.int64), raw[whole:]
-        self._parts: Sequence[torch.Tensor] = ()
-        if len(raw) >= MUCH:
-            pages = raw[: len(raw) // PAGE * PAGE].view(torch.int64).view(-1, PAGE // 8)
-            self._parts = pages.chunk(PARTS, dim=1)
+        paged = len(raw) // PAGE * PAGE if len(raw) >= MUCH else 0
+        pages = raw[:paged].view(torch.int64).view(-1, PAGE // 8)
+        self._parts = pages.chunk(PARTS, dim=1)
+        tail = raw[paged:]
+        whole = len(tail) // 8 * 8
+        self._pages, self._words, self._rest = pages, tail[:whole].view(torch.int64), tail[whole:]
 
     def sum(self, part: int | None = None) -> int:
         """A number that is another one when a bit has changed, but for rare accidents.
 
         Args:
-            part: look at this part of each page alone, if there are many.
+            part: look at this part of each page alone, if there are many, and at what is after the last page.
         """
-        if part is not None and self._parts:
-            return int(self._parts[part].sum())
-        total = int(self._words.sum())
-        return total + int(self._rest.sum()) if len(self._rest) else total
+        pages = self._pages if part is None else self._parts[part]
+        return sum(int(each.sum()) for each in (pages, self._words, self._rest) if each.numel())

@@ -142,19 +142,26 @@ def test_while_values_are_given_to_the_model(tmp_path: Path, monkeypatch: pytest
         assert torch.equal(ours, theirs)
 
 
-def test_while_an_exchange_under_way_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In mode `local`. Some tensors have moved by then: the steps since it departed are void."""
-    data, landed, interrupted = Numbers(60), list[Flat](), list[Flat]()
+@pytest.mark.parametrize("soon", [True, False])
+def test_while_an_exchange_under_way_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soon: bool
+) -> None:
+    """In mode `local`. None or some tensors have moved by then: the steps since it departed are void."""
+    data, flats, landed, interrupted = Numbers(60), list[Flat](), list[Flat](), list[Flat]()
     land, value, armed = Engine.land, Flat.value, False
 
     def arm(self: Engine) -> bool:
         there = land(self)
         landed.clear()
+        if armed and soon and not interrupted:
+            interrupted.append(flats[-1])
+            raise KeyboardInterrupt
         return there
 
     def interrupt(self: Flat, index: int) -> torch.Tensor:
+        flats.append(self)
         landed.append(self)
-        if armed and len(landed) == 2 and not interrupted:
+        if armed and not soon and len(landed) == 2 and not interrupted:
             interrupted.append(self)
             raise KeyboardInterrupt
         return value(self, index)

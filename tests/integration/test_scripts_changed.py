@@ -295,4 +295,4 @@ def test_a_hyperparameter_that_needs_more_state_cannot_be_switched_on_later(tmp_
             mse(model, x, y).backward()
             optimizer.step()
 
-    failing(tmp_path, script, Refused, "amsgrad is True, and was False when the job began")
+    failing(tmp_path, script, Refused, "amsgrad is True, and was False before")

@@ -87,3 +87,25 @@ def test_what_is_written_back_is_no_change() -> None:
     values.zero_()
     values.copy_(before)
     assert seal.changed() is None
+
+
+def test_steps_that_wait_for_one_version_do_not_leave_parts_out() -> None:
+    """In mode `accumulate` a worker looks several times between two arrivals."""
+    values = torch.randn(MUCH // 2)
+    seal = sealed(values)
+    steps(seal, ALWAYS)
+    for _ in range(PARTS):
+        for _ in range(PARTS):
+            if seal.changed() is not None:
+                return
+        seal.close()
+        values.data[70_000] += 1
+    raise AssertionError("not noticed")
+
+
+def test_what_is_after_the_last_page_is_always_looked_at() -> None:
+    values = torch.randn(MUCH // 4 + 3)
+    seal = sealed(values)
+    steps(seal, ALWAYS + 1)
+    values.data[-1] += 1
+    assert seal.changed() == []
