@@ -30,6 +30,7 @@ def main() -> int:
         import torch  # noqa: F401 (now, while nothing looks for garbage)
 
         from elastic_ps import compiler
+        from elastic_ps.evaluator import checkpoints
     try:
         environment = env.read()
         process.begin(environment)
@@ -39,6 +40,7 @@ def main() -> int:
         if evaluator is None:
             raise UserError("the job has no spec.evaluator")
         entrypoint.load(evaluator.entrypoint, evaluator.arguments, field=FIELD)()
+        checkpoints.settle()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         process.leave_reason(str(error))
@@ -48,6 +50,7 @@ def main() -> int:
         process.leave_reason(traceback.format_exc()[-2000:])
         return 1
     finally:
+        checkpoints.settle(evaluated=False)
         process.end_soon()
     return 0
 
@@ -79,6 +82,7 @@ def evaluate(argv: list[str]) -> int:
         # What the script prints is no JSON.
         with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
             entrypoint.load(parsed.entrypoint, parsed.arguments, field="the arguments")()
+            checkpoints.settle()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

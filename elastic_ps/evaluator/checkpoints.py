@@ -47,8 +47,9 @@ class Checkpoint:
     def report(self, **metrics: Any) -> None:
         """Report values, as in `loss=loss` or `**{"prec@1": 93.1}`: one number each.
 
-        They are the job's as soon as the loop asks for the next checkpoint, or ends. A later value of the
-        same name takes the place of an earlier one. A number that is not finite is left out of the results.
+        They are the job's as soon as the loop asks for the next checkpoint. If the loop was left, they are
+        when the script begins another one, or ends without an error. A later value of the same name takes the
+        place of an earlier one. A number that is not finite is left out of the results.
 
         Raises:
             UsageError: a value is not one number.
@@ -118,6 +119,9 @@ class DirectorySource:
 
 _source: Source | None = None
 
+_left: list[tuple[Source, Checkpoint]] = []
+"""What scripts have left a loop at, after a report: by `break`, or because something has failed."""
+
 
 def use(source: Source) -> None:
     """From now on `checkpoints()` without a directory gives those of this source."""
@@ -141,7 +145,24 @@ def checkpoints(directory: Path | str | None = None) -> Iterator[Checkpoint]:
         CheckpointCorrupt: all checkpoints of the directory are broken.
         ConnectionLost: the job's parameter server has not answered for minutes.
     """
+    settle()
     return _each(_source_of(directory))
+
+
+def settle(*, evaluated: bool = True) -> None:
+    """The script goes on after a loop that it has left, or has ended. Raises as `Source.finish`.
+
+    Args:
+        evaluated: what it has reported of the last checkpoint is all. Else it has failed, or was stopped, and
+            that checkpoint is to be evaluated again.
+    """
+    while _left:
+        source, checkpoint = _left.pop()
+        try:
+            if evaluated:
+                source.finish(checkpoint)
+        finally:
+            source.close()
 
 
 def _source_of(directory: Path | str | None) -> Source:
@@ -168,14 +189,16 @@ def _source_of(directory: Path | str | None) -> Source:
 
 
 def _each(source: Source) -> Iterator[Checkpoint]:
+    left = False
     try:
         while (checkpoint := source.begin()) is not None:
             try:
                 yield checkpoint
             except GeneratorExit:
-                if checkpoint.metrics:  # the script leaves the loop after it has reported
-                    source.finish(checkpoint)
+                if left := bool(checkpoint.metrics):
+                    _left.append((source, checkpoint))
                 raise
             source.finish(checkpoint)
     finally:
-        source.close()
+        if not left:
+            source.close()

@@ -179,7 +179,33 @@ def test_a_script_that_leaves_its_loop_has_reported(tmp_path: Path, monkeypatch:
         for checkpoint in loop(job, monkeypatch):
             checkpoint.report(loss=1.0)
             break
+        scripts.settle()  # as at the end of the script
         assert versions(job) == [EVERY]
+
+
+def fail(checkpoints: Iterator[scripts.Checkpoint]) -> None:
+    for checkpoint in checkpoints:
+        checkpoint.report(loss=1 / 2)
+        checkpoint.report(accuracy=1 / 0)
+
+
+def test_what_a_script_has_reported_before_it_failed_is_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"evaluator": EVALUATOR, "parameterServer": SERVER}
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", **fields) as job:
+        job.start(0, Trained(job))
+        job.join()
+        with pytest.raises(ZeroDivisionError):
+            fail(loop(job, monkeypatch))
+        scripts.settle(evaluated=False)
+        assert versions(job) == []
+        for checkpoint in loop(job, monkeypatch):
+            assert checkpoint.version == EVERY, "it is evaluated again"
+            checkpoint.report(loss=1.0)
+            break
+        assert next(loop(job, monkeypatch)).version > EVERY
+        assert versions(job)[0] == EVERY
 
 
 def test_a_directory_is_evaluated_without_a_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
