@@ -166,7 +166,7 @@ class Engine:
 
         For each batch `on_sample`, the forward pass, `on_forward`; before them `on_start` and
         `on_start_epoch`, after them `on_end_epoch` and `on_end`. The model is in evaluation mode meanwhile,
-        and then in the mode that it was in.
+        and then each of its modules in the mode that it was in.
 
         Args:
             data: a data set of pairs (input, target), or a `DataLoader` over one.
@@ -174,7 +174,7 @@ class Engine:
         """
         state = State(model=model, criterion=criterion, training=False)
         batches = data if isinstance(data, DataLoader) else DataLoader(data, batch_size, **options)
-        before = model.training
+        before = {module: module.training for module in model.modules()}
         model.eval()
         try:
             with torch.no_grad():
@@ -186,7 +186,8 @@ class Engine:
                 self._call("on_end_epoch", state)
                 self._call("on_end", state)
         finally:
-            model.train(before)
+            for module, mode in before.items():
+                module.training = mode
         return state
 
     def _forward(self, state: State, sample: Any) -> torch.Tensor:

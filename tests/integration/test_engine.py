@@ -94,6 +94,14 @@ def test_a_test_changes_nothing() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
 
 
+def test_a_test_leaves_each_module_in_its_mode() -> None:
+    """As of a BatchNorm whose statistics are not to change any more."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    model[1].eval()
+    Engine().test(model, torch.nn.MSELoss(), Numbers(4), batch_size=4)
+    assert [module.training for module in model] == [True, False, True]
+
+
 def test_a_hook_changes_the_sample_and_the_loss() -> None:
     engine, model = Engine(), make_mlp()
 
