@@ -17,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.codec.optimizers import WIDE, Optimizers, usual_state
-from elastic_ps.codec.several import Kind
+from elastic_ps.codec.several import SEPARATOR, Kind
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
 from elastic_ps.core.sizing import CROWDED, SMALLEST
-from elastic_ps.errors import CheckpointCorrupt, UserError
+from elastic_ps.errors import CheckpointCorrupt, InvalidJob, InvalidModel, UserError
 from elastic_ps.job import BUCKET_BYTES, Data, TrainingJobSpec
 from elastic_ps.server import kept
 from elastic_ps.server.state import INCARNATIONS_PER_TERM, Model
@@ -47,23 +47,48 @@ class _Saved(BaseModel):
     tuning: str = ""
 
 
+_WRONG = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    UserError,
+    ValueError,
+)
+"""What trying a state raises that is wrong."""
+
+
 def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
-    """Raise CheckpointCorrupt unless a job of this spec can continue from the checkpoint."""
+    """Raise CheckpointCorrupt unless a job of this spec can continue from the checkpoint.
+
+    Raises:
+        InvalidJob: the checkpoint may be whole, but optimizers of the user's own that it was made with are
+            not named in the spec, cannot be imported, or do not go on from it.
+    """
+    version, name = reader.manifest.version, reader.manifest.optimizer
+    text = f"no job can continue from the checkpoint of version {version}"
+    optimizers = Optimizers(spec.parameter_server.optimizers)
+    own = [each for each in name.split(SEPARATOR) if ":" in each]
+    for each in own:
+        try:
+            optimizers.class_of(each)
+        except InvalidModel as error:
+            raise InvalidJob(f"the checkpoint of version {version} was made with it: {error}") from error
     try:
-        _try(reader, spec)
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        RuntimeError,
-        TypeError,
-        UserError,
-        ValueError,
-    ) as error:
-        version = reader.manifest.version
-        text = f"no job can continue from the checkpoint of version {version}: {_words(error)}"
-        raise CheckpointCorrupt(text) from error
+        settings, kinds = _try(reader, spec, optimizers)
+    except _WRONG as error:
+        raise CheckpointCorrupt(f"{text}: {_words(error)}") from error
+    try:
+        _try_optimizer(reader, settings, kinds)
+    except _WRONG as error:
+        if not own:
+            raise CheckpointCorrupt(f"{text}: {_words(error)}") from error
+        named = " or ".join(sorted({*own}))
+        raise InvalidJob(
+            f"{text}: {_words(error)}. If {named} has changed since it was made, bring back what it was"
+        ) from error
 
 
 def _words(error: Exception) -> str:
@@ -72,11 +97,11 @@ def _words(error: Exception) -> str:
     return repr(error)[:500]
 
 
-def _try(reader: Reader, spec: TrainingJobSpec) -> None:
+def _try(reader: Reader, spec: TrainingJobSpec, optimizers: Optimizers) -> tuple[Settings, Sequence[Kind]]:
+    """The settings, and the class of each parameter group. Raises one of `_WRONG`."""
     manifest = reader.manifest
     saved = _Saved.model_validate_json(json.dumps(manifest.state))
     settings = Settings.from_json(saved.settings)
-    optimizers = Optimizers(spec.parameter_server.optimizers)
     kinds = optimizers.classes_of(manifest.optimizer, len(settings.groups))
     for stay in saved.members:
         counts = (stay.worker, stay.incarnation, stay.steps, stay.records, stay.late, stay.call)
@@ -101,11 +126,11 @@ def _try(reader: Reader, spec: TrainingJobSpec) -> None:
     )
     if saved.tuning:
         read_tuning(saved.tuning, source="tuning")
-    _try_optimizer(reader, settings, kinds)
+    return settings, kinds
 
 
 def _try_optimizer(reader: Reader, settings: Settings, kinds: Sequence[Kind]) -> None:
-    """The settings make the optimizers, and the state is such that they can step with it."""
+    """Raise one of `_WRONG` unless the settings make the optimizers, which can step with the state."""
     manifest = reader.manifest
     for index, group in enumerate(settings.groups):
         check_constraints(group, index)

@@ -12,8 +12,9 @@ import torch
 
 import elastic_ps
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.errors import InvalidModel
+from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.worker.session import Session
+from tests.integration import optimizers
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.optimizers import Counted, Lion
 from tests.integration.oracle import (
@@ -157,9 +158,29 @@ def test_a_job_that_no_longer_names_it_does_not_go_on(tmp_path: Path) -> None:
     with running_job(tmp_path, checkpoints=kept, parameterServer=server) as job:
         job.start(0, trainer(KINDS["Lion"], Numbers(8), Models()))
         job.join()
-    assert Store(kept).versions()
+    versions = Store(kept).versions()
+    assert versions
     with (
-        pytest.raises(Exception, match=r"the job names none in parameterServer\.optimizers"),
+        pytest.raises(InvalidJob, match=r"the job names none in parameterServer\.optimizers"),
         running_job(tmp_path / "again", checkpoints=kept, resume="require"),
     ):
         pass
+    assert Store(kept).versions() == versions, "nothing is wrong with them"
+
+
+def test_a_class_that_has_changed_is_no_mistake_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept"
+    fields: dict[str, Any] = {"checkpoints": kept, "parameterServer": {"optimizers": OWN}}
+    with running_job(tmp_path, **fields) as job:
+        job.start(0, trainer(KINDS["Lion"], Numbers(8), Models()))
+        job.join()
+    versions = Store(kept).versions()
+    monkeypatch.setattr(optimizers, "Lion", Counted)
+    with (
+        pytest.raises(InvalidJob, match=r"If tests\.integration\.optimizers:Lion has changed"),
+        running_job(tmp_path / "again", resume="require", **fields),
+    ):
+        pass
+    assert Store(kept).versions() == versions
