@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -59,12 +60,13 @@ class Claim:
         self._owner = Owner(job, run, os.getpid(), socket.gethostname())
         self._lock: TextIO | None = None
 
-    def take(self, *, adopt: bool, wait: bool) -> None:
+    def take(self, *, adopt: bool, wait: bool, make_room: Callable[[], object] = lambda: None) -> None:
         """Make the directory the run's own; the lock of `Store` is held.
 
         Args:
             adopt: also one of another job, that has ended.
             wait: an earlier run of the same job is about to end.
+            make_room: deletes what an interrupted write of a run before has left; the disk may be full of it.
 
         Raises:
             InvalidJob: it belongs to another job, or to another run that goes on.
@@ -81,6 +83,13 @@ class Claim:
             except BaseException:
                 self.close()
                 raise
+        try:
+            self._write()
+        except OSError:
+            make_room()
+            self._write()
+
+    def _write(self) -> None:
         files.write_text(self._directory / "job.json", json.dumps(asdict(self._owner)) + "\n")
 
     def _require_free(self, before: Owner, *, adopt: bool, wait: bool) -> None:

@@ -55,7 +55,7 @@ class Store:
         claim = Claim(self.directory, job, run)
         try:
             with self._locked():
-                claim.take(adopt=adopt, wait=wait)
+                claim.take(adopt=adopt, wait=wait, make_room=self._discard_partial)
         except OSError as error:
             raise files.failure(error, f"cannot write into {self.directory}") from error
         self._claim = claim
@@ -210,7 +210,11 @@ class Store:
         ]
 
     def discard_partial(self) -> None:
-        """Delete what an interrupted write left behind, as far as possible."""
+        """Delete what an interrupted write left behind, as far as possible. The directory is the caller's."""
+        with suppress(CheckpointError, OSError), self._locked():
+            self._discard_partial()
+
+    def _discard_partial(self) -> None:
         with suppress(CheckpointError):
             for name in self._names():
                 if name.startswith("partial-"):
@@ -364,8 +368,16 @@ class Store:
         return term
 
     def require_term(self, term: int) -> None:
-        """Raise Fenced if the parameter server was started again since `term`. Else as `term()`."""
+        """Raise Fenced if the parameter server was started again since `term`. Else as `term()`.
+
+        Terms only grow: with an earlier one, or none, StorageUnavailable is raised. The volume may be away.
+        """
         current = self.term()
+        if current < term:
+            raise StorageUnavailable(
+                f"{self._term_file} says that {current} is the last term, but term {term} has begun: the "
+                "volume may be away, or replaced by an older copy. Bring it back, or stop the job"
+            )
         if current != term:
             raise Fenced(
                 f"term {current} has taken over, so a parameter server of term {term} must not write"

@@ -191,11 +191,8 @@ class ParameterServer:
                 "Continue from them with --resume, or name an empty directory"
             )
         adopt = resume == "require" or not versions
+        wait(lambda: store.claim(environment.job, environment.run, adopt=adopt, wait=resume == "auto"))
         # What an interrupted write left behind may be what fills the disk.
-        wait(
-            lambda: store.claim(environment.job, environment.run, adopt=adopt, wait=resume == "auto"),
-            between=store.discard_partial,
-        )
         self.term = wait(store.next_term, between=store.discard_partial)
 
     def _keeper(self, environment: ProcessEnvironment, store: Store) -> tuple[Keeper, Manifest | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,6 +47,33 @@ def test_another_run_of_the_job_is_refused_or_waits_as_asked(first: Store) -> No
     assert running(first.directory) is None
     second.claim("a", "2", wait=True)
     assert running(first.directory) is not None
+    second.close()
+
+
+def test_what_an_interrupted_write_left_makes_room_for_a_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the disk is full of it. That of a run that goes on is none."""
+    partial, write = tmp_path / "partial-1-1-0000000001", files.write_text
+
+    def full(path: Path, text: str) -> None:
+        if partial.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(files, "write_text", full)
+    partial.mkdir()
+    first = Store(tmp_path)
+    first.claim("a", "1")
+    assert not partial.exists()
+    partial.mkdir()
+    with pytest.raises(StorageUnavailable, match="still used by an earlier run"):
+        Store(tmp_path).claim("a", "2", wait=True)
+    assert partial.exists()
+    first.close()
+    second = Store(tmp_path)
+    second.claim("a", "2", wait=True)
+    assert not partial.exists()
     second.close()
 
 

@@ -261,6 +261,14 @@ def test_a_term_is_begun_after_the_own_one_only(store: Store) -> None:
     assert store.term() == 3
 
 
+def test_an_earlier_term_than_the_own_one_is_no_rival(store: Store) -> None:
+    """Terms only grow, so the volume is away, or another one."""
+    term = store.next_term()
+    (store.directory / "term.json").unlink()
+    with pytest.raises(StorageUnavailable, match="says that 0 is the last term, but term 2 has begun"):
+        store.require_term(term)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"term": "x"}', '{"term": null}', '{"term": 1.5}'])
 def test_a_broken_term_is_said_so_and_not_begun_anew(store: Store, text: str) -> None:
     """From 1 again, a parameter server that was thought dead could pass for the present one."""
