@@ -217,6 +217,7 @@ class Keeper:
         written = self._store.written(manifest.version)
         with self._lock:
             self._durable, self._durable_at = (manifest.version, written), time.monotonic()
+            self._last_version = manifest.version  # later ones are to be made, and kept, again
             self._problem = "; ".join(problems)
         if self._desk is not None:
             self._desk.go_back(manifest.version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -67,6 +68,29 @@ def test_versions_count_from_the_last_checkpoint(keeper: Keeper) -> None:
     keeper._pending = None
     assert not keeper.due(249, 11.0)
     assert keeper.due(250, 11.0)
+
+
+def test_versions_that_are_made_again_are_kept_again(store: Store, keeper: Keeper) -> None:
+    """The checkpoint of 200 was begun, and given up because the job went back to 100."""
+    keeper.begin(100, 0.0, dict(STATE), number=1)
+    file = store.write_shard(keeper.term, 100, 0, 1, iter(()), number=1)
+    keeper.part(0, Written(keeper.term, 1, 100, file, "", timedelta(0)))
+    eventually(lambda: keeper.durable_version == 100, "version 100 is on disk")
+    keeper.begin(200, 1.0, dict(STATE), number=2)
+    keeper.begin_term()
+    assert keeper.newest().version == 100
+    assert not keeper.due(199, 2.0)
+    assert keeper.due(200, 2.0)
+
+
+def test_a_volume_that_is_away_for_a_moment_fences_nobody(store: Store, keeper: Keeper) -> None:
+    aside = store.directory.rename(store.directory.parent / "away")
+    assert not keeper.leads()
+    assert not keeper.fenced
+    assert "training waits until it is known" in keeper.problem(1, 0.0)
+    shutil.rmtree(store.directory, ignore_errors=True)
+    aside.rename(store.directory)
+    assert keeper.leads()
 
 
 def test_a_roll_back_is_not_taken_for_a_rival(store: Store, keeper: Keeper) -> None:
