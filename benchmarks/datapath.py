@@ -5,6 +5,7 @@ lie in memory: as a job of elastic-ps with one parameter server, and with Distri
 `torchrun`. Both compute with one thread in each process. It prints the median step of the slowest worker
 and the processor time of a step, all processes together, and the ratio of the two. They take turns.
 With `--strategy all-reduce` the workers of the job add up gradients among themselves, as DDP's processes do.
+With `--transport` they talk without TLS, as DDP's do; `--tls` turns it on.
 """
 
 from __future__ import annotations
@@ -257,6 +258,7 @@ def measure_parameter_server(
     *,
     workers: int | None = None,
     strategy: str = "parameter-server",
+    tls: bool = False,
 ) -> Measured:
     """`workers`: as many as the case says, if it is not given."""
     from elastic_ps.job import parse_job
@@ -276,7 +278,7 @@ def measure_parameter_server(
         document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
         job = parse_job({**document, "metadata": {"name": "benchmark"}, "spec": spec}, source="benchmark")
         seen: list[tuple[int, float]] = []
-        with Launcher(job, Options(root=Path(name) / "run", transport=transport)) as launcher:
+        with Launcher(job, Options(root=Path(name) / "run", transport=transport, tls=tls)) as launcher:
             launcher.start()
 
             def look() -> None:
@@ -318,6 +320,7 @@ def main() -> None:
     parser.add_argument("--ours", action="store_true", help="measure elastic-ps alone")
     parser.add_argument("--transport", choices=WITHOUT_RANKS, help="default: the fastest, within the host")
     parser.add_argument("--strategy", choices=("parameter-server", "all-reduce"), default="parameter-server")
+    parser.add_argument("--tls", action="store_true", help="encrypt what elastic-ps sends over a network")
     parser.add_argument("--ddp", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--hook", default="", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -333,7 +336,9 @@ def main() -> None:
     for name in parsed.cases or CASES:
         ours, theirs = [], []
         for _ in range(parsed.rounds):
-            ours.append(measure_parameter_server(name, parsed.transport, strategy=parsed.strategy))
+            ours.append(
+                measure_parameter_server(name, parsed.transport, strategy=parsed.strategy, tls=parsed.tls)
+            )
             theirs.append(Measured(float("nan"), float("nan")) if parsed.ours else measure_ddp(name))
         a, b = median(ours), median(theirs)
         figures.append(Figure(CASES[name].name, a.step * 1e3, b.step * 1e3, "ms", "DDP"))
