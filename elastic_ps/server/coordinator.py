@@ -562,9 +562,8 @@ class Coordinator:
                 text = f"step {contribution.step} of worker {contribution.worker} is void: it takes no part"
                 raise Refused(RefusalCode.LATE, text)
             try:
-                if state.ledger is not None:
-                    done = (*contribution.records, *contribution.skipped)
-                    state.ledger.check(contribution.incarnation, done)
+                done = (*contribution.records, *contribution.skipped)
+                state.check_done(contribution.incarnation, contribution.step, done)
                 if contribution.settings:
                     state.settings.check_follows(read_settings(contribution.settings))
             except (LedgerError, InvalidModel) as error:

@@ -520,9 +520,19 @@ class JobState:
         assert self.ledger is not None
         return self.ledger.held(incarnation, besides=self._finished_by(incarnation))
 
-    def _finished_by(self, incarnation: int) -> list[Range]:
-        """The records of a worker's steps that wait for their version."""
-        finished = [c for c in self.rounds.contributions if c.incarnation == incarnation]
+    def check_done(self, incarnation: int, step: int, ranges: Sequence[Range]) -> None:
+        """Raise LedgerError unless a worker's step may be of these records.
+
+        It holds them, each once, and its other steps that wait for their version are not of them.
+        """
+        if self.ledger is not None:
+            self.ledger.check(incarnation, (*ranges, *self._finished_by(incarnation, besides=step)))
+
+    def _finished_by(self, incarnation: int, *, besides: int | None = None) -> list[Range]:
+        """The records of a worker's steps that wait for their version; but for the step with this number."""
+        finished = [
+            c for c in self.rounds.contributions if c.incarnation == incarnation and c.step != besides
+        ]
         return [r for c in finished for r in (*c.records, *c.skipped)]
 
     def _give_back_steps(self, void: Iterable[Contribution]) -> None:

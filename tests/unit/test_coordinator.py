@@ -459,6 +459,27 @@ def test_whoever_waits_with_records_when_a_script_ends_the_training_gives_them_b
     assert ledger.held(first.incarnation) == list(taken.ranges), "its step is made"
 
 
+def test_two_steps_of_a_version_are_not_of_the_same_records() -> None:
+    """No worker of ours says so. The version could not be booked, and the job would stand still."""
+    shard = Notes()
+    with running([shard], consistency={"mode": "accumulate", "gradients": 2}) as coordinator:
+        stay = start(coordinator)
+        taken = take(coordinator, stay, call=1)
+        for step in range(2):
+            assert coordinator.begin(0, stay.incarnation, version=0, step=step) is not None
+            if not step:
+                assert finish(coordinator, stay, taken)
+                assert not finish(coordinator, stay, taken), "said twice, as its answer was lost"
+                assert coordinator.await_version(0, stay.incarnation, attempt=0, step=0)
+        with pytest.raises(Refused) as caught:
+            finish(coordinator, stay, taken, step=1)
+        assert caught.value.code is RefusalCode.INVALID
+        more = take(coordinator, stay, call=2)
+        assert coordinator.begin(0, stay.incarnation, version=0, step=1) is not None
+        assert finish(coordinator, stay, more, step=1)
+        eventually(lambda: shard.applied == [1], "the version is made", within=5)
+
+
 def test_the_shards_do_not_wait_for_who_was_admitted_when_a_script_ended_the_training() -> None:
     """In deterministic mode others could not push before it."""
     shard = Notes()
