@@ -17,6 +17,7 @@ OF_WORKERS = frozenset(
         "DeclareTensor",
         "Finish",
         "FreeTensor",
+        "Gone",
         "Heartbeat",
         "Init",
         "InitDone",

@@ -84,11 +84,16 @@ def require_job(named: str, job: str) -> None:
         raise Refused(RefusalCode.WRONG_JOB, f"this is the parameter server of another job than {named!r}")
 
 
-def check_caller(caller: pb.Caller, incoming: Incoming, job: str) -> None:
-    """Raises Refused if a worker that calls is not who it says, or of another job."""
-    problem = permissions.refuse_to_speak_for(incoming.peer, caller.worker)
+def require_speaker(incoming: Incoming, worker: int) -> None:
+    """Raises Refused (FORBIDDEN) if the caller has the certificate of somebody else than this worker."""
+    problem = permissions.refuse_to_speak_for(incoming.peer, worker)
     if problem is not None:
         raise Refused(RefusalCode.FORBIDDEN, problem)
+
+
+def check_caller(caller: pb.Caller, incoming: Incoming, job: str) -> None:
+    """Raises Refused if a worker that calls is not who it says, or of another job."""
+    require_speaker(incoming, caller.worker)
     require_job(caller.job, job)
 
 
@@ -668,6 +673,8 @@ class Service:
 
     def _gone(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.GoneRequest, incoming.header)
+        if incoming.peer is not None and incoming.peer.role == "worker":  # of its own process
+            require_speaker(incoming, request.worker)
         require_job(request.job, self._job)
         self._members.gone(request.worker, request.instance)
         yield _done()

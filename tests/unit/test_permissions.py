@@ -140,6 +140,7 @@ CALLER = pb.Caller(job="secret", worker=4, term=1)
         pb.DeclareTensorRequest(caller=CALLER, instance="x"),
         pb.PutTensorRequest(caller=CALLER, instance="x"),
         pb.PushTensorRequest(caller=CALLER, instance="x", rule="zero"),
+        pb.GoneRequest(job="secret", worker=4, instance="x"),
         pb.PullTensorRequest(caller=CALLER),
         pb.FreeTensorRequest(caller=CALLER),
     ],
