@@ -24,6 +24,9 @@ from elastic_ps.worker.supply import NO_EPOCH, Supply
 
 logger = logging.getLogger(__name__)
 
+MOST = 2**32 - 1
+"""Epochs of a loop, and records of a batch, at most: what a call for records can say."""
+
 PATIENCE = timedelta(seconds=2)
 """For processes that fetch records when the session is closed."""
 
@@ -85,8 +88,9 @@ class ElasticLoader:
                 f"batch_size is {source.batch_size}, but each worker has {engine.world.size} processes, "
                 "which share a batch (worker.processes); expected as many records at least"
             )
-        if epochs < 1:
-            raise UsageError(f"epochs is {epochs}; expected at least 1")
+        for name, number in (("epochs", epochs), ("batch_size", source.batch_size)):
+            if not 1 <= number <= MOST:
+                raise UsageError(f"{name} is {number}; expected 1 to {MOST}")
         if engine.spec.consistency.global_batch_size and source.options.get("num_workers"):
             source.options["persistent_workers"] = True  # they are asked for one version after another
         self.batch_size = source.batch_size

@@ -88,6 +88,16 @@ class Supply:
         After joining again there are none until `await_some` has got some: only that takes part in rounds
         again.
         """
+        while True:
+            batch, missing = self._cut()
+            if self.outdated:
+                return []
+            if not (batch and self._drop_last and self._is_rest(batch, missing)):
+                return batch
+            self._engine.batches.leave_out(batch)
+
+    def _cut(self) -> tuple[list[Range], int]:
+        """The next batch, with `drop_last` too, and how many records it lacks."""
         batch: list[Range] = []
         missing = 0 if self._engine.stopped else self._batch_size
         while missing and not self.outdated:
@@ -104,10 +114,7 @@ class Supply:
             self._kept[0] = first._replace(start=taken.stop)
             if not self._kept[0].records:
                 self._kept.pop(0)
-        if batch and not self.outdated and self._drop_last and self._is_rest(batch, missing):
-            self._engine.batches.leave_out(batch)
-            return self.next_batch()
-        return [] if self.outdated else batch
+        return batch, missing
 
     def _is_rest(self, batch: list[Range], missing: int) -> bool:
         """Whether the epoch has no more records for a whole batch, or for a whole version."""

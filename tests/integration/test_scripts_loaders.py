@@ -77,6 +77,29 @@ def test_only_the_end_of_an_epoch_makes_a_smaller_batch(tmp_path: Path, drop_las
     assert [len(batch) for batch in batches] == epoch * 2
 
 
+def test_any_number_of_batches_may_be_left_out_in_a_row(tmp_path: Path) -> None:
+    """With `drop_last`, of a data set that is smaller than a batch. Each of them was a call in a call."""
+    source = DataLoader(Indexes(3), batch_size=4, drop_last=True)
+
+    def script(session: Session) -> None:
+        model = Tally(RECORDS)
+        session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for _ in session.loader(source, epochs=1200):
+            pytest.fail("there is no batch")
+
+    failing(tmp_path, script, UsageError, "all records were skipped")
+
+
+@pytest.mark.parametrize(("epochs", "batch_size"), [(0, 4), (2**32, 4), (1, 2**32)])
+def test_more_than_a_call_can_say_is_refused(tmp_path: Path, epochs: int, batch_size: int) -> None:
+    def script(session: Session) -> None:
+        model = Tally(RECORDS)
+        session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        session.loader(Indexes(RECORDS), batch_size, epochs=epochs)
+
+    failing(tmp_path, script, UsageError, "expected 1 to 4294967295")
+
+
 def test_worker_processes_of_a_loader_may_persist(tmp_path: Path) -> None:
     source = DataLoader(
         Pids(RECORDS), batch_size=4, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
