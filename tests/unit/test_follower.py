@@ -138,7 +138,7 @@ def pair(small_buckets: None) -> Iterator[Pair]:
 def held() -> int:
     """Bytes of all tensors in this process."""
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    storages = [each.untyped_storage() for each in tensors]
+    storages = [each.untyped_storage() for each in tensors if each.layout is torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
