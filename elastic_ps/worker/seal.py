@@ -2,14 +2,15 @@
 
 What a script writes into a parameter between two steps is overwritten by the next version, and was never
 part of the job. So the bits of values are summed up when they arrive, and again before they are replaced. Of
-much memory most steps do that with a part of each page, each step with another one: a change of 4 KiB or more
-is noticed at once, a smaller one when it is repeated. Values that a step does not replace, or that are on
+much memory most steps do that with a part of each page, chosen at random: a change of 4 KiB or more is
+noticed at once, a smaller one when it is repeated. Values that a step does not replace, or that are on
 another device, are looked at less often, and when torch's counters say that they were written to. (The
 counters miss what is written through `.data`.)
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import torch
@@ -60,6 +61,7 @@ class Seal:
         self._closed = False
         self._written = False  # the script writes to values that only the job can change, as counters say
         self._arrivals = 0
+        self._random = random.Random(0)  # what a script does every so many steps must not always miss it
         self._whole = True  # all is looked at of the values that have arrived last
         self._part: int | None = None  # what `_sums` are of
         self._sums: list[int] = []
@@ -74,7 +76,7 @@ class Seal:
         """The values have arrived."""
         self._arrivals += 1
         self._whole = self._arrivals <= ALWAYS or self._arrivals % EVERY == 0
-        self._part = None if self._whole or self._written else self._arrivals % PARTS
+        self._part = None if self._whole or self._written else self._random.randrange(PARTS)
         self._sums = [bits.sum(self._part) for bits in self._trained]
         if not self._constant_sums:
             self._constant_sums = [bits.sum() for bits in self._constant]
