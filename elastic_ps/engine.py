@@ -186,6 +186,7 @@ class Engine:
                 self._call("on_end_epoch", state)
                 self._call("on_end", state)
         finally:
+            model.train(before[model])  # some modules do more than to note it
             for module, mode in before.items():
                 module.training = mode
         return state

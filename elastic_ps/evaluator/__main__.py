@@ -12,6 +12,7 @@ import json
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from elastic_ps import env, process
@@ -30,7 +31,6 @@ def main() -> int:
         import torch  # noqa: F401 (now, while nothing looks for garbage)
 
         from elastic_ps import compiler
-        from elastic_ps.evaluator import checkpoints
     try:
         environment = env.read()
         process.begin(environment)
@@ -39,8 +39,8 @@ def main() -> int:
         evaluator = environment.spec.evaluator
         if evaluator is None:
             raise UserError("the job has no spec.evaluator")
-        entrypoint.load(evaluator.entrypoint, evaluator.arguments, field=FIELD)()
-        checkpoints.settle()
+        with _settled():
+            entrypoint.load(evaluator.entrypoint, evaluator.arguments, field=FIELD)()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         process.leave_reason(str(error))
@@ -50,9 +50,25 @@ def main() -> int:
         process.leave_reason(traceback.format_exc()[-2000:])
         return 1
     finally:
-        checkpoints.settle(evaluated=False)
         process.end_soon()
     return 0
+
+
+@contextlib.contextmanager
+def _settled() -> Iterator[None]:
+    """The block is a script. If it ends well, what it has reported before it left a loop counts."""
+    from elastic_ps.evaluator import checkpoints
+
+    try:
+        yield
+    except SystemExit as ended:
+        checkpoints.settle(evaluated=not ended.code)  # not so after SIGTERM
+        raise
+    except BaseException:
+        checkpoints.settle(evaluated=False)
+        raise
+    else:
+        checkpoints.settle()
 
 
 def evaluate(argv: list[str]) -> int:
@@ -80,9 +96,8 @@ def evaluate(argv: list[str]) -> int:
     try:
         checkpoints.use(Printed(parsed.directory, parsed.version))
         # What the script prints is no JSON.
-        with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
+        with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext(), _settled():
             entrypoint.load(parsed.entrypoint, parsed.arguments, field="the arguments")()
-            checkpoints.settle()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
