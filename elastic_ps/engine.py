@@ -186,9 +186,8 @@ class Engine:
                 self._call("on_end_epoch", state)
                 self._call("on_end", state)
         finally:
-            model.train(before[model])  # some modules do more than to note it
-            for module, mode in before.items():
-                module.training = mode
+            for module, mode in before.items():  # parents first, as each tells its own modules
+                module.train(mode)
         return state
 
     def _forward(self, state: State, sample: Any) -> torch.Tensor:

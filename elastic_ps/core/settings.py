@@ -199,24 +199,18 @@ class Settings:
                         f"{value!r}"
                     )
             if self.position.version:
-                _check_state(ours, theirs, index, first=self.first[index] if self.first else ours)
+                _check_state(ours, theirs, index)
         check_one_limit(later.groups)
 
 
-def _check_state(
-    before: Mapping[str, Any], later: Mapping[str, Any], index: int, *, first: Mapping[str, Any]
-) -> None:
-    """Raise InvalidModel if a group needs state `later` that it has not kept `before`; see `MORE_STATE`.
-
-    Args:
-        first: the group as it was when the job began; it may have the state since then.
-    """
+def _check_state(before: Mapping[str, Any], later: Mapping[str, Any], index: int) -> None:
+    """Raise InvalidModel if a group needs state `later` that it may not have `before`; see `MORE_STATE`."""
     for key in MORE_STATE:
         lazy = key == "momentum" and "centered" not in before
-        if not lazy and key in before and not (before[key] or first.get(key)) and later.get(key):
+        if not lazy and key in before and not before[key] and later.get(key):
             raise InvalidModel(
                 f"param_groups[{index}]: {key} is {later[key]!r}, and was {before[key]!r} before. The "
-                "optimizer has no state for it, since it makes that in its first step; set it before that"
+                "optimizer may have no state for it, which it makes in its first step; set it before that"
             )
 
 

@@ -562,8 +562,7 @@ class Coordinator:
                 text = f"step {contribution.step} of worker {contribution.worker} is void: it takes no part"
                 raise Refused(RefusalCode.LATE, text)
             try:
-                done = (*contribution.records, *contribution.skipped)
-                state.check_done(contribution.incarnation, contribution.step, done)
+                state.check_records(contribution)
                 if contribution.settings:
                     state.settings.check_follows(read_settings(contribution.settings))
             except (LedgerError, InvalidModel) as error:

@@ -520,20 +520,21 @@ class JobState:
         assert self.ledger is not None
         return self.ledger.held(incarnation, besides=self._finished_by(incarnation))
 
-    def check_done(self, incarnation: int, step: int, ranges: Sequence[Range]) -> None:
-        """Raise LedgerError unless a worker's step may be of these records.
+    def check_records(self, step: Contribution) -> None:
+        """Raise LedgerError unless a worker holds its step's records, each once, for this step alone."""
+        if self.ledger is None:
+            return
+        before = self.rounds.done.get(step.worker)  # the same step, if its round has started again since
+        others = [c for c in self._finished(step.incarnation) if c != step and c is not before]
+        self.ledger.check(step.incarnation, _records_of([step, *others]))
 
-        It holds them, each once, and its other steps that wait for their version are not of them.
-        """
-        if self.ledger is not None:
-            self.ledger.check(incarnation, (*ranges, *self._finished_by(incarnation, besides=step)))
+    def _finished(self, incarnation: int) -> list[Contribution]:
+        """A worker's steps that wait for their version."""
+        return [c for c in self.rounds.contributions if c.incarnation == incarnation]
 
-    def _finished_by(self, incarnation: int, *, besides: int | None = None) -> list[Range]:
-        """The records of a worker's steps that wait for their version; but for the step with this number."""
-        finished = [
-            c for c in self.rounds.contributions if c.incarnation == incarnation and c.step != besides
-        ]
-        return [r for c in finished for r in (*c.records, *c.skipped)]
+    def _finished_by(self, incarnation: int) -> list[Range]:
+        """Their records."""
+        return _records_of(self._finished(incarnation))
 
     def _give_back_steps(self, void: Iterable[Contribution]) -> None:
         """The records of these steps, which are in no version, go to others."""
@@ -644,6 +645,11 @@ class JobState:
             self.loss.add(self.version, loss)
         keep(self.metrics, reported)
         self.rate.add(self.ledger.applied if self.ledger else 0, now)
+
+
+def _records_of(contributions: Iterable[Contribution]) -> list[Range]:
+    """Those that they are made of, and those that they skip."""
+    return [r for c in contributions for r in (*c.records, *c.skipped)]
 
 
 def _made_of(contributions: Sequence[Contribution]) -> Made:

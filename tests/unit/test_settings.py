@@ -167,7 +167,6 @@ def test_what_needs_more_state_cannot_come_after_the_first_step(
     with pytest.raises(InvalidModel, match=f"{key} is {value}, and was {start[key]} before"):
         later.check_follows(with_it)
     replace(with_it, position=Position(version=1)).check_follows(without)
-    replace(later, first=with_it.groups).check_follows(with_it)  # it was there, has gone, and comes again
 
 
 def test_sgd_may_get_its_momentum_later() -> None:
