@@ -73,6 +73,11 @@ def _may_call(peer: Identity, method: str, *, shard: int, standby: bool) -> bool
             return False
 
 
+def refuse_to_end(peer: Identity | None, worker: int) -> str | None:
+    """Why this caller may not say that a process of `worker` has ended; None if it may."""
+    return None if peer is not None and peer.role == "operator" else refuse_to_speak_for(peer, worker)
+
+
 def refuse_to_speak_for(peer: Identity | None, worker: int) -> str | None:
     """Why this caller may not call in the name of `worker`; None if it may."""
     if peer is None or (peer.role == "worker" and peer.index == worker):

@@ -84,16 +84,15 @@ def require_job(named: str, job: str) -> None:
         raise Refused(RefusalCode.WRONG_JOB, f"this is the parameter server of another job than {named!r}")
 
 
-def require_speaker(incoming: Incoming, worker: int) -> None:
-    """Raises Refused (FORBIDDEN) if the caller has the certificate of somebody else than this worker."""
-    problem = permissions.refuse_to_speak_for(incoming.peer, worker)
+def require_permitted(problem: str | None) -> None:
+    """Raises Refused (FORBIDDEN) if `permissions` has a problem with a call."""
     if problem is not None:
         raise Refused(RefusalCode.FORBIDDEN, problem)
 
 
 def check_caller(caller: pb.Caller, incoming: Incoming, job: str) -> None:
     """Raises Refused if a worker that calls is not who it says, or of another job."""
-    require_speaker(incoming, caller.worker)
+    require_permitted(permissions.refuse_to_speak_for(incoming.peer, caller.worker))
     require_job(caller.job, job)
 
 
@@ -163,9 +162,9 @@ class Service:
             }
 
     def __call__(self, method: str, incoming: Incoming) -> Iterator[Frame]:
-        problem = permissions.refuse(incoming.peer, method, shard=self._node.index, standby=self._standby)
-        if problem is not None:
-            raise Refused(RefusalCode.FORBIDDEN, problem)
+        require_permitted(
+            permissions.refuse(incoming.peer, method, shard=self._node.index, standby=self._standby)
+        )
         handler = self._methods.get(method)
         if handler is None:
             raise Refused(RefusalCode.UNKNOWN_METHOD, f"shard {self._node.index} has no method {method}")
@@ -673,8 +672,7 @@ class Service:
 
     def _gone(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.GoneRequest, incoming.header)
-        if incoming.peer is not None and incoming.peer.role == "worker":  # of its own process
-            require_speaker(incoming, request.worker)
+        require_permitted(permissions.refuse_to_end(incoming.peer, request.worker))
         require_job(request.job, self._job)
         self._members.gone(request.worker, request.instance)
         yield _done()

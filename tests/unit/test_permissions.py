@@ -16,7 +16,14 @@ from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.desk import Desk
 from elastic_ps.server.desk_service import DeskService
 from elastic_ps.server.node import Node
-from elastic_ps.server.permissions import OF_EVALUATORS, OF_OPERATORS, OF_WORKERS, refuse, refuse_to_speak_for
+from elastic_ps.server.permissions import (
+    OF_EVALUATORS,
+    OF_OPERATORS,
+    OF_WORKERS,
+    refuse,
+    refuse_to_end,
+    refuse_to_speak_for,
+)
 from elastic_ps.server.service import Calls, Service
 from elastic_ps.server.tensor_service import TensorService
 from elastic_ps.server.tensors import Tensors
@@ -63,6 +70,14 @@ def test_a_worker_speaks_for_itself_only() -> None:
     assert refuse_to_speak_for(Identity(JOB, "worker", 3), 3) is None
     assert "worker 4" in (refuse_to_speak_for(Identity(JOB, "worker", 3), 4) or "")
     assert refuse_to_speak_for(Identity(JOB, "server", 3), 3) is not None
+
+
+def test_a_worker_ends_itself_only_and_the_launcher_each() -> None:
+    assert refuse_to_end(Identity(JOB, "worker", 3), 3) is None
+    assert refuse_to_end(Identity(JOB, "operator"), 3) is None
+    assert refuse_to_end(None, 3) is None
+    for peer in (Identity(JOB, "worker", 2), Identity(JOB, "server", 3)):
+        assert "does not permit it to speak for worker 3" in str(refuse_to_end(peer, 3))
 
 
 def services() -> list[Service]:
