@@ -51,6 +51,11 @@ class Contribution:
     skipped: tuple[Range, ...] = ()
     assigns: bool = False
 
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        """All records that are done with when it is in a version."""
+        return *self.records, *self.skipped
+
 
 class Entry(enum.Enum):
     """The answer to a worker that is about to push a step."""

@@ -178,7 +178,7 @@ class JobState:
         """Whether there are no records to compute on but those of the open round's steps."""
         if self.ledger is None:
             return False
-        held = sum(r.records for c in self.rounds.contributions for r in (*c.records, *c.skipped))
+        held = sum(r.records for c in self.rounds.contributions for r in c.ranges)
         if isinstance(self.ledger, PortionedLedger):  # of the open version
             return held == self.ledger.held_by_all and bool(self.stopped or not self.ledger.left)
         return bool(self.stopped) or self.ledger.applied + self.ledger.skipped + held == self.ledger.expected
@@ -526,7 +526,7 @@ class JobState:
             return
         before = self.rounds.done.get(step.worker)  # the same step, if its round has started again since
         others = [c for c in self._finished(step.incarnation) if c != step and c is not before]
-        self.ledger.check(step.incarnation, _records_of([step, *others]))
+        self.ledger.check(step.incarnation, [r for c in (step, *others) for r in c.ranges])
 
     def _finished(self, incarnation: int) -> list[Contribution]:
         """A worker's steps that wait for their version."""
@@ -534,13 +534,13 @@ class JobState:
 
     def _finished_by(self, incarnation: int) -> list[Range]:
         """Their records."""
-        return _records_of(self._finished(incarnation))
+        return [r for c in self._finished(incarnation) for r in c.ranges]
 
     def _give_back_steps(self, void: Iterable[Contribution]) -> None:
         """The records of these steps, which are in no version, go to others."""
         for c in void:
             if self.ledger is not None:
-                self.ledger.give_back_some(c.incarnation, (*c.records, *c.skipped))
+                self.ledger.give_back_some(c.incarnation, c.ranges)
 
     def begin_again(self) -> None:
         """The open round starts again. It must not be decided."""
@@ -645,11 +645,6 @@ class JobState:
             self.loss.add(self.version, loss)
         keep(self.metrics, reported)
         self.rate.add(self.ledger.applied if self.ledger else 0, now)
-
-
-def _records_of(contributions: Iterable[Contribution]) -> list[Range]:
-    """Those that they are made of, and those that they skip."""
-    return [r for c in contributions for r in (*c.records, *c.skipped)]
 
 
 def _made_of(contributions: Sequence[Contribution]) -> Made:
