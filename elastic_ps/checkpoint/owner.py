@@ -60,7 +60,7 @@ class Claim:
         self._owner = Owner(job, run, os.getpid(), socket.gethostname())
         self._lock: TextIO | None = None
 
-    def take(self, *, adopt: bool, wait: bool, make_room: Callable[[], object] = lambda: None) -> None:
+    def take(self, *, adopt: bool, wait: bool, make_room: Callable[[], object]) -> None:
         """Make the directory the run's own; the lock of `Store` is held.
 
         Args:

@@ -47,19 +47,6 @@ class _Saved(BaseModel):
     tuning: str = ""
 
 
-_WRONG = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    RuntimeError,
-    TypeError,
-    UserError,
-    ValueError,
-)
-"""What trying a state raises that is wrong."""
-
-
 def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
     """Raise CheckpointCorrupt unless a job of this spec can continue from the checkpoint.
 
@@ -68,7 +55,6 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
             not named in the spec, cannot be imported, or do not go on from it.
     """
     version, name = reader.manifest.version, reader.manifest.optimizer
-    text = f"no job can continue from the checkpoint of version {version}"
     optimizers = Optimizers(spec.parameter_server.optimizers)
     own = [each for each in name.split(SEPARATOR) if ":" in each]
     for each in own:
@@ -76,18 +62,26 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
             optimizers.class_of(each)
         except InvalidModel as error:
             raise InvalidJob(f"the checkpoint of version {version} was made with it: {error}") from error
+    changed = ""  # what may be wrong instead of the checkpoint
     try:
         settings, kinds = _try(reader, spec, optimizers)
-    except _WRONG as error:
-        raise CheckpointCorrupt(f"{text}: {_words(error)}") from error
-    try:
+        changed = " or ".join(sorted({*own}))
         _try_optimizer(reader, settings, kinds)
-    except _WRONG as error:
-        if not own:
-            raise CheckpointCorrupt(f"{text}: {_words(error)}") from error
-        named = " or ".join(sorted({*own}))
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        RuntimeError,
+        TypeError,
+        UserError,
+        ValueError,
+    ) as error:
+        text = f"no job can continue from the checkpoint of version {version}: {_words(error)}"
+        if not changed:
+            raise CheckpointCorrupt(text) from error
         raise InvalidJob(
-            f"{text}: {_words(error)}. If {named} has changed since it was made, bring back what it was"
+            f"{text}. If {changed} has changed since it was made, bring back what it was"
         ) from error
 
 
@@ -98,7 +92,7 @@ def _words(error: Exception) -> str:
 
 
 def _try(reader: Reader, spec: TrainingJobSpec, optimizers: Optimizers) -> tuple[Settings, Sequence[Kind]]:
-    """The settings, and the class of each parameter group. Raises one of `_WRONG`."""
+    """The settings, and the class of each parameter group."""
     manifest = reader.manifest
     saved = _Saved.model_validate_json(json.dumps(manifest.state))
     settings = Settings.from_json(saved.settings)
@@ -130,7 +124,7 @@ def _try(reader: Reader, spec: TrainingJobSpec, optimizers: Optimizers) -> tuple
 
 
 def _try_optimizer(reader: Reader, settings: Settings, kinds: Sequence[Kind]) -> None:
-    """Raise one of `_WRONG` unless the settings make the optimizers, which can step with the state."""
+    """The settings make the optimizers, and the state is such that they can step with it."""
     manifest = reader.manifest
     for index, group in enumerate(settings.groups):
         check_constraints(group, index)
