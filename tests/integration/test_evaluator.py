@@ -36,6 +36,7 @@ EVALUATOR = {
     "best": {"metric": "loss", "mode": "min"},
 }
 SERVER = {"checkpoint": {"interval": "1h", "keep": 1}}
+FIELDS: dict[str, Any] = {"evaluator": EVALUATOR, "parameterServer": SERVER}
 
 
 class Trained:
@@ -122,8 +123,7 @@ def test_each_checkpoint_and_the_last_version_are_evaluated_as_they_were(
 def test_a_parameter_server_that_is_lost_costs_no_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields: dict[str, Any] = {"evaluator": EVALUATOR, "parameterServer": SERVER}
-    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", **fields) as job:
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", **FIELDS) as job:
         job.start(0, Trained(job))
         for number, checkpoint in enumerate(loop(job, monkeypatch)):
             if number == 0:
@@ -155,8 +155,7 @@ def test_the_training_does_not_wait_for_an_evaluator_that_is_slow(
 
 def test_a_checkpoint_that_is_damaged_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "checkpoints"
-    fields: dict[str, Any] = {"evaluator": EVALUATOR, "parameterServer": SERVER}
-    with running_job(tmp_path, checkpoints=directory, **fields) as job:
+    with running_job(tmp_path, checkpoints=directory, **FIELDS) as job:
         job.start(0, Trained(job))
         job.join()
         file = next(Store(directory).path(10).glob("*.safetensors"))
@@ -168,12 +167,11 @@ def test_a_checkpoint_that_is_damaged_is_left_out(tmp_path: Path, monkeypatch: p
 
 def test_a_script_that_leaves_its_loop_has_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a directory with the evaluations of an earlier run, whose checkpoints somebody has deleted."""
-    fields: dict[str, Any] = {"evaluator": EVALUATOR, "parameterServer": SERVER}
     directory = tmp_path / "checkpoints"
     directory.mkdir()
     earlier = Evaluations(waiting=[90], newest=90, results=[Evaluation(50, {"loss": 0.0})])
     (directory / FILE).write_text(json.dumps({"state": earlier.to_json()}))
-    with running_job(tmp_path, checkpoints=directory, **fields) as job:
+    with running_job(tmp_path, checkpoints=directory, **FIELDS) as job:
         job.start(0, Trained(job))
         job.join()
         for checkpoint in loop(job, monkeypatch):
@@ -192,8 +190,7 @@ def fail(checkpoints: Iterator[scripts.Checkpoint]) -> None:
 def test_what_a_script_has_reported_before_it_failed_is_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields: dict[str, Any] = {"evaluator": EVALUATOR, "parameterServer": SERVER}
-    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", **fields) as job:
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", **FIELDS) as job:
         job.start(0, Trained(job))
         job.join()
         with pytest.raises(ZeroDivisionError):
