@@ -2,6 +2,11 @@
 
 A shard decides nothing about rounds. It adds what `core.sequence` admits, and does what the coordinator
 tells it with `advance`. All methods may be called from any thread.
+
+One lock guards what is known of the open round, and is held for as long as it takes to look at it. What goes
+over the memory of a bucket holds a lock of that bucket instead: `_adding` for its sum, `_stepping` for its
+values. So two buckets are added to at the same time, and a bucket is handed out while the next one is
+stepped. Whoever needs both locks takes the bucket's first.
 """
 
 from __future__ import annotations
@@ -99,11 +104,13 @@ class Shard:
         self._log = PushLog(term=term, several=consistency.several_steps)
         self._consistency = consistency
         self._retired: RefusalCode | None = None
-        self._torn = False  # some buckets were stepped, others not: the values are of no version
+        self._torn = False  # some buckets are stepped, others not: the values are of no version
         self._trace = trace
         self._receiving: set[tuple[int, int]] = set()
         self._optimizer = optimizer
         self._buckets = self._make_buckets()
+        self._adding = {index: threading.Lock() for index in self._buckets}
+        self._stepping = {index: threading.Lock() for index in self._buckets}
         self._drafts = Drafts(self._make_buckets)
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
@@ -175,7 +182,7 @@ class Shard:
         with self._buffers.receive(bucket, incoming, timeout=WAIT) as values:
             if bucket.rule is Rule.GRADIENT and version is None:
                 require_finite(values, f"first values of bucket {index}")
-            with self._lock:
+            with self._stepping[index], self._lock:
                 self._check_sender(worker, incarnation, version)
                 self._buckets[index].initialise(values, version=version)
 
@@ -218,7 +225,7 @@ class Shard:
             self._check_sender(worker, incarnation, version)
             usual = self._buckets[index].usual_state(piece)
         state = read_state(bucket, piece, entries, incoming, usual=usual)
-        with self._lock:
+        with self._stepping[index], self._lock:
             self._check_sender(worker, incarnation, version)
             self._buckets[index].take_state(piece, state)
 
@@ -277,12 +284,7 @@ class Shard:
                 self._added.notify_all()  # those that pull would be woken up in vain
 
     def _add_nothing(self, key: PushKey, samples: int) -> bool:
-        with self._lock:
-            if self._log.decide(key) is Verdict.DUPLICATE:
-                return False
-            self._buckets[key.bucket].add_nothing(samples, first=not self._log.added.get(key.bucket))
-            self._log.add(key)
-        return True
+        return self._add_by(key, lambda values, first: values.add_nothing(samples, first=first))
 
     def _add(
         self, key: PushKey, samples: int, present: Sequence[bool], contribution: torch.Tensor | Sparse
@@ -291,14 +293,25 @@ class Shard:
         usual = bucket.values if bucket.bucket.rule in (Rule.MEAN, Rule.BROADCAST) else None
         who = f"worker {key.worker}, step {key.step}, bucket {key.bucket}"
         largest = require_finite(contribution, who, usual=usual, advice=WHAT_TO_DO)
-        with self._lock:
-            if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
-                return False
-            first = not self._log.added.get(key.bucket)
-            self._buckets[key.bucket].add(
-                contribution, samples, present, first=first, worker=key.worker, largest=largest
-            )
-            self._log.add(key)
+
+        def add(values: BucketValues, first: bool) -> None:
+            values.add(contribution, samples, present, first=first, worker=key.worker, largest=largest)
+
+        return self._add_by(key, add)
+
+    def _add_by(self, key: PushKey, add: Callable[[BucketValues, bool], None]) -> bool:
+        """Have `add` change the sum of a bucket, which it is told whether to begin. See `push`."""
+        with self._adding[key.bucket]:
+            with self._lock:
+                if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
+                    return False
+                values, first = self._buckets[key.bucket], not self._log.added.get(key.bucket)
+            add(values, first)
+            with self._lock:
+                # A round that has started again meanwhile has no sum yet: the next push begins one. A worker
+                # that has been dropped from the same attempt is in the sum, and the log has to tell that.
+                self._log.require_open(key)
+                self._log.add(key)
         return True
 
     def _may_add(self, key: PushKey) -> bool:
@@ -379,25 +392,25 @@ class Shard:
                 def ready(index: int = index) -> bool:
                     return self._reached(index, version) or self._restarted(version, attempt)
 
-                arrived = self._await(ready)
-                reached, values = self._reached(index, version), self._buckets[index]
-                if reached and stable:
-                    self._require_part(contributor)
-                unchanged = reached and held is not None and values.changed <= held
-                stands = reached and not unchanged and drafts.get(index, 0) == values.draft > 0
-                delta = values.delta_for(held) if reached and not (unchanged or stands) else None
+                arrived, now = self._await(ready), self._log.attempt
+                reached = self._reached(index, version)  # and stays so
+            if not reached:
+                yield RestartedAs(now) if arrived else None
+                return
+            with self._stepping[index]:
+                with self._lock:
+                    if stable:
+                        self._require_part(contributor)
+                    values = self._buckets[index]
+                unchanged = held is not None and values.changed <= held
+                stands = not unchanged and drafts.get(index, 0) == values.draft > 0
+                delta = None if unchanged or stands else values.delta_for(held)
                 last = index == buckets[-1]
                 copied = not stable or (last and len(values.memory) <= SMALL)
                 data = EMPTY
-                if reached and not (unchanged or stands or delta):
+                if not (unchanged or stands or delta):
                     data = _copy_of(values) if copied else values.memory
-                reached_version, now = values.version, self._log.attempt
-            if not arrived:
-                yield None
-                return
-            if not reached:
-                yield RestartedAs(now)
-                return
+                reached_version = values.version
             yield Pulled(
                 index,
                 reached_version,
@@ -447,7 +460,8 @@ class Shard:
                     if self._reached(index, version) or self._restarted(version, attempt):
                         return True
                     self._require_part(contributor)
-                    return self._log.version == version - 1 and self._log.has_all(index)
+                    may_be_made = self._log.version == version - 1 and not self._torn
+                    return may_be_made and self._log.has_all(index)
 
                 if not self._await(ready, on=self._added):
                     yield None
@@ -538,31 +552,34 @@ class Shard:
 
     def _apply(self, version: int, apply: Application, attempt: int, expected: Mapping[int, int]) -> None:
         self.require_complete(version, apply)
+        started, stepped = time.monotonic_ns(), self._to_step
         with self._lock:
             for values in self._buckets.values():
                 if values.bucket.rule is Rule.CONSTANT:
                     values.version = version
-        started = time.monotonic_ns()
-        self._torn = True
-        stepped = self._to_step
+            self._torn = bool(stepped)
         contributors = frozenset(apply.contributors)
         basis = Basis(version, apply.attempt, contributors, apply.samples, tuple(apply.settings.groups))
         clip, norm = apply.clips, apply.norm
         divisor = 1.0 if clip is None else clip_divisor(self.norm() if norm is None else norm, clip)
         for bucket in stepped:
-            with self._lock:
-                values = self._buckets[bucket.index]
+            with self._stepping[bucket.index]:
+                with self._lock:
+                    values = self._buckets[bucket.index]
+                    may_be_drafted = clip is None and not apply.assigns
+                    draft = self._drafts.take(values, basis) if may_be_drafted else None
+                    if draft is not None:
+                        self._buckets[bucket.index] = draft
                 if apply.assigns:
                     values.assign(version)
-                elif clip is None and (draft := self._drafts.take(values, basis)):
-                    self._buckets[bucket.index] = draft
-                else:
+                elif draft is None:
                     values.apply(apply.settings.groups, version, divisor=divisor)
-                if bucket is stepped[-1]:
-                    # Whoever has pulled the last bucket may push for the next round at once.
-                    self._log.open(version=version, attempt=attempt, expected=expected)
-                self._wake_all()
-        self._torn = False
+                with self._lock:
+                    if bucket is stepped[-1]:
+                        # Whoever has pulled the last bucket may push for the next round at once.
+                        self._log.open(version=version, attempt=attempt, expected=expected)
+                        self._torn = False
+                    self._wake_all()
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
 
     def norm(self) -> float:
@@ -656,7 +673,7 @@ class Shard:
         arriving.receive(part, incoming)
         if part.last:
             arriving.require_whole()
-            with self._lock:
+            with self._stepping[part.bucket], self._lock:
                 self._buckets[part.bucket].load(arriving, self._log.version)
                 self._copied.end(bucket)
 
@@ -670,12 +687,11 @@ class Shard:
 
     def state(self) -> Iterator[StateEntry]:
         """Copies of the optimizer's state."""
-        with self._lock:
-            entries = [
-                entry._replace(value=entry.value.clone())
-                for v in self._buckets.values()
-                for entry in v.state()
-            ]
+        entries: list[StateEntry] = []
+        for index in self._buckets:
+            with self._stepping[index]:
+                state = self._buckets[index].state()
+                entries += [entry._replace(value=entry.value.clone()) for entry in state]
         yield from entries
 
     def values(self) -> Iterator[tuple[Bucket, torch.Tensor]]:

@@ -1,0 +1,182 @@
+"""A shard whose calls meet: work on one bucket holds up no other bucket, and nobody sees half of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.codec import as_tensor
+from elastic_ps.core.partition import partition
+from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.server.pulls import Pulled
+from elastic_ps.server.values import BucketValues
+from tests.unit.shard_rig import LR, TERM, Rig, one_bucket, ones, refusal, tensor
+
+Hold = Callable[[str, int], "Held"]
+
+
+class Held:
+    """A call that has done its work, and does not return before `let_go`."""
+
+    def __init__(self) -> None:
+        self.there, self._free = threading.Event(), threading.Event()
+
+    def wait(self) -> None:
+        self.there.set()
+        assert self._free.wait(10)
+
+    def let_go(self) -> None:
+        self._free.set()
+
+
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
+    """`hold(name, bucket)`: the next call of that method of a bucket's values is held."""
+
+    def hold(name: str, bucket: int) -> Held:
+        held, original = Held(), getattr(BucketValues, name)
+
+        def method(self: BucketValues, *arguments: Any, **named: Any) -> None:
+            original(self, *arguments, **named)
+            if self.bucket.index == bucket and not held.there.is_set():
+                held.wait()
+
+        monkeypatch.setattr(BucketValues, name, method)
+        return held
+
+    return hold
+
+
+def two_buckets() -> Rig:
+    rig = Rig(partition([tensor("a", 400), tensor("b", 400)], bucket_bytes=1600, shards=1), workers=(0, 1))
+    for bucket in (0, 1):
+        rig.fill(bucket, ones(400, 5.0))
+    return rig
+
+
+def pulled(answer: Any) -> list[float]:
+    assert isinstance(answer, Pulled)
+    return sorted(set(as_tensor(memoryview(bytearray(answer.data)), torch.float32).tolist()))
+
+
+def test_a_bucket_is_handed_out_while_the_next_one_is_stepped(
+    threads: ThreadPoolExecutor, hold: Hold
+) -> None:
+    rig = two_buckets()
+    for bucket in (0, 1):
+        for worker in (0, 1):
+            rig.push(worker, ones(400), bucket=bucket)
+    first, second = (bucket.index for bucket in rig.layout.pull_order)
+    held = hold("apply", second)
+    committed = threads.submit(rig.commit, 0, 1, samples=2)
+    assert held.there.wait(10)
+    answers = rig.shard.pull([first, second], 1, term=TERM, attempt=None, contributor=(0, 10))
+    assert pulled(threads.submit(next, answers).result(10)) == [4.0]
+    held.let_go()
+    assert pulled(threads.submit(next, answers).result(10)) == [4.0]
+    committed.result(10)
+
+
+def test_two_buckets_are_added_to_at_the_same_time(threads: ThreadPoolExecutor, hold: Hold) -> None:
+    rig = two_buckets()
+    held = hold("add", 0)
+    pushed = threads.submit(rig.push, 0, ones(400), bucket=0)
+    assert held.there.wait(10)
+    assert threads.submit(rig.push, 1, ones(400), bucket=1).result(10)
+    held.let_go()
+    assert pushed.result(10)
+
+
+def restarted_while_added(threads: ThreadPoolExecutor, rig: Rig, held: Held) -> Future[bool]:
+    push = threads.submit(rig.push, 0, ones(4, 50.0))
+    assert held.there.wait(10)
+    rig.restart(0, 1)
+    return push
+
+
+def test_a_round_that_starts_again_while_a_push_is_added_is_not_spoiled_by_it(
+    threads: ThreadPoolExecutor, hold: Hold
+) -> None:
+    rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1))
+    held = hold("add", 0)
+    late = restarted_while_added(threads, rig, held)
+    others = [threads.submit(rig.push, worker, ones(4)) for worker in (0, 1)]
+    held.let_go()
+    assert refusal(late) is RefusalCode.STALE_ATTEMPT
+    assert all(push.result(10) for push in others)
+    rig.commit(0, 1, samples=2)
+    assert torch.equal(rig.values(), ones(4, -1.0))
+
+
+def test_what_a_worker_has_added_that_was_dropped_meanwhile_is_not_taken_for_the_others_sum(
+    threads: ThreadPoolExecutor, hold: Hold
+) -> None:
+    rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1))
+    held = hold("add", 0)
+    push = threads.submit(rig.push, 0, ones(4, 50.0))
+    assert held.there.wait(10)
+    rig.shard.advance(0, 0, {1: 11}, None)  # the same attempt
+    held.let_go()
+    push.result(10)
+    assert rig.push(1, ones(4))
+    with pytest.raises(Refused) as refused:
+        rig.commit(1, samples=1)
+    assert refused.value.code is RefusalCode.INVALID
+
+
+def test_a_copy_of_a_bucket_that_is_stepped_is_of_one_version(
+    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(one_bucket(tensor("w", 4)), workers=(0,))
+    rig.fill(0, ones(4, 5.0))
+    rig.push(0, ones(4))
+    original, held = BucketValues.apply, Held()
+
+    def apply(self: BucketValues, *arguments: Any, **named: Any) -> None:
+        self.values[:2] = 77.0  # half a step
+        held.wait()
+        self.values[:2] = 5.0
+        original(self, *arguments, **named)
+
+    monkeypatch.setattr(BucketValues, "apply", apply)
+    committed = threads.submit(rig.commit, 0, samples=1)
+    assert held.there.wait(10)
+    answers = rig.shard.pull([0], 0, term=TERM, attempt=None, contributor=None)
+    copied, state = threads.submit(next, answers), threads.submit(lambda: list(rig.shard.state()))
+    held.let_go()
+    assert pulled(copied.result(10)) == [4.0]
+    assert state.result(10) == []
+    committed.result(10)
+
+
+def test_no_draft_is_made_of_a_round_that_is_being_applied(threads: ThreadPoolExecutor, hold: Hold) -> None:
+    rig = two_buckets()
+    for bucket in (0, 1):
+        for worker in (0, 1):
+            rig.push(worker, ones(400), bucket=bucket)
+    first, second = (bucket.index for bucket in rig.layout.pull_order)
+    held = hold("apply", first)
+    committed = threads.submit(rig.commit, 0, 1, samples=2)
+    assert held.there.wait(10)
+    answers = rig.shard.pull_ahead(
+        [second],
+        1,
+        term=TERM,
+        attempt=0,
+        contributor=(0, 10),
+        held=None,
+        drafts={},
+        groups=LR.groups,
+    )
+    answer = threads.submit(next, answers)
+    held.let_go()
+    got = answer.result(10)
+    assert isinstance(got, Pulled)
+    assert got.draft == 0
+    assert pulled(got) == [4.0]
+    committed.result(10)
