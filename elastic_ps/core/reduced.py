@@ -14,6 +14,7 @@ of workers makes the round, it is another attempt. An attempt has three places w
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elastic_ps.core.consistency import Contribution, SyncRounds
@@ -171,13 +172,19 @@ class Custody:
         version: of the values that the parameter server has.
         wanted: the version that a worker is to send, to be written to disk.
         holders: the incarnations that have the job's version.
-        peers: what the members have told of themselves, by their incarnations.
+        peers: what the members have told of themselves, by their incarnations. Those that have gone may be
+            among them until the next worker joins.
     """
 
     version: int = 0
     wanted: int | None = None
     holders: set[int] = field(default_factory=set)
     peers: dict[int, Peer] = field(default_factory=dict)
+
+    def introduce(self, incarnation: int, peer: Peer, members: Iterable[int]) -> None:
+        """A worker has joined. `members`: the incarnations of all that are there; others are forgotten."""
+        there = {number: self.peers[number] for number in members if number in self.peers}
+        self.peers = {**there, incarnation: peer}
 
     def refuse(self, worker: int, peer: Peer, members: dict[int, int]) -> str:
         """Why a worker cannot be of a group with the others; "" if it can.

@@ -181,7 +181,8 @@ class Coordinator:
                 follows=follows,
             )
             if state.custody is not None and peer is not None:
-                state.custody.peers[stay.incarnation] = peer
+                live = [each.incarnation for each in state.members.live.values()]
+                state.custody.introduce(stay.incarnation, peer, live)
             if not state.initialised:
                 state.initialiser = worker
                 self.job.told()

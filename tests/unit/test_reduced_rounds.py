@@ -182,3 +182,10 @@ def test_a_worker_with_another_torch_is_refused() -> None:
     problem = custody.refuse(2, Peer("c:1", "2.4.0"), {0: 7, 1: 8})
     assert problem.startswith("worker 2 has torch 2.4.0, and worker 0 has torch 2.13.0")
     assert not custody.refuse(0, Peer("c:1", "2.4.0"), {0: 7}), "it takes its own place"
+
+
+def test_what_workers_have_told_of_themselves_is_forgotten_when_they_have_gone() -> None:
+    custody = Custody()
+    for incarnation in range(1, 100):  # one stays, and others come and go
+        custody.introduce(incarnation, Peer(f"a:{incarnation}", "2.13.0"), {1, incarnation})
+    assert custody.peers == {1: Peer("a:1", "2.13.0"), 99: Peer("a:99", "2.13.0")}
