@@ -164,7 +164,7 @@ def draw(found: Mapping[str, Sequence[Figure]], path: Path) -> None:
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set_xlabel("elastic-ps to the competitor (rates the other way round): less is better, 1 is the same")
+    canvas.supxlabel("elastic-ps to the competitor (rates the other way round): less is better", fontsize=9)
     axes.tick_params(axis="y", labelsize=7.5)
     axes.spines[["top", "right"]].set_visible(False)
     canvas.savefig(path)
