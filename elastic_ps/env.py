@@ -67,7 +67,8 @@ RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 """A process that `mpirun` has started has one of these variables."""
 
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""How many ranks there are, where it is said. A batch system may start a single process in the same way."""
+"""How many ranks there are: the first that is set counts. A batch system, too, may start a single process,
+and `mpirun` several within that; then the later ones are of the batch system."""
 
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
 """How the variables begin that would make a script that uses MPI take itself for a rank, and wait."""
@@ -245,8 +246,8 @@ def is_rank() -> bool:
 
 def started_by_mpirun() -> bool:
     """Whether this process is a rank, and not the only one."""
-    alone = any(os.environ.get(name) == "1" for name in SIZES)
-    return not alone and is_rank()
+    size = next((os.environ[name] for name in SIZES if name in os.environ), "")
+    return size != "1" and is_rank()
 
 
 def in_torchrun() -> bool:

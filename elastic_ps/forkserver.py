@@ -6,7 +6,8 @@ asked for is a fork, which has all that from its first moment, and shares the me
 fresh process, because this one never has a second thread, opens no connection and computes nothing.
 
 `local.forks` is the other side of the socket. If that side is gone, this process ends, and what it has
-started with it.
+started with it. No signal that all processes of a session get ends it before: nobody would learn any more how
+its forks end, so they would be killed, and a parameter server with them that writes its last checkpoint.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from typing import Any
 from elastic_ps import process
 from elastic_ps.env import THREAD_VARIABLES, disable_grpc_fork_hooks
 from elastic_ps.packets import Packets
+
+FOR_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What a system sends to all processes of a session or service that it ends. The launcher decides."""
 
 
 def _programs() -> Mapping[str, Callable[[], int]]:
@@ -72,7 +76,10 @@ class _Forks:
         self._packets = packets
         self._running: set[int] = set()
         self._awake, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        heard = [number for number in FOR_ALL if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGCHLD, *heard)}
+        for number in self._before:
+            signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 
     def serve(self) -> dict[str, Any] | None:
@@ -130,7 +137,8 @@ class _Forks:
     def _begin(self, order: Mapping[str, Any], descriptors: Sequence[int]) -> None:
         """In the fork: become a process like one that was started by itself."""
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         os.close(self._awake)
         os.close(self._wake)
         os.setsid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -76,7 +77,10 @@ def _function_of(parsed: argparse.Namespace, programs: Programs | None) -> Calla
 
 
 def _carried_out(command: Callable[[], int]) -> int:
-    """The exit code; errors are printed."""
+    """The exit code; errors are printed. A character that the terminal lacks is printed as `?`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         return command()
     except UserError as error:

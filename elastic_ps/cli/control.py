@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from elastic_ps.env import Role
 from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.job import load_job
 from elastic_ps.local import script
-from elastic_ps.local.state import JobDirectory, LocalStatus, known_jobs
+from elastic_ps.local.state import JobDirectory, LocalStatus, known_jobs, start_time
 
 STOP_LIMIT = timedelta(seconds=60)
 
@@ -58,12 +59,18 @@ def scale(parsed: argparse.Namespace) -> int:
 def stop(parsed: argparse.Namespace) -> int:
     """Stop a job and wait until nothing of it runs."""
     directory = directory_of(parsed.job)
-    status_of(directory)
+    found = status_of(directory)
     launcher = directory.launcher()
     if launcher is None:
         print(f"{directory.job} is not running")
         return 0
-    os.kill(launcher, signal.SIGTERM)
+    if found.launcher_pid == launcher and found.launcher_start_time != start_time(launcher):
+        raise UserError(
+            f"{directory.job} runs, but not here: its launcher is process {launcher} of another host or "
+            "container that shares this home directory. Stop it there"
+        )
+    with contextlib.suppress(ProcessLookupError):  # it has ended since
+        os.kill(launcher, signal.SIGTERM)
     deadline = time.monotonic() + STOP_LIMIT.total_seconds()
     while directory.launcher() == launcher:
         if time.monotonic() > deadline:
@@ -91,26 +98,27 @@ def logs(parsed: argparse.Namespace) -> int:
     tail = _Tail(directory.logs, pattern)
     while True:
         running = parsed.follow and directory.launcher() is not None
-        tail.print_new()
+        tail.print_new(last=not running)
         if not running:
             return 0
         time.sleep(0.2)
 
 
 class _Tail:
-    """Prints whole lines as they are added to the files of a directory."""
+    """Prints lines as they are added to the files of a directory."""
 
     def __init__(self, directory: Path, pattern: str) -> None:
         self._directory, self._pattern = directory, pattern
         self._offsets: dict[Path, int] = {}
 
-    def print_new(self) -> None:
+    def print_new(self, *, last: bool) -> None:
+        """Print what has been added; of a line that has not ended only if it is the `last` time."""
         paths = sorted(self._directory.glob(self._pattern), key=_natural)
         for path in paths:
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
                 for line in file:
-                    if not line.endswith(b"\n"):
+                    if not (line.endswith(b"\n") or last):
                         break
                     self._offsets[path] = self._offsets.get(path, 0) + len(line)
                     prefix = "" if self._pattern == path.name else f"{path.stem:<10}| "

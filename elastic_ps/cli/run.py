@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -179,7 +180,12 @@ def _run(launcher: Launcher, report: Path | None) -> int:
         launcher.start()
         display: Display = LiveDisplay(console) if console.is_terminal else PlainDisplay()
         with contextlib.suppress(OSError):
-            _show(launcher, display, console)
+            try:
+                _show(launcher, display, console)
+            except Exception:  # noqa: BLE001 (what shows a job shall not end it)
+                print("the display has failed, and the job goes on without it:", file=sys.stderr)
+                traceback.print_exc()
+                launcher.wait()
         if not launcher.wait(timedelta(0)):
             launcher.stop("stopped because its output was closed")
             launcher.wait()

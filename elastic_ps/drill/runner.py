@@ -103,7 +103,8 @@ def run(
     for old in directory.glob("*.jsonl"):
         old.unlink()
     with (
-        _disk(job, faults) as (job_here, disk),
+        _checkpoints(job) as job_here,
+        _disk(job_here, faults) as (job_here, disk),
         _wires(faults) as wires,
         Launcher(
             job_here,
@@ -137,6 +138,18 @@ def train(target: Target, faults: Sequence[Fault], tell: Callable[[str], None]) 
     while not target.over(timedelta(seconds=1)):
         pass
     return injections
+
+
+@contextmanager
+def _checkpoints(job: TrainingJob) -> Iterator[TrainingJob]:
+    """The job, with a directory for the time of the drill if it names none: no run loses its place to it."""
+    if job.spec.parameter_server.checkpoint.path is not None:
+        yield job
+        return
+    with tempfile.TemporaryDirectory(prefix="elastic-ps-checkpoints-") as directory:
+        changed = job.model_copy(deep=True)
+        changed.spec.parameter_server.checkpoint.path = directory
+        yield changed
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_ps.env import PREFIX, inherited
 from elastic_ps.errors import CannotListen, ElasticPSError, UserError
 from elastic_ps.local import issuer
-from elastic_ps.local.processes import Child, Lifeline, with_threads
+from elastic_ps.local.processes import PIDS, Child, Lifeline, with_threads
 from elastic_ps.process import take_descriptors
 
 if TYPE_CHECKING:
@@ -281,7 +281,8 @@ class Slots:
                 on that rank's machine.
 
         Raises:
-            ElasticPSError: it cannot be started.
+            OSError: that rank cannot start it now.
+            ElasticPSError: that rank does not answer.
         """
         running = [remote.rank for remote in self._processes.values() if remote.status is None]
         ranks = [1 + (index + offset) % self.count for offset in range(self.count)]
@@ -293,7 +294,7 @@ class Slots:
         while not remote.pid:
             self.listen()
             if remote.problem:
-                raise ElasticPSError(f"rank {rank} cannot start worker {index}: {remote.problem}")
+                raise OSError(f"rank {rank}: {remote.problem}")
             if time.monotonic() > deadline:
                 raise ElasticPSError(f"rank {rank} has not started worker {index} within {ANSWER}")
             time.sleep(0.001)
@@ -322,7 +323,7 @@ class Slots:
             else:
                 # Two hosts may use the same number for a process; the launcher tells processes apart by it.
                 here = self.world.hosts[rank] == self.world.hosts[0]
-                remote.pid = message.pid if here else (rank << 22) + message.pid
+                remote.pid = message.pid if here else rank * PIDS + message.pid
 
     def close(self) -> None:
         """Let the other ranks end; what still runs there is killed. Blocks until they have told all."""

@@ -328,7 +328,11 @@ def _deadline_exceeded(desired: Desired, observed: Observed, now: float) -> Verd
 
 def _parameter_server_silent(desired: Desired, observed: Observed, now: float) -> Verdict | None:
     for process in observed.latest("ps").values():
-        if not process.ready and now - process.started > desired.start_limit.total_seconds():
+        if (
+            process.alive
+            and not process.ready
+            and now - process.started > desired.start_limit.total_seconds()
+        ):
             seconds = desired.start_limit.total_seconds()
             message = f"{process.name} (pid {process.pid}) has not answered within {seconds:g} s of its start"
             return Verdict("Failed", "ParameterServerSilent", message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -111,13 +112,13 @@ def fetch_status(address: str, *, waiting: bool = False) -> ServerStatus | None:
 
 
 def fetch_loss(address: str) -> list[tuple[int, float]]:
-    """The loss by version that a parameter server has recorded; empty if it does not tell."""
+    """The loss by version that a parameter server has recorded, where it is finite; empty if none is told."""
     body = fetch(address, "/loss")
     try:
-        points = json.loads(body or b"[]")
-        return [(int(version), float(loss)) for version, loss in points]
+        points = [(int(version), float(loss)) for version, loss in json.loads(body or b"[]")]
     except (ValueError, TypeError):
         return []
+    return [(version, loss) for version, loss in points if math.isfinite(loss)]
 
 
 def fetch_evaluations(address: str) -> list[tuple[int, dict[str, float]]]:

@@ -61,12 +61,16 @@ class Lifeline:
         os.close(self._held)
 
 
+PIDS = 1 << 22
+"""More than any pid. A process on rank r of an mpirun, on another host, has its pid and r times this."""
+
+
 class Started(Protocol):
     """A process that was started here, or on another rank of an mpirun. To be used by one thread."""
 
     @property
     def pid(self) -> int:
-        """A number that no other process of the job has: its pid, if it is on this host."""
+        """A number that no other process of the job has: its pid, and more if it is on another host."""
 
     def poll(self) -> int | None:
         """Its exit status once it has ended (negative: the signal), and with it everything it started."""
@@ -82,11 +86,14 @@ class Started(Protocol):
 
 
 def last_lines(log: Path, offset: int) -> str:
-    """The last lines of a process's output, which begins at `offset` of the file."""
-    with log.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(offset, end - 16_384))
-        lines = file.read().decode(errors="replace").splitlines()
+    """The last lines of a process's output, which begins at `offset` of the file; "" if it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(offset, end - 16_384))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
     return "\n".join(lines[-OUTPUT_LINES:]).strip()
 
 

@@ -9,6 +9,7 @@ from typing import get_args
 
 from elastic_ps.env import Role
 from elastic_ps.local.plan import Observed, Process
+from elastic_ps.local.processes import PIDS
 from elastic_ps.local.state import ProcessStatus
 from elastic_ps.status import FINISHED_GRACE, Member, Phase, ServerStatus
 
@@ -53,9 +54,9 @@ def state_of(process: Process, server: ServerStatus | None) -> str:
 
 
 def member_of(worker: int, pid: int, server: ServerStatus | None) -> Member | None:
-    """The newest membership of a worker process, if it has joined."""
+    """The newest membership of a worker process, if it has joined. `pid`: see `Started.pid`."""
     members = server.members if server else []
-    return next((m for m in reversed(members) if m.worker == worker and m.pid == pid), None)
+    return next((m for m in reversed(members) if m.worker == worker and m.pid == pid % PIDS), None)
 
 
 def stuck(process: Process, server: ServerStatus | None, progress_timeout: timedelta) -> str:

@@ -30,7 +30,7 @@ from typing import TextIO
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-from elastic_ps.checkpoint import files
+from elastic_ps.checkpoint import files, owner
 from elastic_ps.env import Role, state_directory
 from elastic_ps.errors import UserError
 from elastic_ps.job import ObjectMeta, TrainingJob, parse_job
@@ -118,21 +118,27 @@ class JobDirectory:
         Raises:
             UserError: the job runs already, or its directory cannot be written.
         """
-        try:
+        with self.kept(), contextlib.ExitStack() as stack:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = self._lock_file.open("a+")
+            lock = stack.enter_context(self._lock_file.open("a+"))
+            if not _take(lock):
+                raise self._runs_already()
+            self._end_leftovers()
+            self._remove_old()
+            self.sign(lock)
+            stack.pop_all()
+        return lock
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """The block reads or writes the directory; raises UserError where that is not possible."""
+        try:
+            yield
         except OSError as error:
             raise UserError(
-                f"cannot keep the state of job {self.job!r} in {self.path}: {error.strerror}. "
+                f"cannot keep the state of job {self.job!r} in {self.path}: {error.strerror or error}. "
                 "Set XDG_STATE_HOME to a directory that can be written"
             ) from error
-        if not _take(lock):
-            lock.close()
-            raise self._runs_already()
-        self._end_leftovers()
-        self._remove_old()
-        self.sign(lock)
-        return lock
 
     def sign(self, lock: TextIO) -> None:
         """Write this process's pid into the lock, after taking it or after a fork."""
@@ -141,18 +147,28 @@ class JobDirectory:
         lock.flush()
 
     def new_checkpoints(self) -> Path:
-        """A fresh directory for the checkpoints of a run; those of the runs before the last go."""
-        root = self.path / "checkpoints"
-        runs = sorted(
-            (path for path in root.glob("run-*") if re.fullmatch(r"run-\d+", path.name)),
-            key=lambda path: int(path.name[4:]),
-        )
-        number = int(runs[-1].name[4:]) + 1 if runs else 1
-        for path in runs[: -KEEP_RUNS + 1]:
-            shutil.rmtree(path, ignore_errors=True)
-        fresh = root / f"run-{number}"
+        """A fresh directory for the checkpoints of a run."""
+        number = 1 + max((int(path.name[4:]) for path in self._runs()), default=0)
+        fresh = self._checkpoints / f"run-{number}"
         fresh.mkdir(parents=True)
         return fresh
+
+    def remove_old_checkpoints(self) -> list[Path]:
+        """Make room for one more run: delete those that were written to longest ago, and return them.
+
+        One to which a job writes now stays: with `--resume` that may be another job.
+        """
+        runs = sorted((path for path in self._runs() if owner.running(path) is None), key=_last_written)
+        for path in (old := runs[: -KEEP_RUNS + 1]):
+            shutil.rmtree(path, ignore_errors=True)
+        return old
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def _runs(self) -> list[Path]:
+        return [path for path in self._checkpoints.glob("run-*") if re.fullmatch(r"run-\d+", path.name)]
 
     def read_job(self) -> TrainingJob:
         return parse_job(json.loads(self._job_file.read_text()), source=str(self._job_file))
@@ -270,6 +286,15 @@ def start_time(pid: int) -> int | None:
         return None
     state, *fields = stat.rpartition(")")[2].split()
     return None if state in ("Z", "X") else int(fields[18])
+
+
+def _last_written(run: Path) -> float:
+    """When a checkpoint was last written there, or a run began to; seconds since 1970."""
+    times = [0.0]
+    for path in (run, *run.glob("version-*")):
+        with contextlib.suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times)
 
 
 def is_stopped(pid: int) -> bool:

@@ -43,7 +43,14 @@ from elastic_ps.local.processes import (
 )
 from elastic_ps.local.record import Record
 from elastic_ps.local.snapshot import overstays, phase_of, process_statuses, stuck, useful
-from elastic_ps.local.state import JobDirectory, LocalStatus, generation_of, is_stopped, start_time
+from elastic_ps.local.state import (
+    KEEP_RUNS,
+    JobDirectory,
+    LocalStatus,
+    generation_of,
+    is_stopped,
+    start_time,
+)
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.process import Alarm, usable_cores
 from elastic_ps.status import ServerStatus
@@ -75,10 +82,11 @@ class Launcher:
         self.run = uuid.uuid4().hex
         self._issuer = issuer.Issuer(self.run, self.directory.tls) if self.options.tls else None
         self._lock_file = self.directory.claim()
-        self.checkpoints = self._choose_checkpoints()
-        self.directory.write_job(job)
-        self._tuning = self.directory.write_tuning(job)
-        self._stamp = self.directory.job_stamp()
+        with self.directory.kept():
+            self.checkpoints = self._choose_checkpoints()
+            self.directory.write_job(job)
+            self._tuning = self.directory.write_tuning(job)
+            self._stamp = self.directory.job_stamp()
         self._schedule = self.options.schedule
         self._most_workers = max([job.spec.worker.replicas, *(at.workers for at in self._schedule)])
         # As it is at first: a parameter server that is started again cuts the model into the same buckets.
@@ -95,7 +103,8 @@ class Launcher:
         self._began = time.time()
         self._written = -1.0
         self._answered_last = False
-        self._start_at, self._not_started = 0.0, ""
+        self._start_at = 0.0
+        self._warned: dict[str, str] = {}
         self._lock = threading.Lock()
         self._stop: StopRequest | None = None
         self._wake = Alarm()
@@ -179,7 +188,12 @@ class Launcher:
         if self.options.resume is not None:
             return self.options.resume.resolve()
         given = self.job.spec.parameter_server.checkpoint.path
-        return self.directory.new_checkpoints() if given is None else Path(given).resolve()
+        if given is not None:
+            return Path(given).resolve()
+        for old in self.directory.remove_old_checkpoints():
+            text = f"deleted {old}: of a job without checkpoint.path, {KEEP_RUNS} runs keep their checkpoints"
+            self.record.add_event(0.0, "checkpoint", text)
+        return self.directory.new_checkpoints()
 
     def _choose_addresses(self) -> None:
         shards = self.job.spec.parameter_server.replicas
@@ -240,8 +254,7 @@ class Launcher:
         try:
             self.directory.write_status(self._status)
         except OSError as error:
-            if not any(event.kind == "warning" and "status" in event.text for event in self.record.events):
-                self._event("warning", f"the job's status cannot be written: {error}")
+            self._warn("status", f"the job's status cannot be written: {error}")
 
     def _desired(self) -> planning.Desired:
         spec = self.job.spec
@@ -262,14 +275,18 @@ class Launcher:
             stamp = self.directory.job_stamp()
             if stamp == self._stamp:
                 return False
-            self._stamp = stamp
             edited = self.directory.read_job()
-            wanted = edited.spec.worker.replicas
             self._tune(edited)
-        except (OSError, ValueError, InvalidJob) as error:
-            self._event("warning", f"the job's state cannot be read: {error}")
+        except OSError as error:
+            self._warn("edits", f"a change of the job is not taken over yet: {error}")
             return False
-        before = self.job.spec.worker.replicas
+        except (ValueError, InvalidJob) as error:
+            self._stamp = stamp
+            self._event("warning", f"a change of the job cannot be read: {error}")
+            return False
+        self._stamp = stamp
+        self._warned.pop("edits", None)
+        before, wanted = self.job.spec.worker.replicas, edited.spec.worker.replicas
         if wanted != before:
             self.job.spec.worker.replicas = wanted
             self._event(
@@ -282,10 +299,10 @@ class Launcher:
         """Hand what is wanted to the parameter server. Processes that start later begin with it."""
         tuning = Tuning.of(edited.spec, generation=generation_of(edited))
         if tuning.replaces(Tuning.of(self.job.spec, generation=generation_of(self.job))):
-            self.job = self.job.model_copy(
-                update={"metadata": edited.metadata, "spec": tuning.applied_to(self.job.spec)}
-            )
-            self.directory.write_tuning(self.job)
+            changed = {"metadata": edited.metadata, "spec": tuning.applied_to(self.job.spec)}
+            job = self.job.model_copy(update=changed)
+            self.directory.write_tuning(job)
+            self.job = job
 
     def _reap(self, now: float) -> bool:
         """Take note of the processes that have ended."""
@@ -393,25 +410,15 @@ class Launcher:
     def _start_process(self, action: planning.Start, now: float) -> None:
         if action.role == "ps":
             self._poller.restarted(action.index)
-        programs = self.options.programs
-        environment = self._environment(action)
-        program = {"worker": programs.worker, "evaluator": programs.evaluator}.get(
-            action.role, programs.server
-        )
-        log, variables = self.directory.log(action.role, action.index), environment.to_variables()
-        child: Started
-        if action.role == "worker" and self.options.slots is not None:
-            certificate = issuer.read(environment.tls) if environment.tls is not None else None
-            child = self.options.slots.start(
-                action.index, program, variables=variables, log=log, certificate=certificate
-            )
-        else:
-            try:
-                child = self._start_here(action, program, variables, log)
-            except OSError as error:
-                self._start_later(action, error, now)
-                return
-            self._not_started = ""
+        try:
+            environment = self._environment(action)
+            child = self._start(action, environment)
+        except OSError as error:
+            self._start_at = now + START_PAUSE.total_seconds()
+            again = f"it is tried again every {START_PAUSE.total_seconds():g} s"
+            self._warn("start", f"{action.role} {action.index} could not be started: {error}; {again}")
+            return
+        self._warned.pop("start", None)
         self._children[child.pid] = child
         self._start_times[child.pid] = start_time(child.pid)
         self._instances[child.pid] = environment.instance
@@ -420,13 +427,17 @@ class Launcher:
         if action.replaces is not None:
             self._event("process", f"{process.name} is started again (pid {child.pid}): {action.reason}")
 
-    def _start_later(self, action: planning.Start, error: OSError, now: float) -> None:
-        """The system lacks a process, memory or a descriptor for it now, which shall not end the job."""
-        self._start_at = now + START_PAUSE.total_seconds()
-        text = f"{action.role} {action.index} could not be started: {error}"
-        if text != self._not_started:
-            self._not_started = text
-            self._event("warning", f"{text}; it is tried again every {START_PAUSE.total_seconds():g} s")
+    def _start(self, action: planning.Start, environment: ProcessEnvironment) -> Started:
+        """Raises OSError: a process, memory, a descriptor or room on a disk is lacking now."""
+        programs, role = self.options.programs, action.role
+        program = {"worker": programs.worker, "evaluator": programs.evaluator}.get(role, programs.server)
+        log, variables = self.directory.log(role, action.index), environment.to_variables()
+        if role != "worker" or self.options.slots is None:
+            return self._start_here(action, program, variables, log)
+        certificate = issuer.read(environment.tls) if environment.tls is not None else None
+        return self.options.slots.start(
+            action.index, program, variables=variables, log=log, certificate=certificate
+        )
 
     def _start_here(
         self, action: planning.Start, program: Sequence[str], contract: Mapping[str, str], log: Path
@@ -521,6 +532,12 @@ class Launcher:
 
     def _event(self, kind: str, text: str) -> None:
         self.record.add_event(time.monotonic() - self._observed.started, kind, text)
+
+    def _warn(self, topic: str, text: str) -> None:
+        """Tell it, unless it is what was told of the topic last."""
+        if self._warned.get(topic) != text:
+            self._warned[topic] = text
+            self._event("warning", text)
 
     def _build_status(self, *, ended: bool) -> LocalStatus:
         observed, server = self._observed, self.record.last

@@ -38,6 +38,7 @@ def main() -> int:
     stop = process.Alarm()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for whoever has started this process
     try:
         environment = env.read()
         process.begin(environment)

@@ -95,6 +95,7 @@ def drill(
     lines = [f"again: python -m pytest '{test}'", *map(str, result.injections), *map(str, result.violations)]
     assert result.passed, "\n".join([str(result.result), *lines])
     assert result.records == RECORDS
+    assert not (directory / "faults" / "checkpoints").exists(), "a drill leaves those of the job's runs alone"
     for each in result.injections:
         assert (each.lost, each.twice) == (0, 0)
     return result

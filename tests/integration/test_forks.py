@@ -24,7 +24,7 @@ from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options, Programs
 from elastic_ps.local.forks import ForkServer
 from tests.forked import forked
-from tests.integration.launching import gone, wait_for_workers
+from tests.integration.launching import gone, version_of, wait_for_workers
 from tests.polling import eventually
 
 
@@ -102,6 +102,26 @@ def test_when_the_fork_server_dies_its_processes_end_and_others_take_their_place
         launcher.stop("enough")
         launcher.wait()
     assert check(read(history), None) == []
+
+
+def test_a_signal_that_all_processes_get_leaves_time_for_a_last_checkpoint(tmp_path: Path) -> None:
+    """A system that ends a session or a service sends SIGTERM, and SIGHUP, to every process of it."""
+    rare = job(parameterServer={"checkpoint": {"interval": "1h"}})
+    with Launcher(rare, Options(root=tmp_path)) as launcher:
+        launcher.start()
+        both_train(launcher)
+        eventually(lambda: version_of(launcher) > 2, "some versions")
+        [server] = servers()
+        launcher.stop("the machine shuts down")
+        for pid in [server.pid, *(process.pid for process in launcher.status().processes)]:
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        launcher.wait()
+        outcome = launcher.outcome()
+    assert outcome.verdict.reason == "Stopped"
+    assert max(int(path.name[8:]) for path in launcher.checkpoints.glob("version-*")) > 2
+    assert not servers()
 
 
 @pytest.fixture(scope="module")

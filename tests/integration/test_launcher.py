@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
+from elastic_ps.env import Role
 from elastic_ps.errors import CannotListen, UserError
 from elastic_ps.job import TrainingJob
-from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes, snapshot, supervisor
+from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, issuer, processes, snapshot, supervisor
 from elastic_ps.local.plan import cores_of
 from elastic_ps.local.report import build_report
 from elastic_ps.local.state import JobDirectory
@@ -138,6 +139,78 @@ def test_a_job_goes_on_when_the_system_gives_no_process_for_a_moment(
     [text] = [event.text for event in outcome.record.events if "could not be started" in event.text]
     assert "worker 0" in text
     assert "temporarily unavailable" in text
+
+
+def test_a_job_goes_on_when_no_certificate_can_be_written_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issue, asked = issuer.Issuer.of, []
+
+    def of(self: issuer.Issuer, role: Role, index: int) -> Path:
+        asked.append(f"{role} {index}")
+        if len(asked) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return issue(self, role, index)
+
+    monkeypatch.setattr(issuer.Issuer, "of", of)
+    monkeypatch.setattr(supervisor, "START_PAUSE", timedelta(seconds=0.2))
+    with launched(make_job(records=800, workers=2), tmp_path) as launcher:
+        outcome = end_of(launcher)
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    assert asked == ["ps 0", "worker 0", "worker 0", "worker 1"]
+    [text] = [event.text for event in outcome.record.events if "could not be started" in event.text]
+    assert "No space left on device" in text
+
+
+def test_a_change_is_taken_over_when_the_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, full = JobDirectory.write_tuning, threading.Event()
+
+    def write_tuning(self: JobDirectory, job: TrainingJob) -> Path:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, job)
+
+    def change(job: TrainingJob) -> TrainingJob:
+        consistency = {"mode": "async"}
+        spec = job.spec.model_dump(by_alias=True, exclude_defaults=True) | {"consistency": consistency}
+        spec["worker"]["replicas"] = 3
+        return job.model_copy(update={"spec": type(job.spec).model_validate(spec)})
+
+    monkeypatch.setattr(JobDirectory, "write_tuning", write_tuning)
+    with launched(make_job(records=FOREVER, workers=2), tmp_path) as launcher:
+        training(launcher, 2)
+        full.set()
+        launcher.directory.edit(change)
+
+        def told() -> list[str]:
+            return [event.text for event in launcher.record.events if "not taken over yet" in event.text]
+
+        eventually(told, "a warning")
+        full.clear()
+        training(launcher, 3)
+        assert '"mode":"async"' in (launcher.directory.path / "tuning.json").read_text().replace(" ", "")
+        assert len(told()) == 1
+
+
+def test_a_job_goes_on_although_the_log_of_a_worker_was_deleted(tmp_path: Path) -> None:
+    with launched(make_job(records=FOREVER, workers=2), tmp_path) as launcher:
+        before = training(launcher, 2)
+        launcher.directory.log("worker", 1).unlink()
+        os.kill(before[1], signal.SIGKILL)
+        eventually(lambda: workers_of(launcher.status()).get(1) not in (None, before[1]), "a replacement")
+
+
+def test_what_is_deleted_for_a_new_run_is_told(tmp_path: Path) -> None:
+    job = make_job(records=80, workers=1)
+    old = [JobDirectory(job.name, root=tmp_path).new_checkpoints() for _ in range(3)]
+    os.utime(old[1], (1, 1))
+    with launched(job, tmp_path) as launcher:
+        outcome = end_of(launcher)
+    [text] = [event.text for event in outcome.record.events if event.text.startswith("deleted ")]
+    assert str(old[1]) in text
+    assert [path.is_dir() for path in old] == [True, False, True]
 
 
 def test_a_killed_worker_is_replaced_and_told_about(tmp_path: Path) -> None:

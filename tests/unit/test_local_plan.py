@@ -29,6 +29,7 @@ from elastic_ps.local.plan import (
     plan,
     restart_delay,
 )
+from elastic_ps.local.processes import PIDS
 from elastic_ps.local.snapshot import overstays, stuck, useful
 from elastic_ps.status import Member, Progress, ServerStatus
 
@@ -252,8 +253,9 @@ def test_exit_codes_of_a_worker_that_was_asked_to_leave_count_against_nothing() 
         assert plan(desired, observed(worker(0), ended(1, status, asked=NOW - 2)), NOW) == []
 
 
-def test_a_lost_parameter_server_is_brought_back_and_the_workers_are_left_alone() -> None:
-    lost = replace(SERVER, exit=-9, ended=NOW)
+@pytest.mark.parametrize("started", [NOW - 10, NOW - 10_000])
+def test_a_lost_parameter_server_is_brought_back_and_the_workers_are_left_alone(started: float) -> None:
+    lost = replace(SERVER, exit=-9, ended=NOW, started=started, ready=False)
     [action] = plan(DESIRED, Observed(started=NOW, processes=(lost, worker(0))), NOW)
     assert isinstance(action, Start)
     assert (action.role, action.index, action.replaces) == ("ps", 0, SERVER.pid)
@@ -399,6 +401,7 @@ def test_what_makes_a_process_useful() -> None:
     assert useful(ended(1, -11), server(steps=1), frozenset())
     assert not useful(ended(1, -11), server(steps=0), frozenset())
     assert not useful(ended(1, -11), server(steps=1, pid=102), frozenset())
+    assert useful(worker(1, pid=2 * PIDS + 101), server(steps=1), frozenset()), "a worker of another host"
     assert not useful(worker(1), None, frozenset({1}))
     assert useful(SERVER, None, frozenset({0}))
     assert not useful(SERVER, None, frozenset({1}))

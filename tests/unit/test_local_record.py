@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from elastic_ps.checkpoint import files
+from elastic_ps.checkpoint.owner import Claim
 from elastic_ps.cli.view import sparkline
 from elastic_ps.cli.words import duration
 from elastic_ps.errors import UserError
 from elastic_ps.job import TrainingJob, parse_job
-from elastic_ps.local import JobDirectory, Record
+from elastic_ps.local import JobDirectory, Record, poller
 from elastic_ps.local.processes import with_threads
 from elastic_ps.local.record import MAX_POINTS, member_changes
 from elastic_ps.local.report import change_labels, worker_steps
@@ -146,6 +151,42 @@ def test_a_job_is_edited_again_although_a_process_was_forked_meanwhile(tmp_path:
         lock = files.try_lock(directory.path / "edit.lock")
         assert lock is not None
         files.unlock(lock)
+
+
+def test_the_runs_that_were_written_to_longest_ago_lose_their_checkpoints(tmp_path: Path) -> None:
+    directory = JobDirectory("j", root=tmp_path)
+    runs = [directory.new_checkpoints() for _ in range(4)]
+    claim = Claim(runs[1], "another", "run")
+    claim.take(adopt=False, wait=False, make_room=runs.clear)  # a job that was started with --resume
+    for run, written in zip(runs, (4000, 1000, 2000, 3000), strict=True):  # the first one was resumed since
+        version = run / "version-0000000001"
+        version.mkdir()
+        os.utime(version, (written, written))
+        os.utime(run, (500, 500))
+    try:
+        assert directory.remove_old_checkpoints() == [runs[2]]
+    finally:
+        claim.close()
+    assert [run.is_dir() for run in runs] == [True, True, False, True]
+    assert directory.remove_old_checkpoints() == [runs[1]]
+    assert directory.new_checkpoints().name == "run-5"
+
+
+@pytest.mark.parametrize("call", ["flock", "rmtree"])
+def test_a_directory_that_cannot_be_kept_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_arguments: object, **_named: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr({"flock": fcntl, "rmtree": shutil}[call], call, fail)
+    with pytest.raises(UserError, match=r"cannot keep the state of job 'j' in .*: No locks available"):
+        JobDirectory("j", root=tmp_path).claim()
+
+
+def test_a_loss_that_is_not_finite_is_left_out_of_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poller, "fetch", lambda _address, _path: b"[[1, 0.5], [2, NaN], [3, Infinity]]")
+    assert poller.fetch_loss("h:1") == [(1, 0.5)]
 
 
 def test_words() -> None:
