@@ -102,8 +102,8 @@ class Checkpoint(CamelModel):
         default=None,
         description=(
             "The PersistentVolumeClaim to create on a cluster. All parameter servers mount it. A job with "
-            "one parameter server and no standby may leave it out. Its checkpoints are then in an emptyDir, "
-            "and are lost with the pod."
+            "existingClaim or resumeFrom has a claim already. A job with one parameter server and no standby "
+            "may do without any: its checkpoints are then in an emptyDir, and are lost with the pod."
         ),
     )
     existing_claim: str | None = Field(

@@ -110,8 +110,9 @@ class Progress(CamelModel):
     )
     staleness: Staleness | None = Field(
         default=None,
-        description="With modes bounded and async: how many versions the others made while a worker computed "
-        "a step, over all steps that are in the model.",
+        description="Where a step may be stale (modes bounded and async, and mode local with a quorum or "
+        "outer delayed, downpour or easgd): how many versions the others made while a worker computed a "
+        "step, over all steps that are in the model. In mode local an exchange is a step.",
     )
     finished: bool = Field(
         default=False,
@@ -254,8 +255,8 @@ class Member(CamelModel):
     )
     staleness: int = Field(
         default=0,
-        description="With modes bounded and async: how many versions the others made while this member "
-        "computed its last step. With other modes it is always 0.",
+        description="Where a step may be stale, see progress.staleness: how many versions the others made "
+        "while this member computed its last step. Elsewhere it is always 0.",
     )
     step_seconds: float | None = Field(
         default=None,

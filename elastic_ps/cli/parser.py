@@ -55,7 +55,8 @@ arguments, so that mistakes show at once. Then it starts the parameter servers a
 worker that is killed is replaced. A worker whose script fails, or that keeps crashing before its
 first step, is replaced, too, until there are more such failures than runPolicy.backoffLimit. At the
 first Ctrl-C the workers leave and the parameter servers write a checkpoint. A second Ctrl-C kills
-all processes.
+all processes. Under mpirun, which may end the ranks before that, use `elastic-ps stop` on rank 0's
+host instead.
 
 JOB may also be a Python script. The job is then named after the script, and every worker runs the
 script as `python` would, with the arguments that follow --. To train in a single process, run
@@ -251,9 +252,10 @@ def _add_set(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     changes = commands.add_parser(
         "set",
         help="change how a running job makes versions",
-        description="Change fields of a job's consistency while it runs, and when it writes checkpoints.\n"
-        "The job continues from the version that it has: workers keep running, and their steps that\n"
-        "are under way are made again. The command says what cannot change, and then nothing happens.",
+        description="Change fields of a job's consistency or compression while it runs, and when it writes\n"
+        "checkpoints. The job continues from the version that it has: workers keep running, and their\n"
+        "steps that are under way are made again. The command says what cannot change, and then\n"
+        "nothing happens.",
         epilog=SET_EXAMPLES,
         formatter_class=_Help,
     )

@@ -8,9 +8,10 @@ from pathlib import Path
 from elastic_ps.zoo.catalog import DATA_SETS, NETWORKS
 
 DESCRIPTION = """\
-Train a network of the zoo on one of its data sets, without a job file. The flags have the names and
-the defaults of ps_pytorch's. The job's parameter server and workers are processes on this machine,
-as with `elastic-ps run`; under mpirun, each rank but the first is a worker.
+Train a network of the zoo on one of its data sets, without a job file. The flags have the names of
+ps_pytorch's, and its defaults unless docs/coming-from.md says otherwise. The job's parameter server
+and workers are processes on this machine, as with `elastic-ps run`; under mpirun, each rank but the
+first is a worker.
 
 --dry-run prints the job file that the flags stand for, to change it and to run it with
 `elastic-ps run`. --apply gives it to the Kubernetes cluster of the current kubeconfig.

@@ -61,9 +61,9 @@ def _require_allowed(engine: Engine, exchange: Exchange) -> None:
         )
     if not engine.spec.consistency.may_assign:
         raise UsageError(
-            "session.assign needs consistency.mode sync, without backupWorkers, globalBatchSize "
-            "and deterministic: "
-            "elsewhere a version is made of the steps of some workers, at a time that they do not choose"
+            "session.assign needs consistency.mode sync, without backupWorkers, globalBatchSize, "
+            "maxStalenessP99 and deterministic: elsewhere a version is made of the steps of some workers, at "
+            "a time that they do not choose"
         )
 
 

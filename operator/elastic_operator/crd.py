@@ -55,7 +55,7 @@ _TEMPLATE: Schema = {
         "type": "object",
         "description": "A PodSpec, see `kubectl explain pod.spec`. Lists are merged by the keys that the API "
         "names, as by a strategic merge patch: containers by name, volumeMounts by mountPath, and so on. The "
-        "containers are called parameter-server and worker.",
+        "containers are called parameter-server, worker and evaluator.",
         **_PRESERVE,
     },
 }
@@ -380,8 +380,8 @@ def _add_rules(spec: Schema) -> None:
     fields["parameterServer"]["x-kubernetes-validations"] = [
         {
             "rule": f"(self.durability != 'standby' && self.replicas == 1) || {given}",
-            "message": "a job with several shards or with standbys needs checkpoint.volumeClaim, because "
-            "they share its volume",
+            "message": "a job with several shards or with standbys needs checkpoint.volumeClaim, "
+            "existingClaim or resumeFrom, because they share a volume",
         }
     ]
     # A rule on the field itself would not be asked when the field appears or goes.

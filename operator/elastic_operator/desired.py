@@ -313,6 +313,6 @@ def _check_claim(name: str, spec: TrainingJobSpec) -> None:
         shards = f"spec.parameterServer.replicas {spec.parameter_server.replicas}"
         what = "spec.parameterServer.durability standby" if builders.has_standbys(spec) else shards
         raise InvalidJob(
-            f"{what} needs spec.parameterServer.checkpoint.volumeClaim: "
+            f"{what} needs spec.parameterServer.checkpoint.volumeClaim, existingClaim or resumeFrom: "
             "all shards and their standbys share the checkpoints"
         )

@@ -269,7 +269,7 @@ def test_no_several_servers_without_a_volume_to_share(server: dict[str, Any]) ->
     failed = simulation.condition("Failed")
     assert failed["reason"] == "InvalidSpec"
     assert f"{next(iter(server))} {next(iter(server.values()))} needs" in failed["message"]
-    assert "volumeClaim" in failed["message"]
+    assert "checkpoint.volumeClaim, existingClaim or resumeFrom" in failed["message"]
     simulation.edit(parameterServer=STANDBY)
     simulation.settle()
     assert simulation.status["phase"] == "Running"
