@@ -414,6 +414,25 @@ def test_samples_are_valid() -> None:
         jsonschema.validate(document, schema_of_spec(rules=False))
 
 
+def test_the_pod_that_takes_a_model_out_fits_the_sample() -> None:
+    """It has the image and the claim of the job `digits`, and is as restricted as the operator's pods."""
+    pod = yaml.safe_load((ROOT / "manifests" / "take-model.yaml").read_text())
+    kubernetes_validate.validate(pod, VERSION, strict=True)
+    sample = load_job(ROOT / "manifests" / "samples" / "digits.yaml")
+    job = job_document()
+    job["metadata"]["name"] = "digits"
+    usual = builders.pod(job, sample.spec, "ps", 0)["spec"]
+    (container,), (servers,) = pod["spec"]["containers"], usual["containers"]
+    assert pod["spec"]["securityContext"] == usual["securityContext"]
+    assert container["securityContext"] == servers["securityContext"]
+    assert container["image"] == servers["image"]
+    claims = [
+        next(v["persistentVolumeClaim"] for v in spec["volumes"] if v["name"] == "checkpoints")
+        for spec in (pod["spec"], usual)
+    ]
+    assert claims[0]["claimName"] == claims[1]["claimName"] == names.claim("digits")
+
+
 def test_the_operator_image_holds_what_the_operator_imports() -> None:
     lines = (ROOT / "operator" / "Dockerfile").read_text().splitlines()
     assert not [line for line in lines if "torch" in line and not line.startswith("#")]
