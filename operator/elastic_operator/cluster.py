@@ -57,7 +57,9 @@ class Cluster:
         self._authority = authority
 
     def execute(self, job: Mapping[str, Any], actions: Sequence[Action]) -> list[Problem]:
-        """Carry out a plan; what the API server refuses comes back in words, and keeps no other action back.
+        """Carry out a plan; what the API server refuses comes back in words.
+
+        Of the other actions, a refusal keeps back only those that need what was refused.
 
         Raises:
             ApiError, ConnectionLost: the API server is not well, the job has changed, it may not be deleted,
@@ -65,8 +67,11 @@ class Cluster:
         """
         refused = []
         done: list[Action] = []
+        missing: set[Kind] = set()
         broken = 0
         for action in actions:
+            if isinstance(action, Create) and action.needs in missing:
+                continue
             try:
                 problem = self._carry_out(job, action)
             except ApiError as error:
@@ -81,6 +86,8 @@ class Cluster:
                 done.append(action)
             else:
                 refused.append(problem)
+                if isinstance(action, Create):
+                    missing.add(action.kind)
             if broken == _BROKEN_LIMIT:
                 break
         metadata = job["metadata"]

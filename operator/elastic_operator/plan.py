@@ -90,12 +90,16 @@ class Observed:
 
 @dataclass(frozen=True)
 class Create:
-    """Create an object; one that is there already and belongs to the job is as good."""
+    """Create an object; one that is there already and belongs to the job is as good.
+
+    `needs`: a kind of object that it uses. While the job's own of that kind is refused, it is not created.
+    """
 
     kind: Kind
     name: str
     manifest: Mapping[str, Any]
     reason: str
+    needs: Kind | None = None
 
 
 @dataclass(frozen=True)

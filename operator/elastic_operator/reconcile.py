@@ -22,6 +22,7 @@ from elastic_operator.plan import (
     Create,
     DeleteJob,
     DeletePod,
+    Kind,
     Note,
     Observed,
     Options,
@@ -383,7 +384,9 @@ def _create(
     manifest = builders.pod(
         job, desired.spec, role, index, avoid=avoid, wiring=desired.wiring, number=desired.generation
     )
-    return Create("Pod", names.pod(desired.name, role, index), manifest, reason)
+    # The name of a claim may be taken, and then the checkpoints on it are those of somebody else.
+    needs: Kind | None = "PersistentVolumeClaim" if role in builders.SERVERS else None
+    return Create("Pod", names.pod(desired.name, role, index), manifest, reason, needs=needs)
 
 
 def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[Action]:
