@@ -7,7 +7,8 @@ done                  exit status 0
 invalid               exit status `env.EXIT_INVALID`: the process says that starting it again is no use
 disrupted             the pod has the condition DisruptionTarget or a reason of its node's (eviction,
                       preemption, shutdown), or its node does not know how it ended
-failed                any other exit status or signal, out of memory, a command that cannot be started
+failed                any other exit status or signal, out of memory, a command that cannot be started, an
+                      init container that failed, eviction for more storage than the pod's own limits allow
 ===================== ======================================================================
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -43,6 +45,9 @@ _NOT_FOUND = "ContainerStatusUnknown"
 _LOST_SIGHT = {_NOT_FOUND, "Unknown"}
 _CANNOT_START = {"StartError", "ContainerCannotRun"}
 _REASONS = {"failed": "WorkerFailed", "crashed": "WorkerCrashed", "killed": "WorkerKilled"}
+_OWN_LIMIT = re.compile(r"exceed(s|ed) (the|the total|its local ephemeral storage) limit")
+"""What the kubelet says when it evicts a pod for its own sake, though its node has room left."""
+
 _KILLED_AS = {
     "Evicted": "was evicted",
     "Preempting": "was preempted",
@@ -167,7 +172,8 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
     role = cast(Role, known)
     container = _main_container(manifest, names.CONTAINER[role])
     state = container.get("state") or {}
-    terminated = state.get("terminated") or {}
+    terminated = state.get("terminated") or _end_of(_failed_init(manifest))
+    last = _last_exit(container) or terminated
     finished = status.get("phase") in ("Succeeded", "Failed")
     ending, problem = _ended(manifest, container)
     if ending is None:
@@ -184,8 +190,8 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         live=not finished and not _stopped(status),
         finished=finished,
         stopped=_stopped(status),
-        exit=_last_exit(container).get("exitCode"),
-        said=str(_last_exit(container).get("message") or "").strip().rpartition("\n")[2][-300:],
+        exit=last.get("exitCode"),
+        said=str(last.get("message") or "").strip().rpartition("\n")[2][-300:],
         node=str((manifest.get("spec") or {}).get("nodeName") or ""),
         conditions=_shared(
             frozenset((str(c.get("type")), str(c.get("status"))) for c in status.get("conditions") or [])
@@ -220,6 +226,24 @@ def _last_exit(container: Mapping[str, Any]) -> Mapping[str, Any]:
 def _main_container(manifest: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     statuses = (manifest.get("status") or {}).get("containerStatuses") or []
     return next((status for status in statuses if status.get("name") == name), {})
+
+
+def _end_of(container: Mapping[str, Any]) -> Mapping[str, Any]:
+    end: Mapping[str, Any] = (container.get("state") or {}).get("terminated") or {}
+    return end
+
+
+def _failed_init(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The init container over which the pod has ended, so that its own was never started; empty if none.
+
+    One that is started again whenever it ends is a side-car.
+    """
+    spec, status = manifest.get("spec") or {}, manifest.get("status") or {}
+    if status.get("phase") != "Failed":
+        return {}
+    sidecars = {c.get("name") for c in spec.get("initContainers") or [] if c.get("restartPolicy") == "Always"}
+    inits = [c for c in status.get("initContainerStatuses") or [] if c.get("name") not in sidecars]
+    return next((container for container in inits if _end_of(container).get("exitCode")), {})
 
 
 def _last_words(metadata: Mapping[str, Any], container: Mapping[str, Any]) -> ServerStatus | None:
@@ -258,8 +282,7 @@ def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[Ending | None, Problem | None]:
     name, status = manifest["metadata"]["name"], manifest.get("status") or {}
     phase, reason = status.get("phase"), str(status.get("reason") or "")
-    last = (container.get("lastState") or {}).get("terminated") or {}
-    terminated = (container.get("state") or {}).get("terminated") or {}
+    last, terminated = (container.get("lastState") or {}).get("terminated") or {}, _end_of(container)
     for end in (terminated, last):
         if end.get("exitCode") == EXIT_INVALID:
             return "invalid", Problem(
@@ -274,31 +297,40 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
         return None, None
     if reason:
         words = _KILLED_AS.get(reason, f"was ended by its node ({reason})")
-        detail = f": {status['message']}" if status.get("message") else ""
-        return "disrupted", Problem(reason, f"{name} {words}{detail}")
+        message = str(status.get("message") or "")
+        ending: Ending = "failed" if reason == "Evicted" and _OWN_LIMIT.search(message) else "disrupted"
+        return ending, Problem(reason, f"{name} {words}{f': {message}' if message else ''}")
     if why := _disruption(status):
         said = _condition(status, "DisruptionTarget").get("message") or why
         return "disrupted", Problem(why, f"{name} was disrupted: {said}")
-    if not terminated or terminated.get("reason") in _LOST_SIGHT:
+    init = _failed_init(manifest)
+    end = terminated or _end_of(init)
+    if not end or end.get("reason") in _LOST_SIGHT:
         return "disrupted", Problem("Lost", f"{name} ended, and its node does not know how")
-    return "failed", _exit(name, manifest, terminated)
+    if not terminated:
+        return "failed", _exit(_init_name(init, name), end)
+    if end.get("exitCode") == EXIT_LEFT:
+        return "failed", Problem("WorkerLeft", f"{name} got SIGTERM, finished its step and left")
+    if end.get("exitCode") == EXIT_HUNG:
+        return "failed", Problem("WorkerHung", _said(f"{name} ended itself: it made no progress", end))
+    return "failed", _exit(name, end, limit=_limit(manifest))
 
 
-def _exit(name: str, manifest: Mapping[str, Any], end: Mapping[str, Any]) -> Problem:
+def _init_name(container: Mapping[str, Any], pod: str) -> str:
+    return f"the init container {container.get('name')} of {pod}"
+
+
+def _exit(name: str, end: Mapping[str, Any], *, limit: str = "") -> Problem:
     code = int(end.get("exitCode", 255))
     if end.get("reason") == "OOMKilled":
-        return Problem("OutOfMemory", f"{name} was killed: out of memory{_limit(manifest)}")
+        return Problem("OutOfMemory", f"{name} was killed: out of memory{limit}")
     if end.get("reason") in _CANNOT_START:
         return Problem("CannotStart", _said(f"the command of {name} cannot be started", end))
-    if code == EXIT_LEFT:
-        return Problem("WorkerLeft", f"{name} got SIGTERM, finished its step and left")
-    if code == EXIT_HUNG:
-        return Problem("WorkerHung", _said(f"{name} ended itself: it made no progress", end))
     return Problem(_REASONS[kind_of(code)], _said(f"{name} {describe_exit(code)}", end))
 
 
 def _limit(manifest: Mapping[str, Any]) -> str:
-    for container in manifest["spec"].get("containers") or []:
+    for container in (manifest.get("spec") or {}).get("containers") or []:
         memory = ((container.get("resources") or {}).get("limits") or {}).get("memory")
         if memory and container["name"] in names.CONTAINER.values():
             return f" (its limit is {memory})"
@@ -317,19 +349,28 @@ def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> 
     scheduled = _condition(status, "PodScheduled")
     if scheduled.get("reason") == UNSCHEDULABLE:
         return Problem(UNSCHEDULABLE, f"{name} fits on no node: {scheduled.get('message', '')}")
+    why = _waiting(name, name, container, limit=_limit(manifest))
+    if why is not None or "running" in (container.get("state") or {}):
+        return why
+    inits = status.get("initContainerStatuses") or []
+    return next(filter(None, (_waiting(name, _init_name(init, name), init) for init in inits)), None)
+
+
+def _waiting(pod: str, name: str, container: Mapping[str, Any], *, limit: str = "") -> Problem | None:
+    """Why a container of a pod, called `name` in words, is not started; None if that is about to be done."""
     waiting = (container.get("state") or {}).get("waiting") or {}
     reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
     if reason in _IMAGE_REASONS:
         image = container.get("image") or "its image"
         # The kubelet's own message changes to and fro while it backs off; this one stays as it is.
-        hint = f"`kubectl describe pod {name}` says why"
+        hint = f"`kubectl describe pod {pod}` says why"
         return Problem("ImagePullFailed", f"the image {image!r} of {name} cannot be pulled; {hint}")
     if reason in _CONFIG_REASONS:
         return Problem("CannotStart", f"{name} cannot be started: {message or reason}")
     if reason == "CrashLoopBackOff":
         last = (container.get("lastState") or {}).get("terminated") or {}
         if last.get("reason") == "OOMKilled":
-            return Problem("OutOfMemory", f"{name} was killed: out of memory{_limit(manifest)}")
+            return Problem("OutOfMemory", f"{name} was killed: out of memory{limit}")
         code = last.get("exitCode", "unknown")
         return Problem("CrashLoop", _said(f"{name} keeps crashing, last with exit status {code}", last))
     return None

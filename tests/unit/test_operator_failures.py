@@ -178,6 +178,19 @@ def test_each_death_that_is_no_disruption_counts(code: int, reason: str) -> None
     assert simulation.condition("Failed")["reason"] == "BackoffLimitExceeded"
 
 
+def test_a_worker_whose_init_container_fails_is_not_replaced_for_ever() -> None:
+    simulation = running(worker={"replicas": 2}, runPolicy={"backoffLimit": 3})
+    init = {"name": "fetch", "state": {"terminated": {"exitCode": 1}}}
+    own = {"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}
+    for _ in range(4):
+        status = {"phase": "Failed", "initContainerStatuses": [init], "containerStatuses": [own]}
+        simulation.pods["digits-worker-1"]["status"] = status
+        simulation.settle()
+    failed = simulation.condition("Failed")
+    assert failed["reason"] == "BackoffLimitExceeded"
+    assert "the init container fetch of digits-worker-1 exited with 1" in failed["message"]
+
+
 def disruption(status: str) -> dict[str, Any]:
     kind = {
         "type": "DisruptionTarget",

@@ -78,6 +78,100 @@ def test_a_container_that_is_started_again_and_again_is_told_with_its_last_end()
     assert problem == Problem("OutOfMemory", "digits-worker-1 was killed: out of memory")
 
 
+NOT_YET = {"name": "worker", "image": "mine:1", "state": {"waiting": {"reason": "PodInitializing"}}}
+
+
+def initialised(end: dict[str, Any], *, sidecar: bool = False, **more: Any) -> Pod:
+    """One that has failed, with an init container that has ended so."""
+    init = {"name": "fetch", "state": {"terminated": end}}
+    status = {"phase": "Failed", "initContainerStatuses": [init], "containerStatuses": [NOT_YET], **more}
+    document = manifest(**status)
+    policy = {"restartPolicy": "Always"} if sidecar else {}
+    document["spec"]["initContainers"] = [{"name": "fetch", **policy}]
+    pod = read(document)
+    assert pod is not None
+    return pod
+
+
+@pytest.mark.parametrize(
+    ("end", "reason", "words"),
+    [
+        ({"exitCode": 1, "message": "boom"}, "WorkerFailed", " exited with 1. Its last output: boom"),
+        ({"exitCode": 78}, "WorkerFailed", " exited with 78"),
+        ({"exitCode": 137, "reason": "OOMKilled"}, "OutOfMemory", " was killed: out of memory"),
+    ],
+)
+def test_a_pod_whose_init_container_fails_has_failed(end: dict[str, Any], reason: str, words: str) -> None:
+    times = {"startedAt": "2026-01-01T00:00:00Z", "finishedAt": "2026-01-01T00:00:09Z"}
+    pod = initialised({**end, **times}, resources=LIMIT)
+    assert pod.ending == "failed"
+    assert pod.problem == Problem(reason, f"the init container fetch of digits-worker-1{words}")
+    assert (pod.exit, pod.said) == (end["exitCode"], end.get("message", ""))
+    assert pod.started is not None
+    assert pod.ended is not None
+    assert (pod.ended - pod.started).seconds == 9
+
+
+@pytest.mark.parametrize(
+    ("end", "more"),
+    [
+        ({"exitCode": 0}, {}),
+        ({"exitCode": 137, "reason": "ContainerStatusUnknown"}, {}),
+        ({"exitCode": 143}, {"sidecar": True}),
+        ({"exitCode": 143}, {"reason": "Terminated"}),
+        ({"exitCode": 143}, {"conditions": [{"type": "DisruptionTarget", "status": "True"}]}),
+    ],
+)
+def test_an_init_container_that_did_not_fail_by_itself_is_no_failure(
+    end: dict[str, Any], more: dict[str, Any]
+) -> None:
+    assert initialised(end, **more).ending == "disrupted"
+
+
+def test_an_init_container_that_is_not_started_is_told() -> None:
+    def told(reason: str, *, of: dict[str, Any], last: dict[str, Any] | None = None) -> Problem | None:
+        state = {"state": {"waiting": {"reason": reason}}, "lastState": {"terminated": last or {}}}
+        inits = [{"name": "first", "state": {"terminated": {"exitCode": 0}}}, {"name": "fetch", **state}]
+        pod = read(manifest(phase="Pending", initContainerStatuses=inits, containerStatuses=[of]))
+        assert pod is not None
+        return pod.problem
+
+    problem = told("ImagePullBackOff", of=NOT_YET)
+    assert problem is not None
+    assert problem.reason == "ImagePullFailed"
+    assert "of the init container fetch of digits-worker-1 cannot be pulled" in problem.message
+    assert "`kubectl describe pod digits-worker-1`" in problem.message
+    problem = told("CrashLoopBackOff", of=NOT_YET, last={"exitCode": 3})
+    words = "the init container fetch of digits-worker-1 keeps crashing, last with exit status 3"
+    assert problem == Problem("CrashLoop", words)
+    assert told("PodInitializing", of=NOT_YET) is None
+    runs = {"name": "worker", "state": {"running": {}}}
+    assert told("CrashLoopBackOff", of=runs) is None, "it is a side-car, and does not matter"
+
+
+@pytest.mark.parametrize(
+    ("message", "ending"),
+    [
+        ('Usage of EmptyDir volume "tmp" exceeds the limit "1Gi". ', "failed"),
+        ("Pod ephemeral local storage usage exceeds the total limit of containers 2Gi. ", "failed"),
+        ('Container worker exceeded its local ephemeral storage limit "2Gi". ', "failed"),
+        (
+            "The node was low on resource: ephemeral-storage. Container worker was using 20Ki, which exceeds "
+            "its request of 0. ",
+            "disrupted",
+        ),
+        ("", "disrupted"),
+    ],
+)
+def test_a_pod_that_is_evicted_for_its_own_limits_has_failed(message: str, ending: str) -> None:
+    pod = read(manifest(phase="Failed", reason="Evicted", message=message))
+    assert pod is not None
+    assert pod.ending == ending
+    assert pod.problem is not None
+    assert pod.problem.reason == "Evicted"
+    assert message in pod.problem.message
+
+
 def test_a_container_that_is_about_to_start_is_no_problem() -> None:
     assert waiting("ContainerCreating").problem is None
     pod = read(manifest(phase="Pending"))
