@@ -62,15 +62,21 @@ def due(
         processes["standby"] = spec.parameter_server.replicas
     if spec.evaluator is not None:
         processes["evaluator"] = 1
-    return Certify(processes, desired.wiring, lifetime, reason, first=known is None)
+    return Certify(processes, desired.wiring, lifetime, reason, first=known is None or not known.issued)
 
 
 def renewed(
     status: TrainingJobStatus, certify: Certify | None, observed: Observed, now: datetime
 ) -> TrainingJobStatus:
-    """The status once they have been issued."""
-    if certify is None or any(problem.reason == REFUSED for problem in observed.refusals):
+    """The status once they have been issued.
+
+    Where they are refused, it says no more than that the job is to have some: a Service that would say so may
+    be refused as well.
+    """
+    if certify is None:
         return status
+    if any(problem.reason == REFUSED for problem in observed.refusals):
+        return status.model_copy(update={"certificates": status.certificates or CertificatesStatus()})
     until = stamp(now + certify.lifetime)
     known = CertificatesStatus(issued=stamp(now), expires=until, workers=certify.processes["worker"])
     return status.model_copy(update={"certificates": known})

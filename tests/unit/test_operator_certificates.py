@@ -20,6 +20,7 @@ from elastic_ps import env
 from elastic_ps.certificates import identity_of, issue, make_authority, validity_of
 from elastic_ps.identity import Identity
 from elastic_ps.job import TrainingJobSpec
+from elastic_ps.status import CertificatesStatus
 from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
 from tests.unit.simulation import Simulation, job_document
 from tests.unit.test_operator_cluster import Operator
@@ -128,7 +129,7 @@ def test_what_was_refused_is_tried_again_and_told() -> None:
     assert simulation.job is not None
     plan = reconcile(simulation.job, refused, simulation.now, simulation.options)
     assert plan.status is not None
-    assert plan.status.certificates is None
+    assert plan.status.certificates == CertificatesStatus(), "none are noted"
     assert plan.requeue is not None
     assert plan.requeue <= simulation.options.retry
     degraded = next(c for c in plan.status.conditions if c.type == "Degraded")
@@ -304,7 +305,29 @@ def test_a_webhook_that_fails_for_secrets_is_told_and_no_certificates_are_noted(
     operator.turns()
     degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
     assert (degraded.reason, degraded.message) == (REFUSED, "failed calling webhook")
-    assert operator.status.certificates is None
+    assert operator.status.certificates == CertificatesStatus()
+
+
+def test_a_job_keeps_tls_though_everything_that_says_so_is_refused_at_first(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    def forbid(request: Request) -> None:
+        if request.method == "POST" and request.path.split("/")[-1] in ("services", "secrets"):
+            raise Refusal(403, "Forbidden", "not yet")
+
+    operator = operator_of(server, tmp_path)
+    server.put("secrets", encoded(seed=b"s" * 32))
+    server.add_job()
+    server.refuse = forbid
+    operator.turns()
+    assert operator.status.revision, "the job has started"
+    server.refuse = lambda _: None
+    operator.turns()
+    service = server.get("services", "digits-servers")
+    assert service["metadata"]["annotations"][names.TLS_ANNOTATION] == "true"
+    assert {"digits-tls-ps-0", "digits-tls-worker-0"} <= {*server.names("secrets")}
+    assert operator.status.certificates is not None
+    assert operator.status.certificates.issued
 
 
 def encoded(**data: bytes) -> dict[str, Any]:
