@@ -2,7 +2,7 @@
 
 Whoever starts a job calls this: the launcher for each run, the operator for each TrainingJob. Nothing is read
 or written here, and times are arguments; only the keys come from the system's randomness. Keys are ECDSA on
-P-256. Everything is PEM.
+P-256; that of an authority that was made elsewhere may be of another curve, or RSA. Everything is PEM.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
@@ -88,9 +89,11 @@ def issue(
     try:
         ca = x509.load_pem_x509_certificate(authority.certificate)
         ca_key = serialization.load_pem_private_key(authority.key, None)
-    except ValueError as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: the key is encrypted
         raise UsageError(f"the authority cannot be read: {error}") from error
-    if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
+    if not isinstance(ca_key, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey):
+        raise UsageError(f"the authority's key is of {type(ca_key).__name__}; expected ECDSA or RSA")
+    if ca_key.public_key() != ca.public_key():
         raise UsageError("the authority's key is not the key of its certificate")
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(identity))])

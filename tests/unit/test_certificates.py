@@ -7,9 +7,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from cryptography import x509
-from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from elastic_ps.certificates import SKEW, identity_of, issue, make_authority, validity_of
+from elastic_ps.certificates import SKEW, KeyPair, identity_of, issue, make_authority, validity_of
 from elastic_ps.errors import UsageError
 from elastic_ps.identity import Identity, from_names, server_name
 
@@ -17,6 +19,33 @@ JOB = "7d1f0c2e-9f3b-4a52-8a0c-2f1d4a5e6b7c"
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)
 AUTHORITY = make_authority(JOB, now=NOW, lifetime=10 * HOUR)
+
+
+def root_of(
+    key: rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey,
+    *,
+    until: datetime,
+    password: bytes = b"",
+) -> KeyPair:
+    """A root as a platform's issuer makes it."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "root")])
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(until - timedelta(days=3650))
+        .not_valid_after(until)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+    )
+    made = builder.sign(key, None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256())
+    text = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption(),
+    )
+    return KeyPair(made.public_bytes(serialization.Encoding.PEM), text)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +89,21 @@ def test_an_authority_that_is_none() -> None:
         wrong = type(other)(certificate, key)
         with pytest.raises(UsageError, match="authority"):
             issue(wrong, Identity(JOB, "worker"), now=NOW, lifetime=HOUR)
+
+
+def test_the_key_of_an_authority_may_be_of_another_kind() -> None:
+    until = NOW + 10 * HOUR
+    for key in (rsa.generate_private_key(65537, 2048), ec.generate_private_key(ec.SECP384R1())):
+        root = root_of(key, until=until)
+        made = issue(root, Identity(JOB, "server"), now=NOW, lifetime=HOUR)
+        ca = x509.load_pem_x509_certificate(root.certificate)
+        x509.load_pem_x509_certificate(made.certificate).verify_directly_issued_by(ca)
+    for authority, words in (
+        (root_of(ed25519.Ed25519PrivateKey.generate(), until=until), "expected ECDSA or RSA"),
+        (root_of(ec.generate_private_key(ec.SECP256R1()), until=until, password=b"x"), "cannot be read"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            issue(authority, Identity(JOB, "server"), now=NOW, lifetime=HOUR)
 
 
 def test_a_key_is_not_printed() -> None:

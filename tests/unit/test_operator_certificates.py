@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from elastic_operator import builders, names
 from elastic_operator.certificates import REFUSED, room
@@ -23,6 +24,7 @@ from elastic_ps.job import TrainingJobSpec
 from elastic_ps.status import CertificatesStatus
 from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
 from tests.unit.simulation import Simulation, job_document
+from tests.unit.test_certificates import root_of
 from tests.unit.test_operator_cluster import Operator
 
 SECURED = Options(secured=True)
@@ -336,9 +338,15 @@ def encoded(**data: bytes) -> dict[str, Any]:
     return {"kind": "Secret", "metadata": metadata, "data": named}
 
 
-def test_an_issuer_signs_in_the_place_of_the_operators_own(server: ApiServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ecdsa", "rsa"])
+def test_an_issuer_signs_in_the_place_of_the_operators_own(
+    server: ApiServer, tmp_path: Path, kind: str
+) -> None:
     now = datetime.now(UTC)
-    root = make_authority("root", now=now, lifetime=30 * DAY)
+    if kind == "rsa":
+        root = root_of(rsa.generate_private_key(65537, 2048), until=now + 30 * DAY)
+    else:
+        root = make_authority("root", now=now, lifetime=30 * DAY)
     server.put("secrets", encoded(tls_crt=root.certificate, tls_key=root.key))
     operator = operator_of(server, tmp_path)
     server.add_job()
