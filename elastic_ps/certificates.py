@@ -109,9 +109,7 @@ def issue(
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
-        )
+        .add_extension(_key_identifier(ca, ca_key.public_key()), critical=False)
     )
     return KeyPair(_pem(builder.sign(ca_key, hashes.SHA256())), _key_pem(key))
 
@@ -185,6 +183,17 @@ def _builder(
         .not_valid_before(now - SKEW)
         .not_valid_after(until)
     )
+
+
+def _key_identifier(
+    ca: x509.Certificate, key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey
+) -> x509.AuthorityKeyIdentifier:
+    """What the authority calls its key. It may be another hash than SHA-1, as in Go."""
+    try:
+        own = ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    except x509.ExtensionNotFound:
+        return x509.AuthorityKeyIdentifier.from_issuer_public_key(key)
+    return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
 
 
 def _usage(*, signs: bool) -> x509.KeyUsage:

@@ -26,6 +26,7 @@ def root_of(
     *,
     until: datetime,
     password: bytes = b"",
+    identifier: bytes = b"",
 ) -> KeyPair:
     """A root as a platform's issuer makes it."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "root")])
@@ -39,6 +40,8 @@ def root_of(
         .not_valid_after(until)
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
     )
+    if identifier:
+        builder = builder.add_extension(x509.SubjectKeyIdentifier(identifier), critical=False)
     made = builder.sign(key, None if isinstance(key, ed25519.Ed25519PrivateKey) else hashes.SHA256())
     text = key.private_bytes(
         serialization.Encoding.PEM,
@@ -104,6 +107,18 @@ def test_the_key_of_an_authority_may_be_of_another_kind() -> None:
     ):
         with pytest.raises(UsageError, match=words):
             issue(authority, Identity(JOB, "server"), now=NOW, lifetime=HOUR)
+
+
+@pytest.mark.parametrize("identifier", [b"", b"a hash of Go's"])
+def test_a_certificate_names_its_authoritys_key_as_the_authority_does(identifier: bytes) -> None:
+    """OpenSSL finds no way to the root otherwise."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    root = root_of(key, until=NOW + 10 * HOUR, identifier=identifier)
+    made = issue(root, Identity(JOB, "server"), now=NOW, lifetime=HOUR)
+    extensions = x509.load_pem_x509_certificate(made.certificate).extensions
+    named = extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value
+    usual = x509.SubjectKeyIdentifier.from_public_key(key.public_key()).digest
+    assert named.key_identifier == (identifier or usual)
 
 
 def test_a_key_is_not_printed() -> None:
