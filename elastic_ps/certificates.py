@@ -74,12 +74,12 @@ def issue(
 
     Args:
         now: with a time zone.
-        lifetime: never longer than the authority's.
+        lifetime: the certificate never lasts longer than the authority's.
         names: of a server: DNS names and IP addresses that it has besides `server_name`. No process of the
             job looks at them; they are for tools that check the name that they have connected to.
 
     Raises:
-        UsageError: the authority is not one, or `names` are given for what is no server.
+        UsageError: the authority is not one, or has ended, or `names` are given for what is no server.
     """
     serves = identity.role in SERVING
     if names and not serves:
@@ -95,6 +95,8 @@ def issue(
         raise UsageError(f"the authority's key is of {type(ca_key).__name__}; expected ECDSA or RSA")
     if ca_key.public_key() != ca.public_key():
         raise UsageError("the authority's key is not the key of its certificate")
+    if ca.not_valid_after_utc <= now:
+        raise UsageError(f"the authority has ended at {ca.not_valid_after_utc:%Y-%m-%dT%H:%M:%SZ}")
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(identity))])
     until = min(now + lifetime, ca.not_valid_after_utc)

@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 
 from elastic_operator.api import Api, ApiError
 from elastic_operator.certificates import Issued
-from elastic_ps.certificates import KeyPair, issue, make_authority, trusts_itself
+from elastic_ps.certificates import KeyPair, issue, make_authority, trusts_itself, validity_of
 from elastic_ps.env import IDENTITIES, Role
 from elastic_ps.errors import UsageError
 from elastic_ps.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
@@ -51,7 +51,7 @@ class Authority:
         """New certificates for (role, index) of the job with that uid. Values: the names of each server.
 
         Raises:
-            UsageError: the Secret is missing, or not what it should be.
+            UsageError: the Secret is missing, or not what it should be, or its authority has ended.
             ApiError, ConnectionLost: it cannot be read.
         """
         signer = self._signer(job, now)
@@ -59,7 +59,8 @@ class Authority:
         for (role, index), names in processes.items():
             identity = Identity(job, IDENTITIES[role], index)
             pair = issue(signer.authority, identity, now=now, lifetime=lifetime, names=names)
-            found[role, index] = Issued(pair.certificate + signer.chain, pair.key, signer.trusted)
+            until = validity_of(pair.certificate)[1]
+            found[role, index] = Issued(pair.certificate + signer.chain, pair.key, signer.trusted, until)
         return found
 
     def _signer(self, job: str, now: datetime) -> _Signer:

@@ -31,11 +31,12 @@ WAITED = timedelta(seconds=90)
 
 @dataclass(frozen=True, repr=False)
 class Issued:
-    """A certificate with its chain, the key of it, and the authorities to trust. PEM."""
+    """A certificate with its chain, the key of it, and the authorities to trust, PEM; and when it ends."""
 
     certificate: bytes
     key: bytes
     authorities: bytes
+    until: datetime
 
 
 def due(
@@ -45,11 +46,10 @@ def due(
     if not desired.wiring.secured:
         return None
     spec, known, workers = desired.spec, status.certificates, desired.replicas
-    expires = parse_time(known.expires or None) if known is not None else None
-    lifetime = options.certificate_lifetime
-    if known is None or expires is None:
+    renewal = _renewal(known, options)
+    if known is None or renewal is None:
         reason = "the job's processes talk to each other over TLS"
-    elif expires - now <= lifetime / 3:
+    elif renewal <= now:
         reason = f"the certificates are valid until {known.expires} only"
     elif known.workers < workers:
         reason = f"there are certificates for {known.workers} workers only"
@@ -62,7 +62,21 @@ def due(
         processes["standby"] = spec.parameter_server.replicas
     if spec.evaluator is not None:
         processes["evaluator"] = 1
-    return Certify(processes, desired.wiring, lifetime, reason, first=known is None or not known.issued)
+    first = known is None or not known.issued
+    return Certify(processes, desired.wiring, options.certificate_lifetime, reason, first=first)
+
+
+def _renewal(known: CertificatesStatus | None, options: Options) -> datetime | None:
+    """When new ones are issued: in the last third of the old ones' time. None: that is not known.
+
+    They may last for less than the operator asks for, since they end with the authority that signs.
+    """
+    expires = parse_time(known.expires or None) if known is not None else None
+    issued = parse_time(known.issued or None) if known is not None else None
+    if expires is None:
+        return None
+    lasts = expires - issued if issued is not None and issued < expires else options.certificate_lifetime
+    return expires - lasts / 3
 
 
 def renewed(
@@ -77,15 +91,16 @@ def renewed(
         return status
     if any(problem.reason == REFUSED for problem in observed.refusals):
         return status.model_copy(update={"certificates": status.certificates or CertificatesStatus()})
-    until = stamp(now + certify.lifetime)
-    known = CertificatesStatus(issued=stamp(now), expires=until, workers=certify.processes["worker"])
+    until = observed.certified or now + certify.lifetime
+    workers = certify.processes["worker"]
+    known = CertificatesStatus(issued=stamp(now), expires=stamp(until), workers=workers)
     return status.model_copy(update={"certificates": known})
 
 
 def next_look(status: TrainingJobStatus, now: datetime, options: Options) -> list[timedelta]:
     """When time alone asks for new ones."""
-    expires = parse_time(status.certificates.expires or None) if status.certificates is not None else None
-    return [] if expires is None else [max(timedelta(0), expires - options.certificate_lifetime / 3 - now)]
+    renewal = _renewal(status.certificates, options)
+    return [] if renewal is None else [max(timedelta(0), renewal - now)]
 
 
 def room(workers: int) -> int:

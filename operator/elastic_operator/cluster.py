@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
@@ -23,7 +22,7 @@ from elastic_operator.plan import (
     DeletePod,
     Kind,
     Note,
-    Observed,
+    Outcome,
     TunePod,
     stamp,
 )
@@ -56,7 +55,7 @@ class Cluster:
         self._api, self._store = api, store
         self._authority = authority
 
-    def execute(self, job: Mapping[str, Any], actions: Sequence[Action]) -> list[Problem]:
+    def execute(self, job: Mapping[str, Any], actions: Sequence[Action]) -> Outcome:
         """Carry out a plan; what the API server refuses comes back in words.
 
         Of the other actions, a refusal keeps back only those that need what was refused.
@@ -65,7 +64,8 @@ class Cluster:
             ApiError, ConnectionLost: the API server is not well, the job has changed, it may not be deleted,
                 or it is not known yet whether its pods may be protected; the whole pass is to be made again.
         """
-        refused = []
+        refused: list[Problem] = []
+        certified: datetime | None = None
         done: list[Action] = []
         missing: set[Kind] = set()
         broken = 0
@@ -73,21 +73,22 @@ class Cluster:
             if isinstance(action, Create) and action.needs in missing:
                 continue
             try:
-                problem = self._carry_out(job, action)
+                result = self._carry_out(job, action)
             except ApiError as error:
                 protects = (
                     isinstance(action, Create) and action.kind == "NetworkPolicy" and error.status >= 500
                 )
                 if protects or isinstance(action, DeleteJob) or error.status in _UNWELL:
                     raise
-                problem = _refusal(action, error)
+                result = _refusal(action, error)
                 broken += error.status >= 500
-            if problem is None:
-                done.append(action)
-            else:
-                refused.append(problem)
+            if isinstance(result, Problem):
+                refused.append(result)
                 if isinstance(action, Create):
                     missing.add(action.kind)
+            else:
+                done.append(action)
+                certified = result or certified
             if broken == _BROKEN_LIMIT:
                 break
         metadata = job["metadata"]
@@ -98,9 +99,10 @@ class Cluster:
             logger.info("%s: %s: %s", identity, _words(action, metadata["name"]), action.reason)
         for problem in refused:
             logger.warning("%s: refused: %s", identity, problem.message)
-        return refused
+        return Outcome(refusals=tuple(refused), certified=certified)
 
-    def _carry_out(self, job: Mapping[str, Any], action: Action) -> Problem | None:
+    def _carry_out(self, job: Mapping[str, Any], action: Action) -> Problem | datetime | None:
+        """Why it is refused; else, of certificates, until when they are valid."""
         if isinstance(action, Create):
             return self._create(job, action)
         if isinstance(action, Certify):
@@ -144,7 +146,7 @@ class Cluster:
         self._store.put(resource, made, ours=True)
         return None
 
-    def _certify(self, job: Mapping[str, Any], action: Certify) -> Problem | None:
+    def _certify(self, job: Mapping[str, Any], action: Certify) -> Problem | datetime:
         """Issue certificates, and write them over the job's Secrets without reading those."""
         metadata = job["metadata"]
         wanted = {
@@ -165,7 +167,7 @@ class Cluster:
             if error.status in _UNWELL:
                 raise
             return Problem(REFUSED, error.message)
-        return None
+        return min(one.until for one in issued.values())
 
     def _write_secret(self, manifest: Mapping[str, Any], *, there: bool) -> None:
         """Whatever the Secret holds. One of another type is refused (422), since types never change."""
@@ -298,10 +300,6 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
         elif key not in old or before != value:
             patch[key] = value
     return patch
-
-
-def with_refusals(observed: Observed, refused: Sequence[Problem]) -> Observed:
-    return replace(observed, refusals=tuple(refused))
 
 
 def _summaries(done: Sequence[Action]) -> Iterator[Note]:

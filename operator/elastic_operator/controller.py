@@ -13,9 +13,10 @@ from datetime import UTC, datetime, timedelta
 
 from elastic_operator import names
 from elastic_operator.api import ApiError
-from elastic_operator.cluster import Cluster, with_refusals
+from elastic_operator.cluster import Cluster
 from elastic_operator.documents import read_status
 from elastic_operator.metrics import Metrics
+from elastic_operator.plan import Outcome
 from elastic_operator.poller import Server, server_of
 from elastic_operator.queue import Key
 from elastic_operator.reconcile import reconcile
@@ -81,9 +82,9 @@ class Controller:
         job, observed = snapshot.job, replace(snapshot.observed, server=word)
         now, options = datetime.now(UTC), self._settings.options
         plan = reconcile(job, observed, now, options)
-        refused = self._cluster.execute(job, plan.actions)
-        if refused:
-            plan = reconcile(job, with_refusals(observed, refused), now, options)
+        outcome = self._cluster.execute(job, plan.actions)
+        if outcome != Outcome():
+            plan = reconcile(job, observed.with_outcome(outcome), now, options)
         if plan.status is None:
             return plan.requeue
         for note in plan.notes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, Literal, TypeAlias
 
@@ -64,7 +64,8 @@ class Observed:
         claims: names of its volume claims.
         policies: names of its network policies; looked for only if there is to be one.
         server: what shard 0 answered; None if it did not.
-        refusals: what the API server refused to create a moment ago, in this same pass.
+        refusals: what the API server refused a moment ago, in this same pass.
+        certified: until when the certificates are valid that were issued in this same pass; None: none were.
     """
 
     pods: tuple[Pod, ...] = ()
@@ -74,6 +75,7 @@ class Observed:
     policies: frozenset[str] = frozenset()
     server: ServerStatus | None = None
     refusals: tuple[Problem, ...] = ()
+    certified: datetime | None = None
 
     @property
     def word(self) -> ServerStatus | None:
@@ -81,6 +83,10 @@ class Observed:
         if self.server is not None:
             return self.server
         return next((pod.last_words for pod in self.of("ps") if pod.index == 0 and pod.last_words), None)
+
+    def with_outcome(self, outcome: Outcome) -> Observed:
+        """The same, once the actions of a pass have been carried out."""
+        return replace(self, refusals=outcome.refusals, certified=outcome.certified)
 
     def of(self, *roles: Role) -> list[Pod]:
         """The pods of these roles, role by role, by index."""
@@ -154,6 +160,14 @@ class TunePod:
 
 
 Action: TypeAlias = Create | Certify | DeletePod | DeleteJob | TunePod
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a plan's actions. Attributes: see those of `Observed`."""
+
+    refusals: tuple[Problem, ...] = ()
+    certified: datetime | None = None
 
 
 @dataclass(frozen=True)

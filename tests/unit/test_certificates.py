@@ -84,6 +84,9 @@ def test_only_servers_have_names_and_may_serve() -> None:
 def test_nothing_outlives_its_authority() -> None:
     made = issue(AUTHORITY, Identity(JOB, "worker"), now=NOW, lifetime=100 * HOUR)
     assert validity_of(made.certificate)[1] == NOW + 10 * HOUR
+    for late in (10 * HOUR, 12 * HOUR):
+        with pytest.raises(UsageError, match="the authority has ended at 2026-05-01T10:00:00Z"):
+            issue(AUTHORITY, Identity(JOB, "worker"), now=NOW + late, lifetime=HOUR)
 
 
 def test_an_authority_that_is_none() -> None:

@@ -14,8 +14,9 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from elastic_operator import builders, names
 from elastic_operator.certificates import REFUSED, room
-from elastic_operator.plan import Certify, Create, Options
-from elastic_operator.pods import Problem
+from elastic_operator.plan import Certify, Create, Options, Outcome, stamp
+from elastic_operator.pods import Problem, parse_time
+from elastic_operator.reconcile import reconcile
 from elastic_operator.wiring import Wiring
 from elastic_ps import env
 from elastic_ps.certificates import identity_of, issue, make_authority, validity_of
@@ -123,11 +124,8 @@ def test_what_was_refused_is_tried_again_and_told() -> None:
     simulation = Simulation(job_document())
     simulation.options = SECURED
     simulation.step(writes=1)
-    from dataclasses import replace
-
-    from elastic_operator.reconcile import reconcile
-
-    refused = replace(simulation.observed(), refusals=(Problem(REFUSED, "the Secret is somebody else's"),))
+    somebodys = Outcome(refusals=(Problem(REFUSED, "the Secret is somebody else's"),))
+    refused = simulation.observed().with_outcome(somebodys)
     assert simulation.job is not None
     plan = reconcile(simulation.job, refused, simulation.now, simulation.options)
     assert plan.status is not None
@@ -375,6 +373,42 @@ def test_a_secret_that_signs_nothing_is_told(
     operator.turns(2)
     degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
     assert (degraded.reason, words in degraded.message) == (REFUSED, True), degraded.message
+
+
+def test_certificates_are_renewed_before_an_authority_ends_that_ends_soon(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    now = datetime.now(UTC)
+    root = make_authority("root", now=now, lifetime=30 * DAY)
+    server.put("secrets", encoded(tls_crt=root.certificate, tls_key=root.key))
+    operator = operator_of(server, tmp_path)
+    server.add_job()
+    operator.turns()
+    known = operator.status.certificates
+    assert known is not None
+    ends = validity_of(file(server, "digits-tls-ps-0", "0.crt"))[1]
+    assert parse_time(known.expires) == ends
+    assert ends <= now + 30 * DAY
+    first = file(server, "digits-tls-ps-0", "0.crt")
+    operator.turns(2)
+    assert file(server, "digits-tls-ps-0", "0.crt") == first, "two thirds of their time are left"
+    job = server.get(JOBS, "digits")
+    times = {"issued": stamp(now - 21 * DAY), "expires": stamp(now + 9 * DAY)}
+    job["status"]["certificates"] |= times
+    server.put(JOBS, job)
+    operator.turns()
+    assert file(server, "digits-tls-ps-0", "0.crt") != first
+
+
+def test_an_authority_that_has_ended_is_told(server: ApiServer, tmp_path: Path) -> None:
+    now = datetime.now(UTC)
+    root = make_authority("root", now=now - DAY, lifetime=DAY - timedelta(hours=2))
+    server.put("secrets", encoded(tls_crt=root.certificate, tls_key=root.key))
+    operator = operator_of(server, tmp_path)
+    server.add_job()
+    assert operator.turns() is not None
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert (degraded.reason, "the authority has ended at" in degraded.message) == (REFUSED, True)
 
 
 def test_an_intermediate_needs_its_root(server: ApiServer, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from elastic_operator.cluster import Cluster, difference
 from elastic_operator.controller import Controller
 from elastic_operator.documents import read_status
 from elastic_operator.metrics import Metrics
-from elastic_operator.plan import Create, DeleteJob, DeletePod, Note, Observed
+from elastic_operator.plan import Create, DeleteJob, DeletePod, Note, Observed, Outcome
 from elastic_operator.poller import ask
 from elastic_operator.queue import Key
 from elastic_operator.reflector import Reflectors
@@ -208,10 +208,11 @@ def test_what_exists_already_and_is_the_jobs_is_as_good_as_created(
     operator.turns()
     pod = server.get("pods", "digits-worker-0")
     again = Create("Pod", "digits-worker-0", pod, "again")
-    assert operator.cluster.execute(job, [again]) == []
+    assert operator.cluster.execute(job, [again]) == Outcome()
     gone = {**pod, "metadata": {**pod["metadata"], "name": "digits-worker-9"}}
     server.refuse = refusing("POST", "pods", Refusal(409, "AlreadyExists"))
-    assert operator.cluster.execute(job, [Create("Pod", "digits-worker-9", gone, "")]) == [], "gone by now"
+    again = Create("Pod", "digits-worker-9", gone, "")
+    assert operator.cluster.execute(job, [again]) == Outcome(), "gone by now"
 
 
 @pytest.mark.parametrize(
@@ -355,9 +356,9 @@ def test_pods_are_deleted_by_uid_and_one_that_is_gone_is_none_to_worry_about(
     operator.turns()
     uid = server.get("pods", "digits-worker-0")["metadata"]["uid"]
     another = DeletePod("digits-worker-0", "the-one-before", "it has ended")
-    assert operator.cluster.execute(job, [another]) == []
+    assert operator.cluster.execute(job, [another]) == Outcome()
     assert "digits-worker-0" in server.names("pods")
-    assert operator.cluster.execute(job, [DeletePod("digits-worker-7", uid, "it has ended")]) == []
+    assert operator.cluster.execute(job, [DeletePod("digits-worker-7", uid, "it has ended")]) == Outcome()
     operator.cluster.execute(job, [DeletePod("digits-worker-0", uid, "it has ended")])
     assert "digits-worker-0" not in server.names("pods")
     assert "gracePeriodSeconds" not in server.asked("DELETE", "pods")[-1].body
@@ -365,7 +366,7 @@ def test_pods_are_deleted_by_uid_and_one_that_is_gone_is_none_to_worry_about(
     server.refuse = refusing("DELETE", "digits-ps-0", Refusal(403, "Forbidden", "a policy forbids it"))
     refused, made = DeletePod("digits-ps-0", uid, "it has ended"), server.get("pods", "digits-ps-0")
     again = {**made, "metadata": {**made["metadata"], "name": "digits-worker-0"}}
-    [problem] = operator.cluster.execute(job, [refused, Create("Pod", "digits-worker-0", again, "")])
+    [problem] = operator.cluster.execute(job, [refused, Create("Pod", "digits-worker-0", again, "")]).refusals
     assert (problem.reason, problem.message) == ("Forbidden", "digits-ps-0: a policy forbids it")
     assert "digits-worker-0" in server.names("pods"), "the other action is carried out"
     server.refuse = refusing("DELETE", "digits-ps-0", Refusal(503, "ServiceUnavailable"))

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_operator.cluster import with_refusals
 from elastic_operator.documents import read_server_status, read_status
-from elastic_operator.plan import Create, DeletePod, Options, Plan, stamp
+from elastic_operator.plan import Create, DeletePod, Observed, Options, Outcome, Plan, stamp
 from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status
@@ -454,15 +453,20 @@ def test_what_cannot_start_is_told_and_enough_workers_run_on() -> None:
     assert "no cpu" in simulation.condition("Degraded")["message"]
 
 
+def refusing(simulation: Simulation, *problems: Problem) -> Observed:
+    """What there is, once the API server has refused actions of a pass for these reasons."""
+    return simulation.observed().with_outcome(Outcome(refusals=problems))
+
+
 def test_refused_creation_is_told() -> None:
     simulation = Simulation(job_document())
     assert simulation.job is not None
-    quota = with_refusals(simulation.observed(), [Problem("QuotaExceeded", "exceeded quota: pods=0")])
+    quota = refusing(simulation, Problem("QuotaExceeded", "exceeded quota: pods=0"))
     plan = reconcile(simulation.job, quota, simulation.now, Options())
     assert plan.status is not None
     found = {c.type: c for c in plan.status.conditions}
     assert found["Created"].reason == found["Running"].reason == "QuotaExceeded"
-    invalid = with_refusals(simulation.observed(), [Problem("InvalidSpec", "containers[0].image: required")])
+    invalid = refusing(simulation, Problem("InvalidSpec", "containers[0].image: required"))
     plan = reconcile(simulation.job, invalid, simulation.now, Options())
     assert plan.status is not None
     assert plan.status.phase == "Failed"
@@ -475,7 +479,7 @@ def test_a_template_that_makes_no_pod_does_not_end_a_job_that_has_trained() -> N
     simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
     del simulation.pods["digits-worker-0"]
     simulation.step(writes=0)
-    invalid = with_refusals(simulation.observed(), [Problem("InvalidSpec", "memory: 16GB")])
+    invalid = refusing(simulation, Problem("InvalidSpec", "memory: 16GB"))
     assert simulation.job is not None
     for _ in range(2):
         plan = reconcile(simulation.job, invalid, simulation.now, Options())
@@ -492,7 +496,7 @@ def test_a_deletion_that_is_refused_is_not_tried_without_a_pause_and_not_forgott
 
     def refused() -> Plan:
         assert simulation.job is not None
-        observed = with_refusals(simulation.observed(), forbidden)
+        observed = refusing(simulation, *forbidden)
         return reconcile(simulation.job, observed, simulation.now, simulation.options)
 
     simulation.end("digits-worker-1", 1)
@@ -519,7 +523,7 @@ def test_a_pod_of_a_finished_job_whose_deletion_is_refused_is_not_forgotten() ->
     simulation.step()
     assert simulation.status["phase"] == "Succeeded"
     assert simulation.job is not None
-    refused = with_refusals(simulation.observed(), [Problem("Forbidden", "digits-ps-0: a policy forbids it")])
+    refused = refusing(simulation, Problem("Forbidden", "digits-ps-0: a policy forbids it"))
     plan = reconcile(simulation.job, refused, simulation.now, simulation.options)
     assert (named(plan), plan.requeue) == (["digits-ps-0"], simulation.options.retry)
 
