@@ -171,6 +171,8 @@ class Reflectors:
             for resource, monitor in self.monitors.items()
             for namespace in self._namespaces
         ]
+        self._store = store
+        self._left_out: frozenset[str] = frozenset()
 
     def start(self) -> None:
         for reflector in self._all:
@@ -184,13 +186,35 @@ class Reflectors:
     def list_all(self, resource: Resource) -> None:
         """List everything of a kind into the store, and compare it with what the watches have delivered.
 
+        Of several namespaces, those are left out and forgotten whose jobs may not be listed: a namespace that
+        was deleted, say, and the operator's Role with it. They are served again once that is possible.
+
         Raises:
             ApiError, ConnectionLost: the API server cannot be asked.
         """
         found: dict[str, str] = {}
+        refused: dict[str, ApiError] = {}
+        jobs = resource == "trainingjobs"
         for namespace in self._namespaces:
-            found |= self._lister.list(resource, namespace)[0]
+            if namespace in self._left_out and not jobs:
+                continue
+            try:
+                found |= self._lister.list(resource, namespace)[0]
+            except ApiError as error:
+                if not jobs or error.status not in (403, 404):
+                    raise
+                refused[namespace] = error
+        if len(refused) == len(self._namespaces):
+            raise max(refused.values(), key=lambda error: error.status)  # 404: there is no definition, either
+        if jobs:
+            self._leave_out(refused)
         self.monitors[resource].listed(found, time.monotonic())
+
+    def _leave_out(self, refused: Mapping[str, ApiError]) -> None:
+        for namespace, error in refused.items():
+            logger.warning("the namespace %s is not served, its jobs cannot be listed: %s", namespace, error)
+            self._store.forget(namespace)
+        self._left_out = frozenset(refused)
 
     def ages(self) -> dict[str, float]:
         """Seconds by which each watch is behind what was listed."""

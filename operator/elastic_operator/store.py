@@ -92,10 +92,22 @@ class Store:
         metadata = manifest["metadata"]
         self._remove((resource, metadata["namespace"], metadata["name"]), metadata["uid"])
 
+    def forget(self, namespace: str) -> None:
+        """Nothing in this namespace is known any more. It may be there all the same, and come back."""
+        with self._lock:
+            known = [(place, item.uid) for place, item in self._items.items() if place[1] == namespace]
+        # The jobs first, so that no pass sees one of them without its pods.
+        for place, uid in sorted(known, key=lambda item: item[0][0] != "trainingjobs"):
+            self._drop(place, uid)
+
     def _remove(self, place: tuple[Resource, str, str], uid: str) -> None:
         with self._lock:
-            self._forget()
+            self._forget_gone()
             self._gone[uid] = time.monotonic()
+        self._drop(place, uid)
+
+    def _drop(self, place: tuple[Resource, str, str], uid: str) -> None:
+        with self._lock:
             item = self._items.get(place)
             if item is None or item.uid != uid:
                 return
@@ -110,7 +122,7 @@ class Store:
         if self.changed is not None:
             self.changed(item.key, place[0])
 
-    def _forget(self) -> None:
+    def _forget_gone(self) -> None:
         """A watch is never so far behind that it still tells of these."""
         limit = time.monotonic() - _REMEMBER_GONE
         while self._gone and next(iter(self._gone.values())) < limit:

@@ -545,6 +545,35 @@ def test_only_the_namespaces_that_are_served_are_listed(server: ApiServer, tmp_p
     assert server.asked("GET", "pods")[0].query == {"labelSelector": names.JOB_LABEL, "limit": "250"}
 
 
+def test_a_namespace_that_is_lost_keeps_no_other_one_from_being_served(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    def forbid(request: Request) -> None:
+        if "/namespaces/b/" in request.path:
+            raise Refusal(403, "Forbidden", "no Role there any more")
+
+    for namespace in ("a", "b"):
+        server.add_job(namespace=namespace)
+    operator = Operator(server, tmp_path, namespaces=("a", "b"))
+    operator.controller.list_all()
+    server.refuse = forbid
+    again = Operator(server, tmp_path, namespaces=("a", "b"))
+    again.controller.wait_until_served(lambda _: pytest.fail("it waits for the namespace"))
+    snapshot, _ = again.controller.look(("a", "digits"))
+    assert snapshot is not None
+    again.controller.run_pass(("a", "digits"), snapshot, None)
+    assert ("pods", "a", "digits-worker-0") in server.objects
+    operator.controller.list_all()
+    assert [*operator.store.jobs()] == [("a", "digits")], "one that runs leaves it alone"
+    server.refuse = lambda _: None
+    operator.controller.list_all()
+    assert [*operator.store.jobs()] == [("a", "digits"), ("b", "digits")], "and serves it again"
+    only = Operator(server, tmp_path, namespaces=("b",))
+    server.refuse = forbid
+    with pytest.raises(ApiError, match="no Role there any more"):
+        only.controller.list_all()
+
+
 def test_what_a_status_says_of_a_jobs_end_is_known(server: ApiServer, operator: Operator) -> None:
     for name, kind in (("good", "Succeeded"), ("bad", "Failed"), ("on", "Running")):
         condition = {
