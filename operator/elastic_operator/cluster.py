@@ -44,6 +44,12 @@ _RESOURCES: dict[Kind, Resource] = {
 _UNWELL = {409, 429, 503, 504}
 """HTTP statuses that say nothing of an action: something has changed, or the API server is not well."""
 
+_OF_THE_SPEC: frozenset[Kind] = frozenset({"Pod", "PersistentVolumeClaim"})
+"""What a person's spec decides about. Of another object, the spec is never to blame."""
+
+_OF_A_POLICY = ('admission webhook "', "ValidatingAdmissionPolicy")
+"""In the messages of those who refuse what may be valid; their statuses are as they like, 400 and 422 too."""
+
 _BROKEN_LIMIT = 3
 """So many actions of a pass may end in an error of a server, as of a webhook that each of them waits for."""
 
@@ -140,7 +146,7 @@ class Cluster:
                 return Problem(error.reason, f"{action.name}: {error.message}")
             if error.status == 403 and "exceeded quota" in error.message:
                 return Problem("QuotaExceeded", f"{action.name}: {error.message}")
-            if error.status in (400, 422):
+            if _blames_the_spec(action, error):
                 return Problem("InvalidSpec", f"{_source(action)}{action.name}: {error.message}")
             raise
         self._store.put(resource, made, ours=True)
@@ -278,6 +284,12 @@ def _refusal(action: Create | Certify | DeletePod | TunePod, error: ApiError) ->
     name = "the certificates" if isinstance(action, Certify) else action.name
     reason = "Forbidden" if error.status == 403 else "Refused"
     return Problem(reason, f"{name}: {error.message or error.reason}")
+
+
+def _blames_the_spec(action: Create, error: ApiError) -> bool:
+    """Whether the object is not valid, so that only an edit of the job helps."""
+    policy = any(words in error.message for words in _OF_A_POLICY)
+    return error.status in (400, 422) and action.kind in _OF_THE_SPEC and not policy
 
 
 def _source(action: Create) -> str:

@@ -222,6 +222,8 @@ def test_what_exists_already_and_is_the_jobs_is_as_good_as_created(
         (Refusal(403, "Forbidden", "no right to create pods"), "Forbidden"),
         (Refusal(422, "Invalid", "containers[0].image: required"), "InvalidSpec"),
         (Refusal(400, "BadRequest", "cannot be read"), "InvalidSpec"),
+        (Refusal(400, "", 'admission webhook "x" denied the request: no label'), "Refused"),
+        (Refusal(422, "Invalid", "it is forbidden: ValidatingAdmissionPolicy 'x' denied request"), "Refused"),
     ],
 )
 def test_what_the_api_server_refuses_for_good_is_said_in_the_status(
@@ -238,6 +240,21 @@ def test_what_the_api_server_refuses_for_good_is_said_in_the_status(
         assert "spec.parameterServer.template does not make a valid pod digits-ps-0" in found.message
     assert "digits-ps-0" in found.message
     assert operator.count("api_request_errors_total", **_labels("create", "pods", refusal)) >= 1
+    server.refuse = lambda _: None
+    operator.turns()
+    assert bool(server.names("pods")) is (condition == "Degraded"), "if the spec is not to blame"
+
+
+@pytest.mark.parametrize(("resource", "waits"), [("services", True), ("persistentvolumeclaims", False)])
+def test_the_spec_is_to_blame_only_for_what_it_decides_about(
+    server: ApiServer, operator: Operator, resource: str, waits: bool
+) -> None:
+    server.add_job(parameterServer={"checkpoint": {"volumeClaim": {"storageClassName": "-"}}})
+    server.refuse = refusing("POST", resource, Refusal(422, "Invalid", "it is not valid"))
+    operator.turns()
+    server.refuse = lambda _: None
+    operator.turns()
+    assert ("digits-ps-0" in server.names("pods")) is waits
 
 
 def _labels(verb: str, resource: str, refusal: Refusal) -> dict[str, str]:
