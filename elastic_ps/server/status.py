@@ -7,35 +7,25 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import BaseHTTPRequestHandler
 
 from elastic_ps.core.evaluation import Evaluation
 from elastic_ps.errors import CannotListen
+from elastic_ps.listening import HttpServer
 from elastic_ps.status import ServerStatus, Traffic
 
 REQUEST_TIMEOUT = 10.0
 """Seconds after which a connection that says nothing is closed."""
 
 
-class _HttpServer(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """One that asks and does not wait for the answer, as a probe with little time, is no failure here."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
-
-
 class StatusServer:
     """Serves what `status` and `loss` return.
 
     Args:
-        bind: `host:port`.
+        bind: `host:port`; see `listening.place_of`.
         status: the parameter server's status now.
         loss: the loss curve.
 
@@ -83,7 +73,7 @@ class StatusServer:
 
         host, _, port = bind.rpartition(":")
         try:
-            self._server = _HttpServer((host, int(port)), Handler)
+            self._server = HttpServer((host, int(port)), Handler)
         except OSError as error:
             raise CannotListen(f"cannot listen on {bind}: {error.strerror}") from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)

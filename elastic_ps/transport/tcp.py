@@ -19,6 +19,7 @@ import time
 from datetime import timedelta
 
 from elastic_ps.errors import CannotListen
+from elastic_ps.listening import place_of
 from elastic_ps.transport.base import Limits
 from elastic_ps.transport.credentials import Credentials, UntrustedError
 from elastic_ps.transport.stream import PROTOCOL, STALL, StreamConnection, StreamServer
@@ -74,7 +75,7 @@ class TcpServer(StreamServer):
         stall: timedelta = STALL,
         credentials: Credentials | None = None,
     ) -> None:
-        """Listen on `bind`, `host:port`; port 0 picks one. Every address is one of IPv4 and of IPv6.
+        """Listen on `bind`, `host:port`; port 0 picks one; see `place_of`.
 
         Args:
             known: the address that clients know, if this is its data port. Default: `bind`.
@@ -89,16 +90,15 @@ class TcpServer(StreamServer):
         if credentials is not None:
             credentials.accepting()
         host, port = split(bind)
-        everywhere = host in ("", "0.0.0.0", "::")
-        both = everywhere and socket.has_dualstack_ipv6()  # as gRPC does, whichever of them is named
-        family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
-        place = ("", port) if everywhere else (host, port)
+        place = place_of(host)
         try:
-            listener = socket.create_server(place, family=family, backlog=BACKLOG, dualstack_ipv6=both)
+            listener = socket.create_server(
+                (place.host, port), family=place.family, backlog=BACKLOG, dualstack_ipv6=place.both
+            )
         except (OSError, OverflowError) as error:
             raise CannotListen(f"cannot listen on {bind}: {error}") from error
         _, at, *_ = listener.getsockname()
-        here = f"{'127.0.0.1' if everywhere else bind.rpartition(':')[0]}:{at}"
+        here = f"{'127.0.0.1' if place.everywhere else bind.rpartition(':')[0]}:{at}"
         _, number = split(known or here)
         super().__init__(
             listener,

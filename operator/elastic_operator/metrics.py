@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import BaseHTTPRequestHandler
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from elastic_ps.listening import HttpServer
 
 _PREFIX = "elastic_ps_operator"
 
@@ -45,15 +45,6 @@ class Metrics:
         return Counter(f"{_PREFIX}_{name}", text, labels, registry=self.registry)
 
 
-class _HttpServer(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A probe with little time, which does not wait for the answer, is no failure of the operator."""
-        if not isinstance(sys.exception(), ConnectionError):
-            super().handle_error(request, client_address)
-
-
 class HealthServer:
     """Serves /healthz, /readyz and /metrics from a thread of its own until closed.
 
@@ -88,7 +79,7 @@ class HealthServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Probes are not worth a line each."""
 
-        self._server = _HttpServer(address, Handler)
+        self._server = HttpServer(address, Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)
         self._thread.start()
 

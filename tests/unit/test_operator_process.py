@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -24,10 +25,10 @@ from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
 ROOT = Path(__file__).parents[2]
 
 
-def get(port: int, path: str) -> tuple[int, str]:
+def get(port: int, path: str, *, host: str = "127.0.0.1") -> tuple[int, str]:
     """Status and text of a page on localhost."""
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{host}:{port}{path}", timeout=10) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -271,6 +272,17 @@ def test_the_health_server_says_what_is_wrong_until_it_is_closed() -> None:
     server.close()
     with pytest.raises(urllib.error.URLError):
         get(port, "/healthz")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_probes_are_answered_over_both_protocols() -> None:
+    address = settings.parse(["--health=0.0.0.0:0"]).health
+    server = HealthServer(address, Metrics(), healthy=lambda: None, ready=lambda: None)
+    try:
+        for host in ("127.0.0.1", "[::1]"):
+            assert get(server.port, "/healthz", host=host) == (200, "ok")
+    finally:
+        server.close()
 
 
 def test_a_probe_that_does_not_wait_for_the_answer_is_not_logged(capfd: pytest.CaptureFixture[str]) -> None:

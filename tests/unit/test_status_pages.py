@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -28,10 +29,10 @@ def server() -> Iterator[StatusServer]:
     server.close()
 
 
-def get(server: StatusServer, path: str) -> tuple[int, str, str]:
+def get(server: StatusServer, path: str, *, host: str = "127.0.0.1") -> tuple[int, str, str]:
     """Code, type and text of a page."""
     try:
-        answer = urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=10)
+        answer = urllib.request.urlopen(f"http://{host}:{server.port}{path}", timeout=10)
     except urllib.error.HTTPError as error:
         answer = error
     with answer:
@@ -77,6 +78,33 @@ def test_a_port_that_is_taken_is_said_in_words(server: StatusServer) -> None:
     bind = f"127.0.0.1:{server.port}"
     with pytest.raises(CannotListen, match=f"cannot listen on {bind}: Address already in use"):
         StatusServer(bind, lambda: status_of(ready=True), list)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize(
+    ("bind", "hosts"),
+    [
+        ("0.0.0.0:0", ["127.0.0.1", "[::1]"]),
+        ("[::]:0", ["127.0.0.1", "[::1]"]),
+        (":0", ["127.0.0.1", "[::1]"]),
+        ("[::1]:0", ["[::1]"]),
+    ],
+)
+def test_pages_are_served_over_both_protocols(bind: str, hosts: list[str]) -> None:
+    server = StatusServer(bind, lambda: status_of(ready=True), list)
+    try:
+        assert [get(server, "/healthz", host=host)[0] for host in hosts] == [200] * len(hosts)
+    finally:
+        server.close()
+
+
+def test_pages_are_served_where_there_is_no_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.has_dualstack_ipv6", lambda: False)
+    server = StatusServer("0.0.0.0:0", lambda: status_of(ready=True), list)
+    try:
+        assert get(server, "/healthz")[0] == 200
+    finally:
+        server.close()
 
 
 def test_metrics_count_what_the_status_says() -> None:
