@@ -9,6 +9,9 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, PlainSerializer, WithJsonSchema
 from pydantic.alias_generators import to_camel
 
+MOST_SECONDS = 2**31 - 1
+"""The longest time that a job may name: 68 years. Dates of Python end before much longer ones are over."""
+
 _DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -17,14 +20,17 @@ def parse_duration(value: object) -> timedelta:
     """Read a duration as Kubernetes writes it: `30s`, `1m30s`, `500ms`.
 
     Raises:
-        ValueError: `value` is not such a string (nor already a timedelta).
+        ValueError: `value` is not such a string (nor already a timedelta), or longer than `MOST_SECONDS`.
     """
     if isinstance(value, timedelta):
         return value
     if not isinstance(value, str) or not re.match(_DURATION, value):
         raise ValueError(f"{value!r} is not a duration; write it like 30s, 1m30s or 500ms")
     parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", value)
-    return timedelta(seconds=sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts))
+    seconds = sum(float(number) * _UNIT_SECONDS[unit] for number, unit in parts)
+    if seconds > MOST_SECONDS:
+        raise ValueError(f"{value!r} is too long; expected at most {MOST_SECONDS}s")
+    return timedelta(seconds=seconds)
 
 
 def format_duration(value: timedelta) -> str:
@@ -52,8 +58,8 @@ def parse_duration_or_auto(value: object) -> timedelta | Literal["auto"]:
         return AUTO
     try:
         return parse_duration(value)
-    except ValueError:
-        raise ValueError(f"{value!r} is no duration; write it like 30s, 1m30s or 500ms, or auto") from None
+    except ValueError as error:
+        raise ValueError(f"{error}, or auto") from None
 
 
 DurationOrAuto: TypeAlias = Annotated[

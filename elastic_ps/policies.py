@@ -6,10 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from elastic_ps.fields import CamelModel
-
-MOST_SECONDS = 2**31 - 1
-"""The longest time that a job may name: 68 years. Dates of Python end before much longer ones are over."""
+from elastic_ps.fields import MOST_SECONDS, CamelModel
 
 
 class OnExitCodes(CamelModel):

@@ -52,7 +52,7 @@ from elastic_operator.timing import ZERO, asked_restart, next_look, pause, resta
 from elastic_operator.verdict import Verdict, health, verdict
 from elastic_ps.env import Role
 from elastic_ps.errors import InvalidJob
-from elastic_ps.policies import MOST_SECONDS
+from elastic_ps.fields import MOST_SECONDS
 from elastic_ps.status import TrainingJobStatus
 
 _NEED: dict[Role, str] = {

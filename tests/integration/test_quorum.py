@@ -118,7 +118,7 @@ def test_a_round_waits_for_the_others_as_long_as_grace_says(tmp_path: Path) -> N
         ),
         ({"consistency": local(2, "easgd", quorum=1)}, "quorum 1 has no meaning with outer easgd"),
         ({"consistency": local(2, grace="1s")}, "grace has no meaning without quorum"),
-        ({"consistency": local(2, quorum=1, grace="soon")}, "'soon' is no duration; .* 500ms, or auto"),
+        ({"consistency": local(2, quorum=1, grace="soon")}, "'soon' is not a duration; .* 500ms, or auto"),
         ({"consistency": {"quorum": 1}}, "quorum 1 has no meaning with mode sync"),
         ({"consistency": {"grace": "auto"}}, "grace auto has no meaning with mode sync"),
     ],

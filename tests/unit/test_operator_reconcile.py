@@ -549,6 +549,21 @@ def test_a_time_that_no_date_can_be_away_is_refused(field: str) -> None:
     assert "2147483647" in simulation.condition("Failed")["message"]
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"worker": {"progressTimeout": "99999999999h"}},
+        {"worker": {"leaseDuration": f"{'9' * 400}h"}},
+        {"evaluator": {"entrypoint": "a:b", "finishTimeout": "99999999h"}},
+        {"consistency": {"mode": "local", "steps": 2, "quorum": 1, "grace": "99999999h"}},
+    ],
+)
+def test_a_duration_that_no_date_can_be_away_is_refused(spec: dict[str, Any]) -> None:
+    simulation = Simulation(job_document(**spec))
+    simulation.settle()
+    assert "expected at most 2147483647s" in simulation.condition("Failed")["message"]
+
+
 def test_pod_of_a_lost_node_is_removed_by_force() -> None:
     simulation = running()
     pod = simulation.pods["digits-worker-0"]
