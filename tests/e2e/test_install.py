@@ -276,7 +276,8 @@ def test_make_install_and_the_helm_command_take_turns(
     command.upgrade(str(CHART), "elastic-ps", {"operator": {"poll": "3s"}})
     command.uninstall("elastic-ps")
     make("install", cluster)
-    command.upgrade(str(CHART), "elastic-ps", {"operator": {"poll": "2s"}})
+    for replicas in (2, 1):  # what belongs to several operators only is taken away again
+        command.upgrade(str(CHART), "elastic-ps", {"replicas": replicas, "operator": {"poll": "2s"}})
     cluster.kubectl("-n", SYSTEM, "rollout", "status", "deployment/elastic-ps", "--timeout=120s")
 
 

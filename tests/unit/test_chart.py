@@ -293,6 +293,17 @@ def test_several_operators_share_a_lease(replicas: int) -> None:
     assert verbs == ({"get", "create", "patch"} if replicas > 1 else set())
 
 
+def test_no_number_of_operators_needs_another_kind_of_rollout() -> None:
+    """With server-side apply, an upgrade takes away only what it has set: what the API server added stays."""
+    found = {}
+    for replicas in (1, 2):
+        (deployment,) = (d for d in documents({"replicas": replicas}) if d["kind"] == "Deployment")
+        found[replicas] = deployment["spec"]["strategy"]
+    assert {strategy["type"] for strategy in found.values()} == {"RollingUpdate"}
+    assert found[1]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}, "one at a time"
+    assert found[2]["rollingUpdate"].keys() == found[1]["rollingUpdate"].keys()
+
+
 def test_generated_files_are_up_to_date() -> None:
     for path, content in crd.files(ROOT).items():
         assert path.read_text() == content, f"{path}: run `python -m elastic_operator.crd --write`"
