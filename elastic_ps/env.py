@@ -117,6 +117,7 @@ class ProcessEnvironment:
         lifeline: a file descriptor that closes when the starter dies; the process then ends itself.
         run: a name of this run of the job that no other run has; "" if the starter gives none.
         instance: a name of the process that no other process has; "" if the starter gives none.
+        hostname: what a worker calls its host to the others; "": what the machine calls itself.
         tls: directory of the certificate that the process shows, see `elastic_ps.identity`; None: it talks to
             the others without TLS.
         local_rank: which one of its worker's processes this is; 0 if there is one.
@@ -142,6 +143,7 @@ class ProcessEnvironment:
     lifeline: int | None = None
     run: str = ""
     instance: str = ""
+    hostname: str = ""
     tls: Path | None = None
     local_rank: int = 0
     links: tuple[tuple[int, int], ...] = ()
@@ -166,6 +168,7 @@ class ProcessEnvironment:
             "LIFELINE": "" if self.lifeline is None else str(self.lifeline),
             "RUN": self.run,
             "INSTANCE": self.instance,
+            "HOSTNAME": self.hostname,
             "TLS_DIRECTORY": str(self.tls or ""),
             "LOCAL_RANK": str(self.local_rank or ""),
             "LINKS": ",".join(f"{questions}:{gradients}" for questions, gradients in self.links),
@@ -226,6 +229,7 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
         lifeline=int(lifeline) if lifeline else None,
         run=source.get(PREFIX + "RUN", ""),
         instance=source.get(PREFIX + "INSTANCE", ""),
+        hostname=source.get(PREFIX + "HOSTNAME", ""),
         tls=path("TLS_DIRECTORY"),
         local_rank=int(source.get(PREFIX + "LOCAL_RANK", "0")),
         links=tuple(

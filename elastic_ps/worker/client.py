@@ -93,6 +93,7 @@ class Client:
         patience: for how long a call that failed on the way is repeated.
         instance: names this process for all time; a random text if it is not given.
         pid: of the process that its starter knows, if that is another one.
+        hostname: what this host is called, to its starter; by default what it calls itself.
 
     Attributes:
         instance: see above.
@@ -110,8 +111,10 @@ class Client:
         patience: timedelta = PATIENCE,
         instance: str = "",
         pid: int | None = None,
+        hostname: str = "",
     ) -> None:
         self._pid = os.getpid() if pid is None else pid
+        self._hostname = hostname or socket.gethostname()
         self.worker, self.address = worker, ""
         self.stay = Stay(job, worker)
         self.traffic = Traffic()
@@ -166,7 +169,7 @@ class Client:
         request = pb.JoinRequest(
             caller=self.stay.caller(time.monotonic_ns()),  # a process may have several sessions
             pid=self._pid,
-            host=socket.gethostname(),
+            host=self._hostname,
             tensors=tensors_to_message(tensors),
             optimizer=pb.Optimizer(name=optimizer, groups=settings.to_json()),
             again=again,

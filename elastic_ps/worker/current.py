@@ -52,6 +52,7 @@ def connect() -> Session:
         history=History(environment.history if world.leads else None, process),
         on_hung=end_hung,
         instance=environment.instance,
+        hostname=environment.hostname,
         world=world,
         host=host,
     )

@@ -47,6 +47,7 @@ class Session:
         trace, history: where this process records what it does.
         on_hung: called with the reason, on another thread, if this worker is declared hung.
         instance: a name for this process that no other process ever has; a random text if it is not given.
+        hostname: see `Client`.
         world: the processes of this worker, if it has several. The session closes it.
         host: this host's address, as other workers reach it.
     """
@@ -62,6 +63,7 @@ class Session:
         history: History | None = None,
         on_hung: Callable[[str], None] | None = None,
         instance: str = "",
+        hostname: str = "",
         world: LocalWorld | None = None,
         host: str = "127.0.0.1",
     ) -> None:
@@ -69,9 +71,8 @@ class Session:
         self.spec = spec
         self.worker = worker
         history = history or History(None, "")
-        client = Client(
-            job, worker, connections, instance=instance, pid=None if world.alone else os.getppid()
-        )
+        pid = None if world.alone else os.getppid()
+        client = Client(job, worker, connections, instance=instance, pid=pid, hostname=hostname)
         self._member = Member(client, history=history, on_hung=on_hung, world=world)
         self._engine = Engine(
             spec,

@@ -333,6 +333,8 @@ def _contract(
         checkpoints=Path(names.CHECKPOINT_DIRECTORY) if role in SERVERS else None,
         resume="require" if spec.parameter_server.checkpoint.resume_from is not None else "auto",
         run=job["metadata"]["uid"],
+        # By which its stays are found again (`status.stays`). A template may give the pod another hostname.
+        hostname=names.pod(name, role, index) if role == "worker" else "",
         tls=Path(names.TLS_DIRECTORY) if wiring.secured else None,
         tuning=Path(names.WISHES_DIRECTORY) / "tuning.json" if (role, index) == ("ps", 0) else None,
     )

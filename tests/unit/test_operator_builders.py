@@ -57,6 +57,10 @@ def test_the_process_is_told_who_it_is() -> None:
     assert told.addresses == tuple(f"digits-ps-{shard}.digits-servers:2222" for shard in range(2))
     assert told.checkpoints is None
     assert told.spec.entrypoint == "examples.digits.train:main"
+    template = {"spec": {"hostNetwork": True, "hostname": "another"}}
+    pod = build("worker", 3, worker={"template": template})
+    told = env.read({item["name"]: item["value"] for item in container(pod)["env"]})
+    assert told.hostname == pod["metadata"]["name"], "by which its stays in the job are found"
     server = env.read({item["name"]: item["value"] for item in container(build("ps"))["env"]})
     assert str(server.checkpoints) == names.CHECKPOINT_DIRECTORY
     assert server.resume == "auto"

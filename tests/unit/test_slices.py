@@ -69,5 +69,7 @@ def test_the_environment_of_a_process_says_which_one_it_is() -> None:
         job="j", spec=spec, role="worker", index=1, addresses=("h:1",), local_rank=2, links=((5, 6),)
     )
     assert read(given.to_variables()) == given
+    named = replace(given, hostname="pod")
+    assert read(named.to_variables()) == named
     crowded = replace(given, role="ps", crowded=True)
     assert read(crowded.to_variables()) == crowded

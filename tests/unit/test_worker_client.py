@@ -1,0 +1,63 @@
+"""What a worker says of itself when it joins."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.worker import current
+from elastic_ps.worker.client import Client
+from tests.unit.service_rig import environment
+
+
+class Refusing(Connection):
+    """Keeps what is asked, and refuses it."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        self.asked.append(bytes(frame.header))
+        raise Refused(RefusalCode.INVALID, "no")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("given", "told"), [("digits-worker-0", "digits-worker-0"), ("", None)])
+def test_a_worker_calls_its_host_what_its_starter_does(given: str, told: str | None) -> None:
+    """The operator knows a hung worker's pod by that, also where the pod has the hostname of its node."""
+    connection = Refusing()
+    client = Client("job", 0, [connection], hostname=given)
+    with pytest.raises(InvalidModel):
+        client.join([], "sgd", Settings(()))
+    (asked,) = connection.asked
+    assert pb.JoinRequest.FromString(asked).host == (told or socket.gethostname())
+
+
+def test_a_worker_knows_it_from_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    class Recorded:
+        def __init__(self, *_: Any, **more: Any) -> None:
+            given.update(more)
+
+        def close(self) -> None:
+            pass
+
+    contract = replace(environment(), role="worker", addresses=("127.0.0.1:1",), hostname="digits-worker-0")
+    for name, value in contract.to_variables().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(current, "Session", Recorded)
+    monkeypatch.setattr(current, "_current", None)
+    current.connect()
+    assert given["hostname"] == "digits-worker-0"
