@@ -185,20 +185,19 @@ def unseen_step(kind: Kind) -> Callable[[torch.optim.Optimizer], object]:
     return without_history
 
 
-def usual_state(
-    kind: Kind, group: Mapping[str, Any], dtype: torch.dtype, *, whole: bool = False
-) -> dict[str, tuple[str, bool]]:
+def usual_state(kind: Kind, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, tuple[str, bool]]:
     """The state that an optimizer keeps for a parameter after one step: key -> (dtype, whether a scalar).
+
+    The parameter is flat, as the parameter server steps all of them: one without dimensions has one element.
 
     Args:
         group: the hyperparameters of the parameter's group.
         dtype: of the parameter.
-        whole: the parameter has no dimensions.
 
     Raises:
         TypeError, ValueError, RuntimeError: it does not take these hyperparameters, or cannot step.
     """
-    state = _first_state(kind, group, torch.zeros(() if whole else (2,), dtype=dtype, device="cpu"))
+    state = _first_state(kind, group, torch.zeros(2, dtype=dtype, device="cpu"))
     return {
         key: (name_of(value.dtype), value.dim() == 0) if torch.is_tensor(value) else ("float64", True)
         for key, value in state.items()

@@ -132,9 +132,9 @@ def _try_optimizer(reader: Reader, settings: Settings, kinds: Sequence[Kind]) ->
             raise ValueError(f"not hyperparameters: {sorted(NOT_SENT & group.keys())}")
 
     @cache
-    def usual(group: int, dtype: str, whole: bool) -> dict[str, tuple[str, bool]]:
+    def usual(group: int, dtype: str) -> dict[str, tuple[str, bool]]:
         """The state after one step: key -> (dtype, whether it is a scalar)."""
-        return usual_state(kinds[group], settings.groups[group], dtype_of(dtype), whole=whole)
+        return usual_state(kinds[group], settings.groups[group], dtype_of(dtype))
 
     for index, tensor in enumerate(manifest.specs):
         if tensor.rule is not Rule.GRADIENT:
@@ -144,7 +144,7 @@ def _try_optimizer(reader: Reader, settings: Settings, kinds: Sequence[Kind]) ->
             raise ValueError(
                 f"{tensor.name} is in parameter group {tensor.group}, but there are {len(settings.groups)}"
             )
-        expected, found = usual(tensor.group, stepped, tensor.shape == ()), reader.keys(index)
+        expected, found = usual(tensor.group, stepped), reader.keys(index)
         if found.pop(MASTER, (stepped, False)) != (stepped, False):
             raise ValueError(f"{tensor.name}: its master weights are not of dtype {stepped}")
         if found.pop(PULLED, (tensor.dtype, False)) != (tensor.dtype, False):

@@ -24,22 +24,26 @@ from elastic_ps.server.saved import require_usable
 from elastic_ps.server.state import Model
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message
-from tests.unit.service_rig import Worker, environment, serving
+from tests.unit.service_rig import TENSORS, Worker, environment, serving
 
 SPEC = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
 
 
-@pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Reader]:
-    """Of the checkpoint of a job with Adam that has made a step."""
-    with serving(environment(checkpoints=tmp_path)) as (listener, server):
+def stepped(directory: Path, *tensors: TensorSpec) -> Reader:
+    """Of the checkpoint of a job with Adam that has made a step. The tensors have four elements in all."""
+    with serving(environment(checkpoints=directory)) as (listener, server):
         worker = Worker(listener)
-        if worker.join(optimizer="Adam").initialise:
+        if worker.join(optimizer="Adam", tensors=tensors).initialise:
             worker.ask(pb.InitRequest(caller=worker.caller(), bucket=0), torch.zeros(4))
             worker.ask(pb.InitDoneRequest(caller=worker.caller()))
         worker.step(0)
         server.close(keep=True)
-    with Store(tmp_path).open(1) as reader:
+    return Store(directory).open(1)
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    with stepped(tmp_path, *TENSORS) as reader:
         yield reader
 
 
@@ -68,6 +72,13 @@ def test_what_a_job_has_written_can_be_continued_from(reader: Reader) -> None:
     member(incarnation=(2 << 32) - 1)(state)
     reader.manifest = replace(reader.manifest, state=state)
     require_usable(reader, spec=SPEC)  # the last one that a worker of term 1 can have got
+
+
+def test_a_job_continues_with_a_parameter_without_dimensions(tmp_path: Path) -> None:
+    """A temperature, say. It is stepped flat, so its state has one element, and is no scalar."""
+    scale = TensorSpec("scale", (), "float32", Rule.GRADIENT, 0)
+    with stepped(tmp_path, TensorSpec("w", (3,), "float32", Rule.GRADIENT, 0), scale) as reader:
+        require_usable(reader, spec=SPEC)
 
 
 def test_a_job_that_shares_records_in_another_way_leaves_the_checkpoint_as_it_is(reader: Reader) -> None:
