@@ -80,6 +80,7 @@ class Manifest:
                 rule=Rule(t["rule"]),
                 group=t["group"],
                 aliases=tuple(t.get("aliases", ())),
+                frozen=t.get("frozen", False),
             )
             for t in self.tensors
         )
@@ -169,6 +170,8 @@ def _faults_of_tensors(tensors: list[dict[str, Any]]) -> Iterator[str]:
             yield f"tensor {name!r} has the rule {tensor['rule']!r}"
         if not is_count(tensor["group"], below=1 << 31, least=-1):
             yield f"tensor {name!r} is in group {tensor['group']!r}"
+        if not isinstance(frozen := tensor.get("frozen", False), bool):
+            yield f"tensor {name!r} has {frozen!r} for whether it is frozen"
 
 
 def is_count(value: object, *, below: int, least: int = 0) -> bool:

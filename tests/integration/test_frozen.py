@@ -60,6 +60,25 @@ def train(model: Adapted, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: 
     optimizer.step()
 
 
+def test_a_worker_goes_on_when_the_parameter_server_of_a_frozen_base_is_lost(tmp_path: Path) -> None:
+    """The model comes back in the same buckets. In others, every worker would have to be started again."""
+
+    def script(session: Session) -> None:
+        model = Adapted()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), model)
+        for step, (x, y) in enumerate(session.loader(Numbers(64), 4)):
+            if step == 8:
+                job.restart(0)
+            train(model, optimizer, x, y)
+
+    server = {"checkpoint": {"everyVersions": 2, "interval": "1h"}}
+    with running_job(tmp_path, checkpoints=tmp_path / "kept", parameterServer=server) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().term == 2
+        assert job.version == 16
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_frozen_base_costs_nothing_on_the_wire(tmp_path: Path, shards: int) -> None:
     counts: dict[str, int] = {}

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 from elastic_ps.checkpoint import files as files_module
+from elastic_ps.checkpoint.manifest import parse
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.core.partition import Layout, Rule, TensorSpec, partition
@@ -51,6 +52,20 @@ def test_what_is_written_is_read_again(store: Store) -> None:
     assert found.tensors == TENSORS
     assert found.state["ledger"] == {"applied": 12900}
     assert same(store, 1290)
+
+
+def test_a_model_is_cut_as_it_was_when_its_checkpoint_was_made() -> None:
+    """The workers have cut their memory so. Frozen tensors have buckets of their own."""
+    specs = [
+        TensorSpec(f"w{number}", (4,), "float32", Rule.GRADIENT, 0, frozen=number % 2 == 0)
+        for number in range(4)
+    ]
+    text = replace(manifest(1), tensors=[asdict(spec) for spec in specs]).to_text()
+    layouts = [
+        partition(tensors, bucket_bytes=1 << 20, shards=1) for tensors in (specs, parse(text, where="").specs)
+    ]
+    assert layouts[0] == layouts[1]
+    assert len(layouts[0].buckets) == 2
 
 
 def test_the_newest_are_kept(store: Store) -> None:
