@@ -321,7 +321,8 @@ class Data(CamelModel):
         default=256, ge=1, description="The largest number of records that a worker is given at once."
     )
     shuffle: bool = Field(default=True, description="Whether each epoch has the records in a new order.")
-    seed: int = Field(default=0, ge=0, description="The seed of the records' order.")
+    # No number of a checkpoint has more bits.
+    seed: int = Field(default=0, ge=0, lt=1 << 63, description="The seed of the records' order.")
 
 
 class TrainingJobSpec(CamelModel):

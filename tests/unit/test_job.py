@@ -44,6 +44,13 @@ def test_a_key_that_is_given_twice_is_refused(
     assert str(tmp_path / "job.yaml") in str(refused.value)
 
 
+def test_a_seed_has_at_most_63_bits(tmp_path: Path) -> None:
+    """No number of a checkpoint has more."""
+    assert load(tmp_path, JOB + f"  data: {{seed: {(1 << 63) - 1}}}\n")
+    with pytest.raises(InvalidJob, match=r"data\.seed.* less than 9223372036854775808"):
+        load(tmp_path, JOB + f"  data: {{seed: {1 << 63}}}\n")
+
+
 def test_a_merged_key_may_be_given_again(tmp_path: Path) -> None:
     text = JOB + "  arguments:\n    a: &common {lr: 0.1, width: 3}\n    b: {<<: *common, lr: 0.2}\n"
     text += "    c: {<<: *common, width: 4}\n"
