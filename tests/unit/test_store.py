@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 from elastic_ps.checkpoint import files as files_module
+from elastic_ps.checkpoint import plain
 from elastic_ps.checkpoint.manifest import parse
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
@@ -66,6 +67,17 @@ def test_a_model_is_cut_as_it_was_when_its_checkpoint_was_made() -> None:
     ]
     assert layouts[0] == layouts[1]
     assert len(layouts[0].buckets) == 2
+
+
+def test_an_empty_tensor_is_read_although_no_file_has_any_of_it(store: Store) -> None:
+    path = write(store, 1)
+    empty = {**TENSORS[0], "name": "empty", "shape": [0, 4], "dtype": "float16"}
+    described = replace(store.describe(1), tensors=[*TENSORS, empty])
+    (path / "manifest.json").write_text(described.to_text())
+    with store.open(1) as reader:
+        value = plain.state_dict(reader)["empty"]
+        assert reader.state(SHARDS, 0, 0) == {}
+    assert (value.shape, value.dtype) == ((0, 4), torch.float16)
 
 
 def test_the_newest_are_kept(store: Store) -> None:
