@@ -18,7 +18,7 @@ from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import MANIFEST
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.evaluation import Evaluation, Evaluations
-from elastic_ps.errors import CheckpointError, RefusalCode, Refused
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, RefusalCode, Refused
 from elastic_ps.job import Evaluator
 from elastic_ps.status import EvaluationStatus
 
@@ -35,6 +35,9 @@ class Desk:
         store: the directory that all shards share.
         spec: the evaluator of the job.
         term: in which the directory is written to; changed when a new one begins.
+
+    Raises:
+        StorageUnavailable: what was evaluated before cannot be read at the moment.
     """
 
     def __init__(self, store: Store, spec: Evaluator, term: int) -> None:
@@ -53,7 +56,7 @@ class Desk:
             found = stored.read(store.directory)
             if found is not None:
                 self._work.restore(found["state"])
-        except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (CheckpointCorrupt, KeyError, TypeError, ValueError, AttributeError) as error:
             logger.warning("what was evaluated before is not known any more: %r", error)
 
     # --- for the keeper of the checkpoints

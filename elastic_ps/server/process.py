@@ -200,7 +200,7 @@ class ParameterServer:
         store.discard_partial()
         checkpoint, evaluator = environment.spec.parameter_server.checkpoint, environment.spec.evaluator
         if evaluator is not None:
-            self._desk = Desk(store, evaluator, self.term)
+            self._desk = self._patience.until_done(partial(Desk, store, evaluator, self.term))
         keeper = Keeper(
             store,
             job=environment.job,

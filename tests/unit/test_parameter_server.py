@@ -11,21 +11,66 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ps.checkpoint import evaluations, files
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.settings import Settings
 from elastic_ps.env import Resume
-from elastic_ps.errors import InvalidJob, NoCheckpoint, RefusalCode, Refused
+from elastic_ps.errors import InvalidJob, NoCheckpoint, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.server import process
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Configuration
 from elastic_ps.server.patience import Patience
-from elastic_ps.server.process import waiting_status
+from elastic_ps.server.process import ParameterServer, waiting_status
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.inproc import connect
 from tests.polling import eventually
 from tests.unit.service_rig import Worker, code, environment, serving
 from tests.unit.shard_rig import one_bucket, tensor
+
+
+def test_the_best_checkpoint_is_kept_although_the_evaluations_cannot_be_read_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter server that did not wait would not know of it, and delete it as one of the older ones."""
+    checkpoint = {"interval": "1h", "everyVersions": 1, "keep": 1}
+    best = {"entrypoint": "tests:main", "best": {"metric": "loss", "mode": "min"}}
+    given = environment(checkpoints=tmp_path, evaluator=best, parameterServer={"checkpoint": checkpoint})
+
+    def train(worker: Worker, server: ParameterServer, *, version: int) -> None:
+        taken = worker.take(records=60)
+        worker.push(version, taken.version, finish=worker.finishing(version, taken))
+        eventually(lambda: server.status().progress.durable_version == version, "the version is on disk")
+
+    def evaluate(worker: Worker, server: ParameterServer, *, version: int) -> None:
+        def done() -> bool:
+            worker.ask(pb.EvaluateRequest(job="job", process="one"))
+            loss = {"loss": float(version)}
+            worker.ask(pb.EvaluateRequest(job="job", process="one", version=version, metrics=loss))
+            return version in [each.version for each in server.evaluations()]
+
+        eventually(done, "the version is evaluated")
+
+    with serving(given) as (listener, server):
+        worker = Worker(listener)
+        worker.start()
+        for version in (1, 2):
+            train(worker, server, version=version)
+            evaluate(worker, server, version=version)
+    read, failures = files.read_text_if_any, [StorageUnavailable("the volume is away")]
+
+    def unreadable_at_first(path: Path, *, limit: int) -> str | None:
+        if path.name == evaluations.FILE and failures:
+            raise failures.pop()
+        return read(path, limit=limit)
+
+    monkeypatch.setattr(files, "read_text_if_any", unreadable_at_first)
+    with serving(given) as (listener, server):
+        assert not failures
+        worker = Worker(listener)
+        worker.start()
+        train(worker, server, version=3)
+        assert Store(tmp_path).versions() == [1, 3]
 
 
 def test_a_job_begins_anew_only_where_no_checkpoint_is(tmp_path: Path) -> None:
