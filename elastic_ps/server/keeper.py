@@ -27,7 +27,7 @@ from elastic_ps.tuning import Times, Tuning, read_tuning
 logger = logging.getLogger(__name__)
 
 PATIENCE = timedelta(seconds=60)
-"""How long the first worker waits for the first checkpoint, and a closing server for its last one."""
+"""How long a silent shard is asked for its part, and a closing server waits for its last checkpoint."""
 
 GIVEN_UP = timedelta(minutes=10)
 """A checkpoint is given up if a shard has not written its part after this time."""
@@ -274,26 +274,37 @@ class Keeper:
             with self._lock:
                 self._problem = problem
 
-    def await_whole(self, ask: Callable[[], None]) -> None:
+    def await_whole(self, ask: Callable[[], None], *, closing: Callable[[], bool] = lambda: False) -> None:
         """Wait until the checkpoint under way is whole or given up. `ask` collects the shards' parts.
 
-        A shard that does not answer is asked again. If a shard has not written its part within `PATIENCE`,
-        the checkpoint is given up, and cannot become whole later.
+        As long as the shards answer, they are writing, which takes its time where a part is large. The
+        checkpoint is given up after `GIVEN_UP`, or if a shard does not answer for `PATIENCE`. It cannot
+        become whole later.
+
+        Args:
+            closing: whether the process is about to end; then it waits for `PATIENCE` at most.
 
         Raises:
             Refused: a shard has lost the model; the checkpoint is given up.
         """
-        deadline = time.monotonic() + PATIENCE.total_seconds()
+        began = heard = time.monotonic()
+        deadline = began + GIVEN_UP.total_seconds()
         while self._lacks_parts:
             try:
                 ask()
+                heard = time.monotonic()
             except TransportError as error:
                 logger.info("a shard has not reported its part of a checkpoint yet: %s", error)
             except Refused as refusal:
                 if self._give_up(str(refusal)):
                     raise
-            if time.monotonic() > deadline:
-                self._give_up(f"a shard has not written its part after {PATIENCE.total_seconds():.0f} s")
+            now = time.monotonic()
+            if closing():
+                deadline = min(deadline, now + PATIENCE.total_seconds())  # of the first look that finds it so
+            if now > deadline:
+                self._give_up(f"a shard has not written its part after {now - began:.0f} s")
+            elif now - heard > PATIENCE.total_seconds():
+                self._give_up(f"a shard has not answered for {now - heard:.0f} s")
             time.sleep(POLL)
         while self.writing:
             time.sleep(POLL)

@@ -6,7 +6,6 @@ A standby is a node, too: one that is told of the next order before it carries i
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -93,7 +92,9 @@ class Node:
         self._released = False  # mutant: equal
         self._orders: list[Advance] = []  # as a standby: the one carried out last, and the next
         self._log = OrderLog()
-        self._snapshots: queue.SimpleQueue[_Snapshot | None] = queue.SimpleQueue()
+        self._copied = threading.Condition(self._lock)
+        self._snapshot: _Snapshot | None = None  # of the checkpoint that was ordered last, until it is begun
+        self._closing = False
         self._begun = (0, 0)  # term and number of the checkpoint that was ordered last
         self._written: Written | None = None  # what became of it
         self._writer = threading.Thread(target=self._write, name="checkpoint", daemon=True)
@@ -149,7 +150,7 @@ class Node:
                 return  # it has been repeated while this one was carried out
             before, self._shard = self._shard, shard
             self._term, self._orders = configuration.term, []
-            self._begun, self._written = (0, 0), None
+            self._begun, self._written, self._snapshot = (0, 0), None, None
         said = codecs.compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self._history.record("coding", term=configuration.term, compression=said)
         if configuration.load_version is not None:
@@ -205,7 +206,7 @@ class Node:
                 self._orders = [*done, advance.next]
             self._obey(advance.term)  # as in take_sum
         if advance.checkpoint and self.store is not None:
-            self._snapshot(shard, advance)
+            self._copy(shard, advance)
         if advance.last:
             with self._heard:
                 self._released = True
@@ -246,8 +247,11 @@ class Node:
         standing = self._follower.standing if self._follower else Standing.NONE
         return Report(written, standing, queued=frozenset() if shard is None else shard.queued)
 
-    def _snapshot(self, shard: Shard, advance: Advance) -> None:
+    def _copy(self, shard: Shard, advance: Advance) -> None:
         """Copy the shard and have the copy written in the background.
+
+        A copy that waits to be written is dropped: its checkpoint was given up, and nobody waits for it. So
+        there are two copies at the most, of which one is being written.
 
         Raises:
             Refused: NOT_READY; the shard is at another version, so its values must not get this one's name.
@@ -264,11 +268,12 @@ class Node:
             )
         self._record_values(shard)
         started = time.monotonic()
-        copy = list(_copy(shard))
+        copy = list(_cloned(shard))
         pause = timedelta(seconds=time.monotonic() - started)
-        with self._lock:
+        with self._copied:
             self._begun, self._written = label, None
-        self._snapshots.put(_Snapshot(*label, advance.version, copy, pause))
+            self._snapshot = _Snapshot(*label, advance.version, copy, pause)
+            self._copied.notify_all()
 
     def _record_values(self, shard: Shard) -> None:
         """For whoever compares histories: the checksum of each bucket, as workers get it.
@@ -314,7 +319,7 @@ class Node:
         return [order for order in orders if _can_follow(shard, order)]
 
     def _write(self) -> None:
-        while (snapshot := self._snapshots.get()) is not None:
+        while (snapshot := self._await_snapshot()) is not None:
             assert self.store is not None
             term, number, version, tensors, pause = snapshot
             try:
@@ -330,6 +335,13 @@ class Node:
                 if (term, number) == self._begun:  # else nobody waits for it any more
                     self._written = Written(term, number, version, file, error, pause)
 
+    def _await_snapshot(self) -> _Snapshot | None:
+        """The copy to write next, which is taken out; None if there will be no other. Blocks."""
+        with self._copied:
+            self._copied.wait_for(lambda: self._closing or self._snapshot is not None)
+            snapshot, self._snapshot = self._snapshot, None
+            return snapshot
+
     def retire(self) -> None:
         """Let nobody wait any longer: the process is about to end."""
         if self.configured:
@@ -337,13 +349,15 @@ class Node:
 
     def close(self) -> None:
         """Write what is still to be written and end the thread. Blocks."""
-        self._snapshots.put(None)
+        with self._copied:
+            self._closing = True
+            self._copied.notify_all()
         self._writer.join()
         if self._follower is not None:
             self._follower.close()
 
 
-def _copy(shard: Shard) -> Iterator[Stored]:
+def _cloned(shard: Shard) -> Iterator[Stored]:
     for bucket in shard.layout.of_shard(shard.index):
         for stored in shard.stored(bucket.index):
             yield replace(stored, value=stored.value.clone())

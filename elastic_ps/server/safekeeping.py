@@ -11,6 +11,7 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused, TransportError
@@ -181,7 +182,8 @@ class Safekeeping:
             with orders.turn() as current:
                 orders.tell_all(current)
 
-        keeper.await_whole(ask)
+        await_whole = partial(keeper.await_whole, ask, closing=lambda: job.closing)
+        await_whole()
         with orders.turn() as current:
             self._require_values(current.version)
             whole = keeper.durable_version == current.version
@@ -194,7 +196,7 @@ class Safekeeping:
                 keeper.begin(current.version, job.clock(), state, number=number)
             elif amend or end not in (None, self._durable_end):
                 keeper.amend(current.version, state)
-        keeper.await_whole(ask)
+        await_whole()
         with job.lock:
             if keeper.durable_version == current.version:
                 self._durable_end = end

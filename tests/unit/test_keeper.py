@@ -298,11 +298,43 @@ def test_whoever_waits_for_a_checkpoint_learns_that_a_shard_has_lost_the_model(k
 def test_whoever_waits_for_a_checkpoint_gives_it_up_in_the_end(
     keeper: Keeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "PATIENCE", timedelta(milliseconds=50))
+    monkeypatch.setattr(keeper_module, "GIVEN_UP", timedelta(milliseconds=50))
     keeper.begin(1, 0.0, dict(STATE), number=1)
     keeper.await_whole(lambda: None)
     assert "a shard has not written its part after 0 s" in keeper.failure
     assert not keeper.writing
+
+
+def test_whoever_waits_for_a_checkpoint_gives_a_shard_up_that_does_not_answer(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "PATIENCE", timedelta(milliseconds=50))
+    keeper.begin(1, 0.0, dict(STATE), number=1)
+
+    def ask() -> None:
+        raise ConnectionLost("reset")
+
+    keeper.await_whole(ask)
+    assert "a shard has not answered for 0 s" in keeper.failure
+    assert not keeper.writing
+
+
+def test_a_process_that_is_about_to_end_waits_less_long_for_a_checkpoint(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is asked to end while it waits."""
+    monkeypatch.setattr(keeper_module, "PATIENCE", timedelta(milliseconds=50))
+    keeper.begin(1, 0.0, dict(STATE), number=1)
+    looks = 0
+
+    def closing() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > 10
+
+    keeper.await_whole(lambda: None, closing=closing)
+    assert looks > 10
+    assert "a shard has not written its part after 0 s" in keeper.failure
 
 
 def test_a_broken_checkpoint_is_told_until_a_new_one_is_written(store: Store, keeper: Keeper) -> None:

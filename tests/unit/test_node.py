@@ -234,12 +234,34 @@ def test_a_part_of_an_earlier_life_is_no_part_of_the_checkpoint_of_this_one(tmp_
         node.close()
 
 
+def test_a_copy_that_nobody_waits_for_takes_no_memory_and_is_not_written(tmp_path: Path) -> None:
+    """On a slow disk each checkpoint that is given up would leave a copy of the shard behind."""
+    store = SlowStore(tmp_path)
+    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
+    try:
+        configure(node, term=1)
+        for number in (1, 2, 3):
+            node.advance(Advance(0, 0, {}, checkpoint=number, term=1))
+            assert store.began.wait(10)
+        store.go_on.set()
+        eventually(lambda: told_in(node, term=1) is not None, "the last one is written")
+        assert store.numbers == [1, 3]
+    finally:
+        store.go_on.set()
+        node.close()
+
+
 class SlowStore(InstantStore):
-    """A disk that waits."""
+    """A disk that waits.
+
+    Attributes:
+        numbers: of the checkpoints that a part was written of.
+    """
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.began, self.go_on = threading.Event(), threading.Event()
+        self.numbers: list[int] = []
 
     def write_shard(
         self,
@@ -253,6 +275,7 @@ class SlowStore(InstantStore):
     ) -> ShardFile:
         self.began.set()
         assert self.go_on.wait(10)
+        self.numbers.append(number)
         return super().write_shard(term, version, shard, shards, tensors, number=number)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, StorageUnavailable
 from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server import keeper as keeper_module
 from elastic_ps.server import kept
 from elastic_ps.server import safekeeping as module
 from elastic_ps.server.guarded import Guarded
@@ -222,6 +225,16 @@ def test_a_call_that_is_lost_is_made_again(rig: Rig) -> None:
     rig.lost_calls = 2
     assert rig.safekeeping.keep_now()
     assert rig.disk.newest()[0].version == 0
+
+
+def test_a_part_that_takes_long_to_write_is_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large model, on a slow volume: each new attempt would only be late again."""
+    monkeypatch.setattr(keeper_module, "PATIENCE", timedelta(milliseconds=50))
+    rig.disk.before_write = partial(time.sleep, 0.3)
+    rig.job.state.arrived = True
+    rig.safekeeping.keep_what_must_be()
+    assert rig.job.state.initialised
+    assert rig.written == 1
 
 
 def test_a_shard_that_cannot_be_reached_is_not_waited_for_for_ever(rig: Rig) -> None:
