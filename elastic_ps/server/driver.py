@@ -126,7 +126,10 @@ class Driver:
         term = self._job.term
         if self._keeper is not None and self._standbys and term > 1:
             orders = held(self._standbys[0], term)
-            if rescue(self._keeper, self._shards, self._standbys, orders):
+            save = partial(
+                rescue, self._keeper, self._shards, self._standbys, orders, closing=patience.asked_to_end
+            )
+            if patience.until_done(save):
                 found = patience.until_done(self._keeper.newest)
         if found is not None:
             patience.until_done(partial(self._restore, found, term))
@@ -374,7 +377,8 @@ class Driver:
                 raise NoCheckpoint("there is no checkpoint directory")
             self._keeper.begin_term()
             if self._prepared is not None:
-                rescue(self._keeper, self._shards, self._standbys, [self._prepared])
+                orders = [self._prepared]
+                rescue(self._keeper, self._shards, self._standbys, orders, closing=lambda: job.closing)
             self._restore(self._keeper.newest(), self._keeper.term)
         except NoCheckpoint as error:
             logger.error("a shard has lost the model, and the job cannot go back to a checkpoint: %s", error)

@@ -33,11 +33,12 @@ class Patience:
 
     Attributes:
         problem: what is waited for, in words; "" while nothing is.
+        asked_to_end: as given.
     """
 
     def __init__(self, asked_to_end: Callable[[], bool] = lambda: False) -> None:
         self.problem = ""
-        self._asked_to_end = asked_to_end
+        self.asked_to_end = asked_to_end
 
     def until_done(self, action: Callable[[], T], *, between: Callable[[], object] = lambda: None) -> T:
         """Call `action` until the storage lets it through. Blocks without a limit.
@@ -72,6 +73,6 @@ class Patience:
     def _pause(self) -> None:
         deadline = time.monotonic() + PAUSE.total_seconds()
         while time.monotonic() < deadline:
-            if self._asked_to_end():
+            if self.asked_to_end():
                 raise AskedToEnd(f"asked to end while waiting: {self.problem}")
             time.sleep(LOOK.total_seconds())

@@ -45,7 +45,7 @@ QUIET = timedelta(seconds=15)
 """A shard 0 that says nothing for this long, which is sixty times as long as usual, has gone."""
 
 STANDBY_TIMEOUT = timedelta(seconds=10)
-"""Of a call to a standby; one that does not answer in time is left behind."""
+"""Of a shard's call to its standby; one that does not answer in time is left behind."""
 
 
 class ParameterServer:
@@ -156,10 +156,7 @@ class ParameterServer:
         controls: list[ShardControl] = [self.node, *remotes]
         standbys = []
         if connect_standby is not None:
-            standbys = [
-                RemoteShard(environment.job, connect_standby(shard), timeout=STANDBY_TIMEOUT)
-                for shard in range(self._shards)
-            ]
+            standbys = [RemoteShard(environment.job, connect_standby(shard)) for shard in range(self._shards)]
         self._remotes = [*remotes, *standbys]
         wishes = Wishes(environment.tuning, environment.run) if environment.tuning is not None else None
         tuning = Tuning.of(environment.spec, run=environment.run)

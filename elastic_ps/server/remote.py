@@ -27,6 +27,10 @@ START_TIMEOUT = timedelta(seconds=120)
 """How long shard 0 waits for another shard to come up."""
 
 CALL_TIMEOUT = timedelta(seconds=60)
+"""Of an order, for which a shard may have to make a step and to copy all that it has."""
+
+LOOK_TIMEOUT = timedelta(seconds=10)
+"""Of a call for which a standby computes nothing."""
 
 
 class RemoteShard:
@@ -118,7 +122,7 @@ class RemoteShard:
             TransportError: it does not answer.
         """
         request = pb.HeldRequest(job=self._job, term=term)
-        answer = unary(self._connection, "Held", request.SerializeToString(), timeout=self._timeout)
+        answer = unary(self._connection, "Held", request.SerializeToString(), timeout=LOOK_TIMEOUT)
         return [advance_from_message(order) for order in pb.HeldReply.FromString(answer).orders]
 
     def close(self) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
-from elastic_ps.errors import CheckpointError, ElasticPSError, Fenced, Refused, TransportError
+from elastic_ps.errors import Fenced, RefusalCode, Refused, StorageUnavailable, TransportError
 from elastic_ps.server.follower import for_standby
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.orders import Advance, ShardControl
@@ -22,6 +23,12 @@ logger = logging.getLogger(__name__)
 
 ANSWER = timedelta(seconds=5)
 """How long a parameter server that starts asks for its standby."""
+
+GONE = timedelta(seconds=30)
+"""A standby that has not answered for this long is given up, with the rounds that it alone has."""
+
+RETRY = timedelta(milliseconds=100)
+"""Between two calls to one that does not answer."""
 
 
 def held(standby: RemoteShard, term: int) -> list[Advance]:
@@ -40,7 +47,7 @@ def held(standby: RemoteShard, term: int) -> list[Advance]:
             if time.monotonic() > deadline:
                 logger.warning("the standby does not answer: %s", error)
                 return []
-            time.sleep(0.1)
+            time.sleep(RETRY.total_seconds())
 
 
 def rescue(
@@ -48,21 +55,34 @@ def rescue(
     shards: Sequence[ShardControl],
     standbys: Sequence[RemoteShard],
     orders: Sequence[Advance],
+    *,
+    closing: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Make a checkpoint of the newest of `orders` that the shards, or their standbys, can all carry out.
 
+    Blocks until it is on disk. A shard whose standby does not answer is waited for, but not for longer than
+    `GONE`. May be called again.
+
     Args:
         orders: of one shard 0, oldest first, each with the state of its version.
+        closing: see `Keeper.await_whole`.
 
     Returns:
         Whether there is a newer checkpoint now. If not, the job continues from the one before.
+
+    Raises:
+        StorageUnavailable: the version is there, but could not be written. It is not lost: try again.
+        Fenced: another parameter server has begun a newer term.
     """
+    until = time.monotonic() + GONE.total_seconds()
     for order in reversed(orders):
         if keeper.durable_version is not None and order.version <= keeper.durable_version:
             return False
         try:
-            _save(keeper, shards, standbys, order)
-        except (TransportError, Refused, CheckpointError) as error:
+            _save(keeper, shards, standbys, order, until=until, closing=closing)
+        except (TransportError, Refused) as error:
+            if isinstance(error, Refused) and error.code is RefusalCode.STALE_TERM:
+                raise Fenced(str(error)) from error
             logger.warning("version %d cannot be saved from the standbys: %s", order.version, error)
         else:
             logger.info("version %d was saved from the standbys", order.version)
@@ -71,12 +91,18 @@ def rescue(
 
 
 def _save(
-    keeper: Keeper, shards: Sequence[ShardControl], standbys: Sequence[RemoteShard], order: Advance
+    keeper: Keeper,
+    shards: Sequence[ShardControl],
+    standbys: Sequence[RemoteShard],
+    order: Advance,
+    *,
+    until: float,
+    closing: Callable[[], bool],
 ) -> None:
-    """Raises TransportError, Refused, CheckpointError."""
+    """Raises TransportError, Refused, StorageUnavailable, Fenced."""
     number = keeper.number()
     write = replace(order, checkpoint=number, term=keeper.term, expected={}, prepare=False, rescue=True)
-    writers = [_order(*pair, write) for pair in zip(shards, standbys, strict=True)]
+    writers = [_order(*pair, write, until=until) for pair in zip(shards, standbys, strict=True)]
     keeper.begin(order.version, time.monotonic(), json.loads(order.state), number=number)
     probe = Advance(order.version, 0, {}, term=keeper.term, rescue=True)
 
@@ -84,17 +110,36 @@ def _save(
         for index, writer in enumerate(writers):
             keeper.part(index, writer.advance(probe).written)
 
-    keeper.await_whole(ask)
+    with suppress(Refused):  # whoever writes it has lost it; `failure` says so, and another one may have it
+        keeper.await_whole(ask, closing=closing)
+    if keeper.fenced:
+        raise Fenced(keeper.failure)
     if keeper.durable_version != order.version:
-        raise CheckpointError(keeper.failure)
+        raise StorageUnavailable(f"version {order.version} cannot be saved yet: {keeper.failure}")
 
 
-def _order(shard: ShardControl, standby: RemoteShard, order: Advance) -> ShardControl:
-    """Have a shard carry `order` out, or its standby if the shard has lost the model. Returns who has."""
-    try:
-        shard.advance(order)
-    except ElasticPSError as error:
-        logger.info("the shard cannot carry out the order, so its standby is asked: %s", error)
-        standby.advance(for_standby(order))
-        return standby
-    return shard
+def _order(shard: ShardControl, standby: RemoteShard, order: Advance, *, until: float) -> ShardControl:
+    """Have a shard carry `order` out, or its standby if the shard has lost the model. Returns who has.
+
+    As long as one of them does not answer, both are asked again, at most until the time `until`.
+
+    Raises:
+        Refused: neither can.
+        TransportError: one of them has not answered, and the other one cannot.
+    """
+    while True:
+        refusals: list[Refused] = []
+        for writer, its in ((shard, order), (standby, for_standby(order))):
+            try:
+                writer.advance(its)
+            except TransportError as error:
+                silence = error
+            except Refused as refusal:
+                refusals.append(refusal)
+            else:
+                return writer
+        if len(refusals) == 2:
+            raise refusals[-1]
+        if time.monotonic() > until:
+            raise silence
+        time.sleep(RETRY.total_seconds())

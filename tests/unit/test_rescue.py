@@ -12,14 +12,16 @@ from typing import Any, cast
 import pytest
 import torch
 
+from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
+from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.server import rescue as rescue_module
 from elastic_ps.server.follower import for_standby
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, Report
+from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.rescue import held, rescue
 from elastic_ps.telemetry import Trace
@@ -44,11 +46,22 @@ def round_of(version: int) -> Advance:
     return Advance(version, 0, {}, application, term=1, state=STATE)
 
 
+class Disk(Store):
+    """A checkpoint directory in which there may be no room."""
+
+    room = True
+
+    def write_shard(self, *arguments: Any, **named: Any) -> ShardFile:
+        if not self.room:
+            raise StorageUnavailable("No space left on device")
+        return super().write_shard(*arguments, **named)
+
+
 class Setting:
     """A standby that has carried out version 1 and has the sum for version 2, a new shard, and a keeper."""
 
     def __init__(self, directory: Path) -> None:
-        self.store = Store(directory)
+        self.store = Disk(directory)
         self.store.next_term()
         interval = timedelta(seconds=30)
         self.keeper = Keeper(
@@ -117,6 +130,80 @@ def test_without_the_last_sum_the_version_before_is_saved(tmp_path: Path, settin
 def test_nothing_is_saved_if_nobody_can_carry_an_order_out(setting: Setting) -> None:
     assert not rescue(setting.keeper, [setting.shard], [cast(RemoteShard, setting.standby)], [round_of(3)])
     assert setting.keeper.durable_version is None
+
+
+def test_a_version_that_cannot_be_written_is_not_lost(setting: Setting) -> None:
+    """Nor is an older one written in its place. When there is room again, it is saved."""
+    setting.store.room = False
+    with pytest.raises(StorageUnavailable, match="version 2 cannot be saved yet: No space left on device"):
+        setting.rescue()
+    assert setting.keeper.durable_version is None
+    setting.store.room = True
+    assert setting.rescue()
+    assert setting.loaded(2) == [-2.0] * 4
+
+
+def test_a_parameter_server_that_starts_waits_for_room_for_what_its_standby_has(setting: Setting) -> None:
+    setting.store.room = False
+    problems: list[str] = []
+
+    def asked_to_end() -> bool:
+        problems.append(patience.problem)
+        setting.store.room = True
+        return False
+
+    patience = Patience(asked_to_end)
+    assert patience.until_done(setting.rescue)
+    assert "version 2 cannot be saved yet" in problems[0]
+    assert setting.loaded(2) == [-2.0] * 4
+
+
+class Lossy:
+    """Loses the answers to the first `losses` orders that `inner` carries out."""
+
+    def __init__(self, inner: Node, losses: int) -> None:
+        self._inner, self.losses = inner, losses
+
+    def advance(self, order: Advance) -> Report:
+        report = self._inner.advance(order)
+        if self.losses:
+            self.losses -= 1
+            raise ConnectionLost("reset")
+        return report
+
+
+def test_an_answer_of_the_standby_that_is_lost_is_asked_for_again(setting: Setting) -> None:
+    lossy = cast(RemoteShard, Lossy(setting.standby, losses=3))
+    assert rescue(setting.keeper, [setting.shard], [lossy], [round_of(1), round_of(2)])
+    assert setting.keeper.durable_version == 2
+
+
+def test_a_standby_that_has_gone_is_given_up(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a job whose shard and standby are lost together would never go back to its checkpoint."""
+    monkeypatch.setattr(rescue_module, "GONE", timedelta(seconds=0.3))
+    lossy = cast(RemoteShard, Lossy(setting.standby, losses=1_000_000))
+    assert not rescue(setting.keeper, [setting.shard], [lossy], [round_of(1), round_of(2)])
+
+
+def test_a_version_that_a_shard_was_writing_when_it_was_lost_comes_from_its_standby(setting: Setting) -> None:
+    class Dying:
+        """It begins to write, and is started again."""
+
+        asked = 0
+
+        def configure(self, configuration: Configuration) -> None: ...
+
+        def advance(self, order: Advance) -> Report:
+            self.asked += 1
+            if self.asked > 1:
+                raise Refused(RefusalCode.NOT_READY, "shard 0 does not know the model yet")
+            return Report()
+
+    given = ([Dying()], [cast(RemoteShard, setting.standby)], [round_of(2)])
+    with pytest.raises(StorageUnavailable, match="given up: shard 0 does not know the model yet"):
+        rescue(setting.keeper, *given)
+    assert rescue(setting.keeper, *given)
+    assert setting.loaded(2) == [-2.0] * 4
 
 
 def test_a_shard_that_still_has_the_model_needs_no_standby(setting: Setting) -> None:
