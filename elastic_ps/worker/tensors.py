@@ -132,8 +132,9 @@ class Tensors:
         except Refused as refusal:
             raise in_words(refusal) from refusal
         with self._lock:
-            self._known[name] = known
-            self._pushes = deque(push for push in self._pushes if push.name != name)  # to one before it
+            before, self._known[name] = self._known.get(name), known
+            if before is None or before.birth != known.birth:  # nobody asks for pushes to one before it
+                self._pushes = deque(push for push in self._pushes if push.name != name)
         return brought
 
     def push(self, name: str, tensor: torch.Tensor | None = None, rule: PushRule = "add") -> Handle[None]:

@@ -350,6 +350,41 @@ def test_what_was_begun_is_carried_out_when_the_session_ends(make: Callable[...,
         session.server.push("w", torch.ones(LARGE))
 
 
+class Held(Connection):
+    """Pushes are not made before they may."""
+
+    def __init__(self, inner: Connection, may: threading.Event) -> None:
+        self._inner, self._may = inner, may
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        if method == "PushTensor":
+            assert self._may.wait(LIMIT)
+        return self._inner.call(method, frame, timeout=timeout)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_a_push_under_way_counts_when_the_tensor_is_found_again(make: Callable[..., Rig]) -> None:
+    """A script may call `init` in each epoch. The session does not end before the push is carried out."""
+    may, looks = threading.Event(), 0
+    server = make().session(partial(Held, may=may)).server
+    server.init("w", torch.zeros(1))
+    server.push("w", torch.ones(1))
+    assert not server.init("w", torch.zeros(1))
+
+    def stops() -> bool:
+        nonlocal looks
+        looks += 1
+        return looks > 3
+
+    server.finish(stops)
+    assert looks > 3, "the push was forgotten"
+    may.set()
+    server.finish(lambda: False)
+    assert server.pull("w").item() == 1.0
+
+
 class Dying(Connection):
     """Its process ends when it is about to bring a tensor's last slices."""
 
