@@ -271,6 +271,8 @@ class Node:
         copy = list(_cloned(shard))
         pause = timedelta(seconds=time.monotonic() - started)
         with self._copied:
+            if label <= self._begun:
+                return  # told again meanwhile; a part that is written twice may be in use the second time
             self._begun, self._written = label, None
             self._snapshot = _Snapshot(*label, advance.version, copy, pause)
             self._copied.notify_all()

@@ -251,6 +251,38 @@ def test_a_copy_that_nobody_waits_for_takes_no_memory_and_is_not_written(tmp_pat
         node.close()
 
 
+def test_a_part_that_is_ordered_again_while_it_is_copied_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time, the file would be replaced in a checkpoint that may be whole."""
+    stored, began, go_on = Shard.stored, threading.Event(), threading.Event()
+
+    def slowly(shard: Shard, bucket: int) -> Iterator[Stored]:
+        if not began.is_set():
+            began.set()
+            assert go_on.wait(10)
+        yield from stored(shard, bucket)
+
+    store = SlowStore(tmp_path)
+    store.go_on.set()
+    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
+    monkeypatch.setattr(Shard, "stored", slowly)
+    order = Advance(0, 0, {}, checkpoint=1, term=1)
+    try:
+        configure(node, term=1)
+        first = threading.Thread(target=node.advance, args=(order,))
+        first.start()
+        assert began.wait(10)
+        node.advance(order)
+        eventually(lambda: told_in(node, term=1) is not None, "the part is written")
+        go_on.set()
+        first.join(10)
+    finally:
+        go_on.set()
+        node.close()
+    assert store.numbers == [1]
+
+
 class SlowStore(InstantStore):
     """A disk that waits.
 
