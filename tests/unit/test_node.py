@@ -408,6 +408,7 @@ def test_a_checkpoint_that_is_ordered_again_is_written_once(tmp_path: Path) -> N
         configure(node, term=1)
         for number in (1, 1, 2, 1, 2):
             node.advance(Advance(0, 0, {}, checkpoint=number, term=1))
+            eventually(lambda n=number: n in written, "it is written")  # type: ignore[misc]
     finally:
         node.close()
     assert written == [1, 2]
