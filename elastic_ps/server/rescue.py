@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ ANSWER = timedelta(seconds=5)
 """How long a parameter server that starts asks for its standby."""
 
 GONE = timedelta(seconds=30)
-"""A standby that has not answered for this long is given up, with the rounds that it alone has."""
+"""A standby is given up, with what it alone has, this long after the first call that it has not answered."""
 
 RETRY = timedelta(milliseconds=100)
 """Between two calls to one that does not answer."""
@@ -60,8 +61,8 @@ def rescue(
 ) -> bool:
     """Make a checkpoint of the newest of `orders` that the shards, or their standbys, can all carry out.
 
-    Blocks until it is on disk. A shard whose standby does not answer is waited for, but not for longer than
-    `GONE`. May be called again.
+    Blocks until it is on disk. A standby that does not answer is asked again, until `GONE` has passed. May be
+    called again.
 
     Args:
         orders: of one shard 0, oldest first, each with the state of its version.
@@ -74,16 +75,18 @@ def rescue(
         StorageUnavailable: the version is there, but could not be written. It is not lost: try again.
         Fenced: another parameter server has begun a newer term.
     """
-    until = time.monotonic() + GONE.total_seconds()
     for order in reversed(orders):
         if keeper.durable_version is not None and order.version <= keeper.durable_version:
             return False
         try:
-            _save(keeper, shards, standbys, order, until=until, closing=closing)
-        except (TransportError, Refused) as error:
-            if isinstance(error, Refused) and error.code is RefusalCode.STALE_TERM:
-                raise Fenced(str(error)) from error
-            logger.warning("version %d cannot be saved from the standbys: %s", order.version, error)
+            _save(keeper, shards, standbys, order, closing=closing)
+        except TransportError as error:  # it will not answer to an older order either
+            logger.warning("version %d is given up with a standby that has gone: %s", order.version, error)
+            return False
+        except Refused as refusal:
+            if refusal.code is RefusalCode.STALE_TERM:
+                raise Fenced(str(refusal)) from refusal
+            logger.warning("version %d cannot be saved from the standbys: %s", order.version, refusal)
         else:
             logger.info("version %d was saved from the standbys", order.version)
             return True
@@ -96,13 +99,12 @@ def _save(
     standbys: Sequence[RemoteShard],
     order: Advance,
     *,
-    until: float,
     closing: Callable[[], bool],
 ) -> None:
     """Raises TransportError, Refused, StorageUnavailable, Fenced."""
     number = keeper.number()
     write = replace(order, checkpoint=number, term=keeper.term, expected={}, prepare=False, rescue=True)
-    writers = [_order(*pair, write, until=until) for pair in zip(shards, standbys, strict=True)]
+    writers = [_order(*pair, write) for pair in zip(shards, standbys, strict=True)]
     keeper.begin(order.version, time.monotonic(), json.loads(order.state), number=number)
     probe = Advance(order.version, 0, {}, term=keeper.term, rescue=True)
 
@@ -118,15 +120,14 @@ def _save(
         raise StorageUnavailable(f"version {order.version} cannot be saved yet: {keeper.failure}")
 
 
-def _order(shard: ShardControl, standby: RemoteShard, order: Advance, *, until: float) -> ShardControl:
+def _order(shard: ShardControl, standby: RemoteShard, order: Advance) -> ShardControl:
     """Have a shard carry `order` out, or its standby if the shard has lost the model. Returns who has.
-
-    As long as one of them does not answer, both are asked again, at most until the time `until`.
 
     Raises:
         Refused: neither can.
-        TransportError: one of them has not answered, and the other one cannot.
+        TransportError: one of them has not answered for `GONE`, and the other one cannot.
     """
+    until = math.inf
     while True:
         refusals: list[Refused] = []
         for writer, its in ((shard, order), (standby, for_standby(order))):
@@ -140,6 +141,7 @@ def _order(shard: ShardControl, standby: RemoteShard, order: Advance, *, until: 
                 return writer
         if len(refusals) == 2:
             raise refusals[-1]
+        until = min(until, time.monotonic() + GONE.total_seconds())  # from the first call without an answer
         if time.monotonic() > until:
             raise silence
         time.sleep(RETRY.total_seconds())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -159,15 +160,16 @@ def test_a_parameter_server_that_starts_waits_for_room_for_what_its_standby_has(
 
 
 class Lossy:
-    """Loses the answers to the first `losses` orders that `inner` carries out."""
+    """Loses the answers to the first `losses` orders that `inner` carries out, which takes `seconds` each."""
 
-    def __init__(self, inner: Node, losses: int) -> None:
-        self._inner, self.losses = inner, losses
+    def __init__(self, inner: Node, losses: int, seconds: float = 0.0) -> None:
+        self._inner, self.losses, self._seconds = inner, losses, seconds
 
     def advance(self, order: Advance) -> Report:
         report = self._inner.advance(order)
         if self.losses:
             self.losses -= 1
+            time.sleep(self._seconds)
             raise ConnectionLost("reset")
         return report
 
@@ -176,6 +178,15 @@ def test_an_answer_of_the_standby_that_is_lost_is_asked_for_again(setting: Setti
     lossy = cast(RemoteShard, Lossy(setting.standby, losses=3))
     assert rescue(setting.keeper, [setting.shard], [lossy], [round_of(1), round_of(2)])
     assert setting.keeper.durable_version == 2
+
+
+def test_an_answer_that_is_lost_after_long_work_is_asked_for_again(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time that a standby takes for the step and the copy is not time in which it has gone."""
+    monkeypatch.setattr(rescue_module, "GONE", timedelta(seconds=0.2))
+    lossy = cast(RemoteShard, Lossy(setting.standby, losses=1, seconds=0.4))
+    assert rescue(setting.keeper, [setting.shard], [lossy], [round_of(2)])
 
 
 def test_a_standby_that_has_gone_is_given_up(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
