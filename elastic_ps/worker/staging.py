@@ -10,11 +10,12 @@ them, and the script's thread for nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
-from typing import Protocol
+from typing import Protocol, SupportsInt
 
 import torch
 
@@ -54,24 +55,39 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """CUDA's: a stream for copies to the host and one for copies from it, on each device."""
+    """CUDA's: a stream for copies to the host and one for copies from it, on each device.
 
-    def __init__(self) -> None:
+    Args:
+        device: one of them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._lock = threading.Lock()
         self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
         """See `Streams.pin`."""
         runtime, address, size = torch.cuda.cudart(), memory.data_ptr(), memory.nbytes
-        code = int(runtime.cudaHostRegister(address, size, 0))
-        if code:
+        if code := self._code_of(lambda: runtime.cudaHostRegister(address, size, 0)):
             logger.info("CUDA cannot lock %d bytes of memory (error %d): copies are slower", size, code)
             return None
 
         def unpin() -> None:
-            runtime.cudaHostUnregister(address)
+            self._code_of(lambda: runtime.cudaHostUnregister(address))
 
         return unpin
+
+    def _code_of(self, call: Callable[[], SupportsInt]) -> int:
+        """Call CUDA's runtime; returns the code of its error, or 0.
+
+        CUDA remembers a thread's last error, and torch would raise it at the next kernel of the script.
+        """
+        code = int(call())
+        if code:
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self._device)  # a kernel: torch asks for the error, and CUDA forgets it
+        return code
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
         """See `Streams.copy`."""
@@ -98,7 +114,7 @@ class CudaStreams:
 
 def streams_of(device: torch.device) -> Streams | None:
     """Those of a type of devices; None where a copy is made before the next line of the script."""
-    return CudaStreams() if device.type == "cuda" else None
+    return CudaStreams(device) if device.type == "cuda" else None
 
 
 class Staging:
