@@ -24,7 +24,7 @@ class Kept:
         states = [part.state for part in parts_of(optimizer) for _ in part.param_groups]
         kinds = kinds_of(optimizer)
         for number, group in enumerate(optimizer.param_groups):
-            values = {key: value for key, value in group.items() if key != "params"}
+            values = plain_group(group, number)
             for position, parameter in enumerate(group["params"]):
                 if found := states[number].get(parameter):
                     what = f"parameter {position} of group {number}"
