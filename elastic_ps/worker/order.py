@@ -71,14 +71,15 @@ class Shuffled(Sequence[int]):
             number, offset = divmod(start, _BLOCK)
             if step == 1 and 0 < length <= _BLOCK - offset:
                 return self._of_block(number)[offset : offset + length]
-            return self._records_at(start + step * torch.arange(length))
-        return self._records_at(torch.tensor([range(self._records)[position]]))[0]
+            return self._records_at(start + step * torch.arange(length, device="cpu"))
+        return self._records_at(torch.tensor([range(self._records)[position]], device="cpu"))[0]
 
     def _of_block(self, number: int) -> list[int]:
         known, records = self._block
         if known != number:
             start = number * _BLOCK
-            records = self._records_at(torch.arange(start, min(start + _BLOCK, self._records)))
+            end = min(start + _BLOCK, self._records)
+            records = self._records_at(torch.arange(start, end, device="cpu"))
             self._block = number, records
         return records
 

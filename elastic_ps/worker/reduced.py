@@ -403,7 +403,8 @@ class _Sums:
         self._flat = flat
         self._gradients = [i for i, spec in enumerate(flat.layout.tensors) if spec.rule is Rule.GRADIENT]
         self._place = {tensor: 1 + place for place, tensor in enumerate(self._gradients)}
-        self._counts = torch.zeros(1 + len(self._gradients), dtype=torch.int64)  # samples; who has a gradient
+        # Of samples, and, for each gradient, of those that have it.
+        self._counts = torch.zeros(1 + len(self._gradients), dtype=torch.int64, device="cpu")
         self._totals: dict[int, torch.Tensor] = {}
         self._samples = self.begun = 0
 
@@ -433,7 +434,7 @@ class _Sums:
         own = self._flat.contribution_of(bucket)
         total = self._totals.get(bucket.index)
         if total is None:
-            total = self._totals[bucket.index] = torch.empty(own.numel(), dtype=_dtype(bucket, own))
+            total = self._totals[bucket.index] = torch.empty_like(own, dtype=_dtype(bucket, own))
         total.copy_(own)
         if bucket.rule is Rule.GRADIENT:
             for piece, has in zip(bucket.pieces, present, strict=True):

@@ -131,7 +131,7 @@ class Values:
     def _decoded(self, bucket: Bucket) -> torch.Tensor:
         """Memory to decode a delta in."""
         if bucket.elements > len(self._changes.get(bucket.shard, ())):
-            self._changes[bucket.shard] = torch.empty(bucket.elements, dtype=torch.float32)
+            self._changes[bucket.shard] = torch.empty(bucket.elements, dtype=torch.float32, device="cpu")
         return self._changes[bucket.shard][: bucket.elements]
 
     @contextmanager

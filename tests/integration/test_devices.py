@@ -153,6 +153,8 @@ def test_a_job_on_cuda_trains_what_one_process_trains(tmp_path: Path) -> None:
     [
         {"parameterServer": {"replicas": 2}},
         {"compression": {"codec": "fp16", "values": "changed"}},
+        {"compression": {"values": "int8"}},
+        {"strategy": "all-reduce"},
         {"compression": {"codec": "auto"}},
         {"consistency": {"mode": "local", "steps": 2, "outer": "easgd"}},
         {"consistency": {"mode": "local", "steps": 2, "outer": "delayed"}},

@@ -8,6 +8,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,13 @@ def test_positions_count_as_those_of_a_list() -> None:
             order[position]
     with pytest.raises(ValueError, match="expected 0 to"):
         Shuffled(MOST_RECORDS + 1, seed=0, epoch=0)
+
+
+def test_the_default_device_is_not_for_the_order() -> None:
+    """`meta` stands in for a GPU: its tensors have no values."""
+    with torch.device("meta"):
+        order = Shuffled(10, seed=0, epoch=0)
+        assert sorted([order[0], *order[1:5], *order[:4:-1]]) == list(range(10))
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
