@@ -208,7 +208,7 @@ class Operations:
         """See `Communicator.broadcast_object`. Blocks until all processes know its size."""
         mine = self._backend.rank == source
         content = self._pickled(item) if mine else self._room(0)
-        size = int(self.broadcast(torch.tensor(content.numel()), source).wait())
+        size = int(self.broadcast(torch.tensor(content.numel(), device="cpu"), source).wait())
         if not mine:
             content = self._room(size)
         handle = self.broadcast(content, source)
@@ -237,7 +237,7 @@ class Operations:
         self._check_other(to, tag)
         content = self._pickled(item)
         place = _PAYLOADS + next(self._numbers) % _PAYLOADS
-        header = self._there(torch.tensor([content.numel(), place]))
+        header = self._there(torch.tensor([content.numel(), place], device="cpu"))
 
         def begin() -> Pending:
             return _Both(
@@ -249,7 +249,7 @@ class Operations:
     def receive_object(self, source: int, tag: int = 0) -> Handle[Any]:
         """See `Communicator.receive_object`. It makes progress in `wait` and `done`."""
         self._check_other(source, tag)
-        header = self._there(torch.tensor([0, 0]))
+        header = self._there(torch.tensor([0, 0], device="cpu"))
         contents: list[torch.Tensor] = []
 
         def content() -> Pending:
@@ -334,7 +334,8 @@ class Operations:
     def _sized(self, item: Any) -> tuple[torch.Tensor, Sequence[int]]:
         """The object's bytes, filled up to the size of the longest object, and everybody's sizes. Blocks."""
         content = self._pickled(item)
-        sizes = [int(size) for size in self.all_gather(torch.tensor(content.numel())).wait()]
+        own = torch.tensor(content.numel(), device="cpu")
+        sizes = [int(size) for size in self.all_gather(own).wait()]
         filled = self._room(max(sizes))
         filled[: content.numel()] = content
         return filled, sizes

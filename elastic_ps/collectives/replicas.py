@@ -129,7 +129,8 @@ class _Gradients:
         """Send the rest, and put the result in place. Blocks."""
         while len(self._sent) < len(self._buckets):
             self._send()
-        present = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.uint8)
+        flags = [p.grad is not None for p in self.parameters]
+        present = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         anywhere = self._operations.all_reduce(present, "max").wait().tolist()
         has = {id(p): bool(flag) for p, flag in zip(self.parameters, anywhere, strict=True)}
         for bucket, handle in zip(self._buckets, self._sent, strict=True):

@@ -32,6 +32,18 @@ def test_a_process_that_nobody_has_started_with_others_is_alone(alone: collectiv
     assert collectives.world().size == collectives.of_group().size == 1, "there is a group now"
 
 
+def test_the_default_device_is_not_for_what_travels(alone: collectives.Communicator) -> None:
+    """`meta` stands in for a GPU that the group's library cannot reach."""
+    model = torch.nn.Linear(2, 1)
+    model(torch.ones(2)).backward()
+    with torch.device("meta"):
+        assert alone.all_gather_objects("x") == ["x"]
+        assert alone.broadcast_object("x") == "x"
+        collectives.synchronize_gradients(model, alone)
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[1, 1]]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
