@@ -54,11 +54,36 @@ class Streams(Protocol):
         """What this thread has the device compute from now on begins after the event. Does not block."""
 
 
+class CudaEvent:
+    """An event of CUDA."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def synchronize(self) -> None:
+        """See `Event.synchronize`."""
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
+
+    def query(self) -> bool:
+        """See `Event.query`."""
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """See `Event.wait`."""
+        self._event.wait(stream)
+
+
 class CudaStreams:
     """CUDA's: a stream for copies to the host and one for copies from it, on each device.
 
+    CUDA opens a context, which takes some hundred MiB, on the device that is current when it is called. In a
+    new thread that is device 0, which may belong to another worker. So the device that a call is about is
+    made the current one before.
+
     Args:
-        device: one of them.
+        device: one of the devices, which locks the host's memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,10 +108,11 @@ class CudaStreams:
 
         CUDA remembers a thread's last error, and torch would raise it at the next kernel of the script.
         """
-        code = int(call())
-        if code:
-            with contextlib.suppress(RuntimeError):
-                torch.ones(1, device=self._device)  # a kernel: torch asks for the error, and CUDA forgets it
+        with torch.cuda.device(self._device):
+            code = int(call())
+            if code:
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device=self._device)  # torch asks its kernel for the error: it is forgotten
         return code
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
@@ -94,12 +120,12 @@ class CudaStreams:
         there = source if source.is_cuda else target
         stream = self._stream(there.device, source.is_cuda)
         stream.wait_stream(torch.cuda.current_stream(there.device))
-        with torch.cuda.stream(stream):
+        with torch.cuda.device(there.device), torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
         there.record_stream(stream)  # no other tensor gets its memory before
-        return event
+        return CudaEvent(event, there.device)
 
     def compute_after(self, event: Event, device: torch.device) -> None:
         """See `Streams.compute_after`."""

@@ -91,7 +91,11 @@ def build(network: Network, dataset: DataSet, records: Any) -> torch.nn.Module:
 
 
 def choose_device(enable_gpu: bool, worker: int) -> torch.device:
-    """The device of a process with this index. Raises UsageError if there is no GPU to be had."""
+    """The device of a process with this index; a GPU becomes the current one of this thread.
+
+    Raises:
+        UsageError: there is no GPU to be had.
+    """
     if not enable_gpu:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -99,7 +103,9 @@ def choose_device(enable_gpu: bool, worker: int) -> torch.device:
             "--enable-gpu: torch finds no CUDA device here. Leave the flag out to train on the CPU, or "
             "install a torch with CUDA on a machine with an NVIDIA GPU"
         )
-    return torch.device("cuda", worker % torch.cuda.device_count())
+    device = torch.device("cuda", worker % torch.cuda.device_count())
+    torch.cuda.set_device(device)  # else torch would open a context on GPU 0, too
+    return device
 
 
 if __name__ == "__main__":

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from elastic_ps.worker.staging import CudaStreams
 
-DEVICE = torch.device("cuda", 1)
+HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 1)
 ALREADY_REGISTERED = 712
 """CUDA's code of this error."""
 
@@ -16,12 +20,20 @@ class Cuda:
     """A stand-in for torch.cuda and CUDA's runtime, with the state of one thread.
 
     Attributes:
+        current: the index of the device that is current.
+        opened: the devices that have a context: those on which something was done.
         code: what the runtime answers to its next calls; 0 is success.
         error: the last one, which the next kernel raises and forgets.
     """
 
     def __init__(self) -> None:
+        self.current = 0
+        self.opened: set[int] = set()
         self.code = self.error = 0
+
+    def work(self) -> None:
+        """Something is done on the current device."""
+        self.opened.add(self.current)
 
     def cudart(self) -> Cuda:
         return self
@@ -33,6 +45,7 @@ class Cuda:
         return self._called()
 
     def _called(self) -> int:
+        self.work()
         self.error = self.code or self.error
         return self.code
 
@@ -43,11 +56,72 @@ class Cuda:
             raise RuntimeError(f"CUDA error: {error}")
         return torch.full((count,), 1.0)
 
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        """It does nothing with the device that was current before."""
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        """Makes the stream's device the current one; afterwards it sets the stream of the one before."""
+        before, self.current = self.current, stream.device.index
+        yield
+        self.current = before
+        self.work()
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return Stream(device)
+
+
+class Stream:
+    """A stream, which does what it is told at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def wait_stream(self, stream: Stream) -> None:
+        pass
+
+
+class Event:
+    """An event, which has happened when it is made."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+
+    def record(self, stream: Stream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self._cuda.work()
+
+    def query(self) -> bool:
+        self._cuda.work()
+        return True
+
+
+class Tensor:
+    """A tensor on a device or the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.is_cuda = device, device.type == "cuda"
+
+    def copy_(self, source: Tensor, *, non_blocking: bool) -> None:
+        assert non_blocking
+
+    def record_stream(self, stream: Stream) -> None:
+        pass
+
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda()
-    monkeypatch.setattr(torch.cuda, "cudart", cuda.cudart)
+    for name in ("cudart", "device", "stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(cuda))
     monkeypatch.setattr(torch, "ones", cuda.ones)
     return cuda
 
@@ -64,6 +138,22 @@ def test_memory_that_cuda_does_not_unlock_leaves_no_error_behind(cuda: Cuda) -> 
     cuda.code = ALREADY_REGISTERED
     unpin()
     assert not cuda.error
+
+
+@pytest.mark.parametrize(("to", "of"), [(HOST, DEVICE), (DEVICE, HOST)])
+def test_no_other_device_is_touched(cuda: Cuda, to: torch.device, of: torch.device) -> None:
+    """Device 0, which is current in a new thread, may be another worker's."""
+    streams = CudaStreams(DEVICE)
+    unpin = streams.pin(torch.zeros(4))
+    target: Any = Tensor(to)
+    source: Any = Tensor(of)
+    event = streams.copy(target, source)
+    assert event.query()
+    event.synchronize()
+    assert unpin is not None
+    unpin()
+    assert cuda.opened == {DEVICE.index}
+    assert cuda.current == 0, "the script's device is current again"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here: the stand-in alone answers")

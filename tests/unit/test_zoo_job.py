@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_ps.cli.parser import build_parser
 from elastic_ps.cli.train_flags import ARGUMENTS
@@ -14,7 +15,7 @@ from elastic_ps.errors import InvalidJob, UserError
 from elastic_ps.job import parse_job
 from elastic_ps.zoo.evaluate import main as evaluate
 from elastic_ps.zoo.job import Flags, job_of
-from elastic_ps.zoo.train import main
+from elastic_ps.zoo.train import choose_device, main
 
 
 def spec_of(flags: Flags) -> Any:
@@ -111,6 +112,18 @@ def test_gradients_are_encoded_as_the_flag_says(codec: str) -> None:
 def test_bounded_staleness() -> None:
     spec = spec_of(Flags(arguments={}, mode="bounded", max_staleness=8))
     assert (spec.consistency.mode, spec.consistency.max_staleness) == ("bounded", 8)
+
+
+def test_the_gpu_of_a_worker_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch would take memory of GPU 0, too."""
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert choose_device(enable_gpu=False, worker=3) == torch.device("cpu")
+    assert not chosen
+    assert choose_device(enable_gpu=True, worker=3) == torch.device("cuda", 1)
+    assert chosen == [torch.device("cuda", 1)]
 
 
 def test_pods_get_a_gpu_and_the_data() -> None:
