@@ -122,7 +122,7 @@ class CudaStreams:
         stream.wait_stream(torch.cuda.current_stream(there.device))
         with torch.cuda.device(there.device), torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)  # else who waits for it keeps a core busy
             event.record(stream)
         there.record_stream(stream)  # no other tensor gets its memory before
         return CudaEvent(event, there.device)

@@ -88,13 +88,14 @@ class Stream:
 class Event:
     """An event, which has happened when it is made."""
 
-    def __init__(self, cuda: Cuda) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: Cuda, *, blocking: bool) -> None:
+        self._cuda, self._blocking = cuda, blocking
 
     def record(self, stream: Stream) -> None:
         pass
 
     def synchronize(self) -> None:
+        assert self._blocking, "CUDA would look at it again and again"
         self._cuda.work()
 
     def query(self) -> bool:
@@ -121,7 +122,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     for name in ("cudart", "device", "stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(cuda))
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking=False: Event(cuda, blocking=blocking))
     monkeypatch.setattr(torch, "ones", cuda.ones)
     return cuda
 
