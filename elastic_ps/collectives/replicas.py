@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -112,18 +113,20 @@ class _Gradients:
         self._of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
         self._missing = [{id(p) for p in bucket} for bucket in self._buckets]
         self._sent: list[Handle[torch.Tensor]] = []
+        self._lock = threading.Lock()
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """A gradient is complete. Called by a hook, one at a time."""
-        missing = self._missing[self._of[id(parameter)]]
-        if id(parameter) not in missing:
-            raise UsageError(
-                "backward() ran twice within synchronized_backward, whose gradients are on their way after "
-                "the first; run all but the last one before, outside"
-            )
-        missing.remove(id(parameter))
-        while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
-            self._send()
+        """A gradient is complete. Thread-safe: autograd runs the hooks of each device on another thread."""
+        with self._lock:
+            missing = self._missing[self._of[id(parameter)]]
+            if id(parameter) not in missing:
+                raise UsageError(
+                    "backward() ran twice within synchronized_backward, whose gradients are on their way "
+                    "after the first; run all but the last one before, outside"
+                )
+            missing.remove(id(parameter))
+            while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:
+                self._send()
 
     def finish(self) -> None:
         """Send the rest, and put the result in place. Blocks."""
