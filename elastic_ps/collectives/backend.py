@@ -22,6 +22,22 @@ class Pending(Protocol):
         """Whether `wait` would return at once. Does not block."""
 
 
+class Both:
+    """Operations under way, as one."""
+
+    def __init__(self, *pending: Pending) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        """See `Pending.wait`."""
+        for each in self._pending:
+            each.wait()
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return all(each.done() for each in self._pending)
+
+
 class Backend(abc.ABC):
     """The operations of one group of processes, on flat contiguous tensors. None of them blocks.
 
@@ -78,6 +94,12 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
         """Receive bytes of a rank: as many as it sends."""
+
+    @abc.abstractmethod
+    def send_receive(
+        self, given: torch.Tensor, to: int, taken: torch.Tensor, source: int, tag: int
+    ) -> Pending:
+        """Send bytes to a rank and receive bytes of a rank, neither of which waits for the other."""
 
     @abc.abstractmethod
     def barrier(self) -> Pending:

@@ -90,14 +90,15 @@ class Communicator:
         """Receive a tensor of another rank, in place; returns it. It has that one's shape and dtype."""
         return self.begin.receive(tensor, source, tag).wait()
 
-    def send_receive(self, tensor: torch.Tensor, *, to: int, source: int, tag: int = 0) -> torch.Tensor:
-        """Send a tensor to one rank, and replace it, in place, by what another rank sends; returns it."""
-        received = torch.empty_like(tensor)
-        receiving = self.begin.receive(received, source, tag)
-        self.begin.send(tensor, to, tag).wait()
-        receiving.wait()
-        tensor.detach().copy_(received)
-        return tensor
+    def send_receive(
+        self, tensor: torch.Tensor, *, to: int, source: int, into: torch.Tensor | None = None, tag: int = 0
+    ) -> torch.Tensor:
+        """Send a tensor to one rank, and receive what another rank sends, in place; returns that.
+
+        Args:
+            into: where it is received, on the same device; None: in the tensor that is sent.
+        """
+        return self.begin.send_receive(tensor, to=to, source=source, into=into, tag=tag).wait()
 
     def barrier(self) -> None:
         """Block until all processes have called it."""

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 
-from elastic_ps.collectives.backend import Backend, Pending, Reduction
+from elastic_ps.collectives.backend import Backend, Both, Pending, Reduction
 from elastic_ps.errors import CollectiveFailed, UsageError
 
 T = TypeVar("T")
@@ -70,18 +70,6 @@ class _After:
             self._first.wait()
             self._second = self._begin()
         return self._second is not None and self._second.done()
-
-
-class _Both:
-    def __init__(self, *pending: Pending) -> None:
-        self._pending = pending
-
-    def wait(self) -> None:
-        for each in self._pending:
-            each.wait()
-
-    def done(self) -> bool:
-        return all(each.done() for each in self._pending)
 
 
 class Operations:
@@ -198,6 +186,21 @@ class Operations:
             "receive", lambda: self._backend.receive(_bytes(there), source, tag), tensor, there
         )
 
+    def send_receive(
+        self, tensor: torch.Tensor, *, to: int, source: int, into: torch.Tensor | None = None, tag: int = 0
+    ) -> Handle[torch.Tensor]:
+        """See `Communicator.send_receive`."""
+        self._check_other(to, tag)
+        self._check_other(source, tag)
+        given = self._there(tensor)
+        taken = torch.empty_like(given) if into is None else self._there(into)
+        return self._begin(
+            "send_receive",
+            lambda: self._backend.send_receive(_bytes(given), to, _bytes(taken), source, tag),
+            tensor if into is None else into,
+            taken,
+        )
+
     def barrier(self) -> Handle[None]:
         """See `Communicator.barrier`."""
         return self._note("barrier", self._backend.barrier, lambda: None)
@@ -240,7 +243,7 @@ class Operations:
         header = self._there(torch.tensor([content.numel(), place], device="cpu"))
 
         def begin() -> Pending:
-            return _Both(
+            return Both(
                 self._backend.send(_bytes(header), to, TAGS + tag), self._backend.send(content, to, place)
             )
 

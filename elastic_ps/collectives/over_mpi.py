@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_ps.collectives.backend import Backend, Pending, Reduction
+from elastic_ps.collectives.backend import Backend, Both, Pending, Reduction
 from elastic_ps.errors import UsageError
 
 if TYPE_CHECKING:
@@ -93,6 +93,11 @@ class MPIGroup(Backend):
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
         return _Request(self._comm.Irecv(buffer.numpy(), source, tag), buffer)
+
+    def send_receive(
+        self, given: torch.Tensor, to: int, taken: torch.Tensor, source: int, tag: int
+    ) -> Pending:
+        return Both(self.receive(taken, source, tag), self.send(given, to, tag))
 
     def barrier(self) -> Pending:
         return _Request(self._comm.Ibarrier())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from elastic_ps.collectives.backend import Backend, Pending, Reduction
+from elastic_ps.collectives.backend import Backend, Both, Pending, Reduction
 from elastic_ps.errors import UsageError
 
 _OPS = {
@@ -105,6 +105,14 @@ class TorchGroup(Backend):
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
         return _Work(dist.irecv(buffer, self._global(source), group=self._group, tag=tag))
+
+    def send_receive(
+        self, given: torch.Tensor, to: int, taken: torch.Tensor, source: int, tag: int
+    ) -> Pending:
+        # NCCL makes the operations of one stream in order: all would receive, and nobody send.
+        receiving = dist.P2POp(dist.irecv, taken, self._global(source), self._group, tag)
+        sending = dist.P2POp(dist.isend, given, self._global(to), self._group, tag)
+        return Both(*map(_Work, dist.batch_isend_irecv([receiving, sending])))
 
     def barrier(self) -> Pending:
         return self.all_reduce(torch.zeros(1, device=self.device(torch.device("cpu"))), "sum")

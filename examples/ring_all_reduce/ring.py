@@ -29,18 +29,11 @@ def ring_all_reduce(tensor: torch.Tensor, world: collectives.Communicator) -> No
     parts = tensor.view(-1).tensor_split(size)
     for step in range(size - 1):
         given, taken = (rank - step) % size, (rank - step - 1) % size
-        parts[taken].add_(_pass_on(parts[given], torch.empty_like(parts[taken]), world, after, before))
+        received = torch.empty_like(parts[taken])
+        parts[taken].add_(world.send_receive(parts[given], to=after, source=before, into=received))
     for step in range(size - 1):
         given, taken = (rank - step + 1) % size, (rank - step) % size
-        _pass_on(parts[given], parts[taken], world, after, before)
-
-
-def _pass_on(
-    given: torch.Tensor, taken: torch.Tensor, world: collectives.Communicator, after: int, before: int
-) -> torch.Tensor:
-    receiving = world.begin.receive(taken, before)
-    world.send(given, after)
-    return receiving.wait()
+        world.send_receive(parts[given], to=after, source=before, into=parts[taken])
 
 
 def main() -> None:

@@ -74,6 +74,22 @@ def test_hooks_on_two_threads_send_each_bucket_once(
     ]
 
 
+def test_what_is_sent_and_received_at_once_is_one_batch(
+    alone: collectives.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL would make one after the other, and all would wait for what nobody has sent."""
+    batches: list[list[Any]] = []
+
+    def batch(operations: list[dist.P2POp]) -> list[Any]:
+        batches.append([each.op for each in operations])
+        return []
+
+    monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+    given, taken = torch.ones(4, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8)
+    TorchGroup().send_receive(given, 0, taken, 0, 0).wait()
+    assert batches == [[dist.irecv, dist.isend]]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

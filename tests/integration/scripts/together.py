@@ -108,6 +108,12 @@ def check_everybody_passes_a_large_tensor_on(world: collectives.Communicator) ->
     after, before = (world.rank + 1) % SIZE, (world.rank - 1) % SIZE
     assert world.send_receive(tensor, to=after, source=before) is tensor
     assert set(tensor.tolist()) == {float(before)}
+    more = torch.zeros(before + 1, dtype=torch.float64)
+    handle = world.begin.send_receive(own(world), to=after, source=before, into=torch.zeros(2, 3), tag=1)
+    counted = torch.ones(world.rank + 1, dtype=torch.float64)
+    assert world.send_receive(counted, to=after, source=before, into=more) is more
+    assert more.tolist() == [1.0] * (before + 1)
+    assert handle.wait().tolist() == own_of(before).tolist()
 
 
 def check_operations_begin_without_waiting(world: collectives.Communicator) -> None:
