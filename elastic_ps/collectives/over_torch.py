@@ -115,7 +115,10 @@ class TorchGroup(Backend):
         return Both(*map(_Work, dist.batch_isend_irecv([receiving, sending])))
 
     def barrier(self) -> Pending:
-        return self.all_reduce(torch.zeros(1, device=self.device(torch.device("cpu"))), "sum")
+        here = self.device(torch.device("cpu"))
+        if here.type == "cuda":  # a sum blocks what this thread has the GPU compute next, not this thread
+            return _Work(dist.barrier(self._group, async_op=True, device_ids=[here.index]))
+        return self.all_reduce(torch.zeros(1, device=here), "sum")
 
     def split(self, groups: Sequence[Sequence[int]], own: int | None) -> Backend | None:
         if not self._whole:

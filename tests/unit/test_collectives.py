@@ -90,6 +90,36 @@ def test_what_is_sent_and_received_at_once_is_one_batch(
     assert batches == [[dist.irecv, dist.isend]]
 
 
+@pytest.fixture
+def nccl(alone: collectives.Communicator, monkeypatch: pytest.MonkeyPatch) -> collectives.Communicator:
+    """A communicator that takes its group for one with nccl alone, in a process that uses GPU 1."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    return collectives.of_group()
+
+
+def test_a_barrier_of_gpus_blocks_this_thread(
+    nccl: collectives.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own does; to wait for a sum there is to let the GPU wait for it."""
+
+    class Work:
+        waited = False
+
+        def wait(self) -> None:
+            self.waited = True
+
+    def barrier(group: dist.ProcessGroup, *, async_op: bool, device_ids: list[int]) -> Work:
+        assert async_op, "`begin` does not block"
+        assert device_ids == [1]
+        return work
+
+    work = Work()
+    monkeypatch.setattr(dist, "barrier", barrier)
+    nccl.barrier()
+    assert work.waited
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
