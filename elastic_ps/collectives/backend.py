@@ -60,6 +60,10 @@ class Backend(abc.ABC):
         """Where a tensor has to be to take part that is on device `wanted`."""
 
     @abc.abstractmethod
+    def has_tags(self, device: torch.device) -> bool:
+        """Whether a message of tensors on that device goes to a `receive` of the same tag."""
+
+    @abc.abstractmethod
     def broadcast(self, buffer: torch.Tensor, source: int) -> Pending:
         """Write the bytes that rank `source` has into everybody's buffer."""
 

@@ -83,7 +83,10 @@ class Communicator:
         return self.begin.scatter(parts, out, source).wait()
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> None:
-        """Send a tensor to another rank, which calls `receive` with the same tag, from 0 to 4095."""
+        """Send a tensor to another rank, which calls `receive` with the same tag, from 0 to 4095.
+
+        nccl, which sends tensors on GPUs, has no tags but 0.
+        """
         self.begin.send(tensor, to, tag).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> torch.Tensor:

@@ -24,6 +24,9 @@ TAGS = 4096
 _PAYLOADS = 8192
 """The tags of the contents of objects: as many, from this one on."""
 
+_HOST = torch.device("cpu")
+"""Where objects are."""
+
 
 class Handle(Generic[T]):
     """An operation that has begun. The tensors given to it must not be changed until it is over."""
@@ -174,13 +177,13 @@ class Operations:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Handle[None]:
         """See `Communicator.send`."""
-        self._check_other(to, tag)
+        self._check_other(to, tag, tensor.device)
         there = self._there(tensor)
         return self._note("send", lambda: self._backend.send(_bytes(there), to, tag), lambda: None)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Handle[torch.Tensor]:
         """See `Communicator.receive`."""
-        self._check_other(source, tag)
+        self._check_other(source, tag, tensor.device)
         there = self._there(tensor)
         return self._begin(
             "receive", lambda: self._backend.receive(_bytes(there), source, tag), tensor, there
@@ -190,8 +193,8 @@ class Operations:
         self, tensor: torch.Tensor, *, to: int, source: int, into: torch.Tensor | None = None, tag: int = 0
     ) -> Handle[torch.Tensor]:
         """See `Communicator.send_receive`."""
-        self._check_other(to, tag)
-        self._check_other(source, tag)
+        for rank in (to, source):
+            self._check_other(rank, tag, tensor.device)
         given = self._there(tensor)
         taken = torch.empty_like(given) if into is None else self._there(into)
         return self._begin(
@@ -211,7 +214,7 @@ class Operations:
         """See `Communicator.broadcast_object`. Blocks until all processes know its size."""
         mine = self._backend.rank == source
         content = self._pickled(item) if mine else self._room(0)
-        size = int(self.broadcast(torch.tensor(content.numel(), device="cpu"), source).wait())
+        size = int(self.broadcast(torch.tensor(content.numel(), device=_HOST), source).wait())
         if not mine:
             content = self._room(size)
         handle = self.broadcast(content, source)
@@ -237,10 +240,10 @@ class Operations:
 
     def send_object(self, item: Any, to: int, tag: int = 0) -> Handle[None]:
         """See `Communicator.send_object`."""
-        self._check_other(to, tag)
+        self._check_other(to, tag, _HOST)
         content = self._pickled(item)
         place = _PAYLOADS + next(self._numbers) % _PAYLOADS
-        header = self._there(torch.tensor([content.numel(), place], device="cpu"))
+        header = self._there(torch.tensor([content.numel(), place], device=_HOST))
 
         def begin() -> Pending:
             return Both(
@@ -251,8 +254,8 @@ class Operations:
 
     def receive_object(self, source: int, tag: int = 0) -> Handle[Any]:
         """See `Communicator.receive_object`. It makes progress in `wait` and `done`."""
-        self._check_other(source, tag)
-        header = self._there(torch.tensor([0, 0], device="cpu"))
+        self._check_other(source, tag, _HOST)
+        header = self._there(torch.tensor([0, 0], device=_HOST))
         contents: list[torch.Tensor] = []
 
         def content() -> Pending:
@@ -328,7 +331,7 @@ class Operations:
         return Handle("", _Ended(handle), result)
 
     def _room(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._backend.device(torch.device("cpu")))
+        return torch.empty(size, dtype=torch.uint8, device=self._backend.device(_HOST))
 
     def _pickled(self, item: Any) -> torch.Tensor:
         content = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8)
@@ -337,7 +340,7 @@ class Operations:
     def _sized(self, item: Any) -> tuple[torch.Tensor, Sequence[int]]:
         """The object's bytes, filled up to the size of the longest object, and everybody's sizes. Blocks."""
         content = self._pickled(item)
-        own = torch.tensor(content.numel(), device="cpu")
+        own = torch.tensor(content.numel(), device=_HOST)
         sizes = [int(size) for size in self.all_gather(own).wait()]
         filled = self._room(max(sizes))
         filled[: content.numel()] = content
@@ -347,12 +350,18 @@ class Operations:
         if not 0 <= rank < self._backend.size:
             raise UsageError(f"rank is {rank}; expected one from 0 to {self._backend.size - 1}")
 
-    def _check_other(self, rank: int, tag: int) -> None:
+    def _check_other(self, rank: int, tag: int, device: torch.device) -> None:
         self._check_rank(rank)
         if rank == self._backend.rank:
             raise UsageError(f"rank {rank} sends to, or receives from, itself; expected another rank")
         if not 0 <= tag < TAGS:
             raise UsageError(f"tag is {tag}; expected one from 0 to {TAGS - 1}")
+        if tag and not self._backend.has_tags(self._backend.device(device)):
+            raise UsageError(
+                f"tag is {tag}, but nccl, which sends what is on GPUs, knows none; it hands messages over in "
+                "the order in which they are sent. Leave the tag out, or send tensors on the CPU in a group "
+                "with gloo"
+            )
 
     def _check_parts(self, parts: torch.Tensor) -> None:
         if parts.dim() == 0 or parts.shape[0] != self._backend.size:

@@ -60,6 +60,9 @@ class MPIGroup(Backend):
     def device(self, wanted: torch.device) -> torch.device:  # noqa: ARG002
         return torch.device("cpu")
 
+    def has_tags(self, device: torch.device) -> bool:  # noqa: ARG002
+        return True
+
     def broadcast(self, buffer: torch.Tensor, source: int) -> Pending:
         return _Request(self._comm.Ibcast(buffer.numpy(), source), buffer)
 

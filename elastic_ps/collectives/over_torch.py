@@ -70,6 +70,9 @@ class TorchGroup(Backend):
         only_cuda = "nccl" in self._config and "cpu" not in self._config
         return torch.device("cuda", torch.cuda.current_device()) if only_cuda else wanted
 
+    def has_tags(self, device: torch.device) -> bool:
+        return not (device.type == "cuda" and "cuda:nccl" in self._config)
+
     def _global(self, rank: int) -> int:
         if self._whole or self._group is None:
             return rank

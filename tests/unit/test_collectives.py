@@ -92,8 +92,9 @@ def test_what_is_sent_and_received_at_once_is_one_batch(
 
 @pytest.fixture
 def nccl(alone: collectives.Communicator, monkeypatch: pytest.MonkeyPatch) -> collectives.Communicator:
-    """A communicator that takes its group for one with nccl alone, in a process that uses GPU 1."""
+    """A communicator that takes its group for one of two, with nccl alone, in a process that uses GPU 1."""
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     return collectives.of_group()
 
@@ -118,6 +119,32 @@ def test_a_barrier_of_gpus_blocks_this_thread(
     monkeypatch.setattr(dist, "barrier", barrier)
     nccl.barrier()
     assert work.waited
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda nccl: nccl.send(torch.ones(1), 1, tag=3),
+        lambda nccl: nccl.receive(torch.ones(1), 1, tag=3),
+        lambda nccl: nccl.send_receive(torch.ones(1), to=1, source=1, tag=3),
+        lambda nccl: nccl.send_object("x", 1, tag=3),
+        lambda nccl: nccl.receive_object(1, tag=3),
+    ],
+)
+def test_a_tag_that_nccl_would_not_look_at_is_refused(
+    nccl: collectives.Communicator, call: Callable[[collectives.Communicator], Any]
+) -> None:
+    with pytest.raises(UsageError, match=r"tag is 3, but nccl.* knows none"):
+        call(nccl)
+
+
+def test_tags_are_for_tensors_that_do_not_travel_by_nccl(
+    alone: collectives.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    group = TorchGroup()
+    assert group.has_tags(torch.device("cpu"))
+    assert not group.has_tags(torch.device("cuda", 1))
 
 
 @pytest.mark.parametrize(
