@@ -394,18 +394,22 @@ class Flat:
         """A bucket's values, to receive into."""
         return self._value_bytes[bucket.index]
 
-    def contribution_bytes(self, bucket: Bucket) -> memoryview:
-        """A bucket's contribution, to send. Blocks until what was put there has arrived."""
+    def wait_for(self, bucket: Bucket) -> None:
+        """Block until what was put into a bucket's contribution has arrived."""
         self._staging.arrived(self._tensors_of[bucket.index])
+
+    def contribution_bytes(self, bucket: Bucket) -> memoryview:
+        """A bucket's contribution, to send. Blocks as `wait_for` does."""
+        self.wait_for(bucket)
         return self._contribution_bytes[bucket.index]
 
     def contribution_of(self, bucket: Bucket) -> torch.Tensor:
-        """A bucket's contribution, flat, of its dtype. Blocks until what was put there has arrived."""
-        self._staging.arrived(self._tensors_of[bucket.index])
+        """A bucket's contribution, flat, of its dtype. Blocks as `wait_for` does."""
+        self.wait_for(bucket)
         return self._contribution_of[bucket.index]
 
     def is_here(self, bucket: Bucket) -> bool:
-        """Whether `contribution_of` would not block."""
+        """Whether `wait_for` would not block."""
         return self._staging.are_here(self._tensors_of[bucket.index])
 
     def contributions_of(self, bucket: Bucket) -> list[torch.Tensor]:

@@ -222,6 +222,7 @@ class Sending:
                 self._awaited.restart(attempt, push.generation)
 
     def _push(self, bucket: Bucket, step: Step, attempt: int, ending: Ending | None) -> None:
+        self._flat.wait_for(bucket)  # a codec is not chosen by how long a device computes
         with self._encoder.tuner.busy():
             payload = self._contribution(bucket, step, attempt)
             with self._traced(bucket, step, attempt, payload):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 
 from elastic_ps.worker import staging
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.tuner import Tuner
 from tests.integration.devices import LateDevice, Said
 from tests.integration.harness import Numbers, make_mlp, running_job
 from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
@@ -78,12 +81,34 @@ def test_workers_that_add_up_gradients_wait_for_none_in_backward(
     monkeypatch.setattr(torch.Tensor, "backward", watched)
     train(tmp_path, workers=2, strategy="all-reduce", checkpoints=tmp_path / "c", parameterServer=BUCKETS)
     for worker in ("worker-0", "worker-1"):
-        within, waited = False, 0
-        for what in (said.what for said in late.said if said.thread == worker and said.down):
-            within = what == "begin" or (within and what != "end")
-            assert not (within and what == "wait")
-            waited += what == "wait"
-        assert waited
+        assert_waits_outside(late, worker)
+
+
+def assert_waits_outside(late: LateDevice, thread: str) -> None:
+    """A thread has waited for gradients, but never between "begin" and "end"."""
+    within, waited = False, 0
+    for what in (said.what for said in late.said if said.thread == thread and said.down):
+        within = what == "begin" or (within and what != "end")
+        assert not (within and what == "wait")
+        waited += what == "wait"
+    assert waited
+
+
+def test_a_codec_is_not_chosen_by_how_long_a_device_computes(
+    tmp_path: Path, late: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = Tuner.busy
+
+    @contextmanager
+    def watched(self: Tuner) -> Iterator[None]:
+        late.note("begin", True)
+        with busy(self):
+            yield
+        late.note("end", True)
+
+    monkeypatch.setattr(Tuner, "busy", watched)
+    train(tmp_path, workers=1, transport="shm", parameterServer=BUCKETS)  # it has one send thread
+    assert_waits_outside(late, "send-0")
 
 
 def test_backward_waits_for_no_copy_and_values_are_there_before_the_next_are_pulled(
