@@ -8,7 +8,7 @@ pulled bucket is received straight into the model. What is on another device, or
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 import torch
 from torch.nn.parameter import UninitializedParameter
@@ -375,6 +375,11 @@ class Flat:
         """Copy a gradient to where it is pushed from; from a device that makes copies by itself, begin to."""
         self._written.add(index)
         self._staging.down(index, self._contribution[index], gradient)
+
+    def give(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy to each first tensor, on whatever device, the second one. Blocks until all copies are made."""
+        self._staging.up(pairs)
+        self._staging.settle()
 
     def clear_contribution(self, index: int) -> None:
         """Make a tensor's contribution zero, if anything was put there since it was."""

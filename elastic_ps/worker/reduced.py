@@ -467,6 +467,7 @@ class _Sums:
                 total.div_(divisor if bucket.rule is Rule.GRADIENT else samples)
             flat.contribution_of(bucket).copy_(total)
             flat.written(bucket)
+        made: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, spec in enumerate(flat.layout.tensors):
             tensor = flat.tensors[index]
             if spec.rule is Rule.GRADIENT:
@@ -475,10 +476,11 @@ class _Sums:
                     continue
                 if tensor.grad is None:
                     tensor.grad = torch.empty_like(tensor)
-                tensor.grad.copy_(flat.contribution(index))
+                made.append((tensor.grad, flat.contribution(index)))
             elif spec.rule is not Rule.CONSTANT:
-                tensor.copy_(flat.contribution(index))
+                made.append((tensor, flat.contribution(index)))
                 flat.value(index).copy_(flat.contribution(index))
+        flat.give(made)
 
     def _clipped(self, norm: float | None, samples: int) -> float:
         """By what the mean is divided."""

@@ -128,6 +128,14 @@ def test_backward_waits_for_no_copy_and_values_are_there_before_the_next_are_pul
     assert len(steps) > 100, "some steps"
 
 
+def test_the_mean_of_gradients_goes_to_a_device_all_at_once(tmp_path: Path, late: LateDevice) -> None:
+    train(tmp_path, workers=1, strategy="all-reduce", checkpoints=tmp_path / "c", parameterServer=BUCKETS)
+    steps = [[*said] for _, said in groupby(_up(late.said), key=lambda said: said.what)]
+    assert [said[0].what for said in steps] == ["copy", "compute after", "wait"] * (len(steps) // 3)
+    assert {len(said) for said in steps[::3]} == {len([*make_mlp().parameters()])}
+    assert len(steps) > 100, "some steps"
+
+
 def _up(said: list[Said]) -> list[Said]:
     return [each for each in said if not each.down]
 
