@@ -46,6 +46,7 @@ class PushLog:
             deterministic mode the workers order the additions.
         several: a worker may push several steps for one round; else one.
         added: for each bucket, the (worker, incarnation, step) whose values are in its sum.
+        adding: the buckets to whose sums something is being added, so that these are of no contributions.
     """
 
     term: int
@@ -55,6 +56,7 @@ class PushLog:
     several: bool = False
     added: dict[int, set[tuple[int, int, int]]] = field(default_factory=dict)
     asked: set[tuple[int, int]] = field(default_factory=set)
+    adding: set[int] = field(default_factory=set)
 
     def decide(self, key: PushKey) -> Verdict:
         """Whether the push is to be added or has been already.
@@ -123,8 +125,13 @@ class PushLog:
                 f"values of version {version} were sent; the open round is on {self.version}",
             )
 
+    def begin(self, key: PushKey) -> None:
+        """The push is going to be added to its bucket's sum, and no other one to this until it is there."""
+        self.adding.add(key.bucket)
+
     def add(self, key: PushKey) -> None:
-        """The push is in its bucket's sum now."""
+        """The push, which is for the open round, is in its bucket's sum now."""
+        self.adding.discard(key.bucket)
         self.added.setdefault(key.bucket, set()).add((key.worker, key.incarnation, key.step))
 
     def turn(self, worker: int, bucket: int) -> bool:
@@ -147,12 +154,12 @@ class PushLog:
     def has_all(self, bucket: int) -> bool:
         """Whether the sum of `bucket` has a contribution of each expected worker, and of nobody else."""
         have = {entry[:2] for entry in self.added.get(bucket, ())}
-        return bool(have) and have == set(self.expected.items())
+        return bool(have) and have == set(self.expected.items()) and bucket not in self.adding
 
     def complete(self, buckets: Collection[int], contributors: Collection[tuple[int, int, int]]) -> bool:
         """Whether the sums of all `buckets` are made of exactly these contributions."""
         wanted = set(contributors)
-        return all(self.added.get(bucket, set()) == wanted for bucket in buckets)
+        return all(self.added.get(b, set()) == wanted and b not in self.adding for b in buckets)
 
     def open(self, *, version: int, attempt: int, expected: Mapping[int, int]) -> bool:
         """Set the open round. Returns whether the sums are void: it is another round or attempt."""
@@ -161,4 +168,5 @@ class PushLog:
         if void:
             self.added.clear()
             self.asked.clear()
+            self.adding.clear()
         return void

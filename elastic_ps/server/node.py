@@ -189,14 +189,16 @@ class Node:
         if advance.next is None and not shard.whole:
             text = f"the standby of shard {self.index} is still catching up"
             raise Refused(RefusalCode.NOT_READY, text)
-        to_apply = advance.apply if shard.version < advance.version else None
-        if to_apply is not None:
-            shard.require_complete(advance.version, to_apply)
-            if self._follower is not None:
-                self._follower.stage(shard, advance)
+        to_apply = advance.apply
+        if to_apply is not None and not shard.has_to_apply(advance.version, to_apply):
+            to_apply = None
+        if to_apply is not None and self._follower is not None:
+            self._follower.stage(shard, advance)
         if advance.prepare:
-            clipped = to_apply is not None and to_apply.clips is not None
-            return replace(self._report(), norm=shard.norm() if clipped else 0.0)
+            norm = 0.0
+            if to_apply is not None and to_apply.clips is not None:
+                norm = shard.norm(advance.version, to_apply)
+            return replace(self._report(), norm=norm)
         shard.advance(advance.version, advance.attempt, advance.expected, advance.apply)
         if to_apply is not None and not to_apply.elsewhere:
             self._record_values(shard)
@@ -267,6 +269,8 @@ class Node:
                 f"{shard.version}",
             )
         self._record_values(shard)
+        with self._lock:
+            self._snapshot = None  # before there is one copy more
         started = time.monotonic()
         copy = list(_cloned(shard))
         pause = timedelta(seconds=time.monotonic() - started)
@@ -369,10 +373,8 @@ def _can_follow(shard: Shard, order: Advance) -> bool:
     """Whether a standby has carried the order out, or has all the sums for it."""
     following = for_standby(order).apply
     assert following is not None
-    if shard.version >= order.version:
-        return True
     try:
-        shard.require_complete(order.version, following)
+        shard.has_to_apply(order.version, following)
     except Refused:
         return False
     return True

@@ -306,6 +306,7 @@ class Shard:
                 if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
                     return False
                 values, first = self._buckets[key.bucket], not self._log.added.get(key.bucket)
+                self._log.begin(key)
             add(values, first)
             with self._lock:
                 # A round that has started again meanwhile has no sum yet: the next push begins one. A worker
@@ -551,7 +552,7 @@ class Shard:
                     self._wake_all()
 
     def _apply(self, version: int, apply: Application, attempt: int, expected: Mapping[int, int]) -> None:
-        self.require_complete(version, apply)
+        self._require_complete(version, apply)
         started, stepped = time.monotonic_ns(), self._to_step
         with self._lock:
             for values in self._buckets.values():
@@ -561,7 +562,7 @@ class Shard:
         contributors = frozenset(apply.contributors)
         basis = Basis(version, apply.attempt, contributors, apply.samples, tuple(apply.settings.groups))
         clip, norm = apply.clips, apply.norm
-        divisor = 1.0 if clip is None else clip_divisor(self.norm() if norm is None else norm, clip)
+        divisor = 1.0 if clip is None else clip_divisor(self._norm() if norm is None else norm, clip)
         for bucket in stepped:
             with self._stepping[bucket.index]:
                 with self._lock:
@@ -582,20 +583,40 @@ class Shard:
                     self._wake_all()
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
 
-    def norm(self) -> float:
-        """The 2-norm of this shard's part of the mean gradient of the open round, whose sums are complete."""
+    def has_to_apply(self, version: int, apply: Application) -> bool:
+        """Whether `version` is still to be made; then the sums are those that it is to be made of.
+
+        Blocks while a version is being made: an order may be repeated meanwhile.
+
+        Raises:
+            Refused: INVALID; the sums are others. NOT_READY; the shard lacks the version to continue from.
+        """
+        with self._advancing:
+            if self.version >= version:
+                return False
+            self._require_complete(version, apply)
+            return True
+
+    def norm(self, version: int, apply: Application) -> float:
+        """The 2-norm of this shard's part of the mean gradient of which `version` is made; 0 once it is.
+
+        Blocks and raises as `has_to_apply`.
+        """
+        with self._advancing:
+            if self.version >= version:  # the sums are of the next round
+                return 0.0
+            self._require_complete(version, apply)
+            return self._norm()
+
+    def _norm(self) -> float:
         return math.hypot(*(self._buckets[bucket.index].norm() for bucket in self._to_step))
 
     @property
     def _to_step(self) -> list[Bucket]:
         return [bucket for bucket in self._stepped if bucket.index not in self._copied.missing]
 
-    def require_complete(self, version: int, apply: Application) -> None:
-        """Raise Refused unless the sums are those that `version` is to be made of.
-
-        Raises:
-            Refused: INVALID; the sums are others. NOT_READY; the shard lacks the version to continue from.
-        """
+    def _require_complete(self, version: int, apply: Application) -> None:
+        """Raise Refused unless the sums are those that `version` is to be made of; see `has_to_apply`."""
         with self._lock:
             if self._torn or self._log.version < version - 1:
                 raise Refused(
@@ -686,12 +707,13 @@ class Shard:
             self._wake_all()
 
     def state(self) -> Iterator[StateEntry]:
-        """Copies of the optimizer's state."""
+        """Copies of the optimizer's state, of one version. Blocks while a version is being made."""
         entries: list[StateEntry] = []
-        for index in self._buckets:
-            with self._stepping[index]:
-                state = self._buckets[index].state()
-                entries += [entry._replace(value=entry.value.clone()) for entry in state]
+        with self._advancing:
+            for index in self._buckets:
+                with self._stepping[index]:
+                    state = self._buckets[index].state()
+                    entries += [entry._replace(value=entry.value.clone()) for entry in state]
         yield from entries
 
     def values(self) -> Iterator[tuple[Bucket, torch.Tensor]]:

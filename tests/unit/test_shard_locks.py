@@ -21,7 +21,7 @@ Hold = Callable[[str, int], "Held"]
 
 
 class Held:
-    """A call that has done its work, and does not return before `let_go`."""
+    """A call that does nothing before `let_go`."""
 
     def __init__(self) -> None:
         self.there, self._free = threading.Event(), threading.Event()
@@ -42,14 +42,23 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
         held, original = Held(), getattr(BucketValues, name)
 
         def method(self: BucketValues, *arguments: Any, **named: Any) -> None:
-            original(self, *arguments, **named)
             if self.bucket.index == bucket and not held.there.is_set():
                 held.wait()
+            original(self, *arguments, **named)
 
         monkeypatch.setattr(BucketValues, name, method)
         return held
 
     return hold
+
+
+def blocks(future: Future[Any]) -> bool:
+    """Whether a call does not return for a while; that it has begun by then cannot be seen."""
+    try:
+        future.result(0.2)
+    except TimeoutError:
+        return True
+    return False
 
 
 def two_buckets() -> Rig:
@@ -106,6 +115,7 @@ def test_a_round_that_starts_again_while_a_push_is_added_is_not_spoiled_by_it(
     held = hold("add", 0)
     late = restarted_while_added(threads, rig, held)
     others = [threads.submit(rig.push, worker, ones(4)) for worker in (0, 1)]
+    assert all(blocks(push) for push in others)
     held.let_go()
     assert refusal(late) is RefusalCode.STALE_ATTEMPT
     assert all(push.result(10) for push in others)
@@ -129,6 +139,47 @@ def test_what_a_worker_has_added_that_was_dropped_meanwhile_is_not_taken_for_the
     assert refused.value.code is RefusalCode.INVALID
 
 
+def test_nothing_is_applied_while_somebody_adds_to_it_who_was_dropped_meanwhile(
+    threads: ThreadPoolExecutor, hold: Hold
+) -> None:
+    rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1))
+    assert rig.push(1, ones(4))
+    held = hold("add", 0)
+    push = threads.submit(rig.push, 0, ones(4, 50.0))
+    assert held.there.wait(10)
+    rig.shard.advance(0, 0, {1: 11}, None)
+    with pytest.raises(Refused) as refused:
+        rig.commit(1, samples=1)
+    assert refused.value.code is RefusalCode.INVALID
+    held.let_go()
+    push.result(10)
+    rig.restart(1)
+    assert rig.push(1, ones(4))
+    rig.commit(1, samples=1)
+    assert torch.equal(rig.values(), ones(4, -1.0))
+
+
+def test_an_order_that_is_repeated_while_it_is_carried_out_waits(
+    threads: ThreadPoolExecutor, hold: Hold
+) -> None:
+    """Its answer was lost, or it takes longer than the call; the shard has not lost its model."""
+    rig = two_buckets()
+    for bucket in (0, 1):
+        rig.push(0, ones(400), bucket=bucket)
+    application = rig.application(0, samples=1)
+    assert rig.shard.has_to_apply(1, application)
+    held = hold("apply", 1)
+    committed = threads.submit(rig.commit, 0, samples=1)
+    assert held.there.wait(10)
+    again = threads.submit(rig.shard.has_to_apply, 1, application)
+    norm = threads.submit(rig.shard.norm, 1, application)
+    assert blocks(again)
+    held.let_go()
+    committed.result(10)
+    assert not again.result(10)
+    assert norm.result(10) == 0.0
+
+
 def test_a_copy_of_a_bucket_that_is_stepped_is_of_one_version(
     threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +199,8 @@ def test_a_copy_of_a_bucket_that_is_stepped_is_of_one_version(
     assert held.there.wait(10)
     answers = rig.shard.pull([0], 0, term=TERM, attempt=None, contributor=None)
     copied, state = threads.submit(next, answers), threads.submit(lambda: list(rig.shard.state()))
+    assert blocks(copied)
+    assert blocks(state)
     held.let_go()
     assert pulled(copied.result(10)) == [4.0]
     assert state.result(10) == []
@@ -174,6 +227,7 @@ def test_no_draft_is_made_of_a_round_that_is_being_applied(threads: ThreadPoolEx
         groups=LR.groups,
     )
     answer = threads.submit(next, answers)
+    assert blocks(answer)
     held.let_go()
     got = answer.result(10)
     assert isinstance(got, Pulled)
