@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -287,13 +288,14 @@ class Keeper:
         Raises:
             Refused: a shard has lost the model; the checkpoint is given up.
         """
-        began = heard = time.monotonic()
+        began, silent = time.monotonic(), math.inf
         deadline = began + GIVEN_UP.total_seconds()
         while self._lacks_parts:
             try:
                 ask()
-                heard = time.monotonic()
+                silent = math.inf
             except TransportError as error:
+                silent = min(silent, time.monotonic())  # since the first call without an answer
                 logger.info("a shard has not reported its part of a checkpoint yet: %s", error)
             except Refused as refusal:
                 if self._give_up(str(refusal)):
@@ -303,8 +305,8 @@ class Keeper:
                 deadline = min(deadline, now + PATIENCE.total_seconds())  # of the first look that finds it so
             if now > deadline:
                 self._give_up(f"a shard has not written its part after {now - began:.0f} s")
-            elif now - heard > PATIENCE.total_seconds():
-                self._give_up(f"a shard has not answered for {now - heard:.0f} s")
+            elif now - silent > PATIENCE.total_seconds():
+                self._give_up(f"a shard has not answered for {now - silent:.0f} s")
             time.sleep(POLL)
         while self.writing:
             time.sleep(POLL)
