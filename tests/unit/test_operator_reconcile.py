@@ -16,6 +16,7 @@ from elastic_operator.plan import Create, DeletePod, Observed, Options, Outcome,
 from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status
+from elastic_ps.fields import MOST_SECONDS, parse_duration
 from elastic_ps.status import Progress, ServerStatus
 from tests.unit.simulation import Simulation, finish, job_document, named, running, tell
 
@@ -558,10 +559,12 @@ def test_a_time_that_no_date_can_be_away_is_refused(field: str) -> None:
         {"consistency": {"mode": "local", "steps": 2, "quorum": 1, "grace": "99999999h"}},
     ],
 )
-def test_a_duration_that_no_date_can_be_away_is_refused(spec: dict[str, Any]) -> None:
+def test_a_duration_that_no_date_can_be_away_is_as_long_as_one_can_be(spec: dict[str, Any]) -> None:
+    """The definition admits it, and jobs that were started with one go on."""
     simulation = Simulation(job_document(**spec))
     simulation.settle()
-    assert "expected at most 2147483647s" in simulation.condition("Failed")["message"]
+    assert "digits-ps-0" in simulation.pods
+    assert parse_duration("99999999999h") == timedelta(seconds=MOST_SECONDS)
 
 
 def test_pod_of_a_lost_node_is_removed_by_force() -> None:
