@@ -213,7 +213,7 @@ class Reflectors:
     def _leave_out(self, refused: Mapping[str, ApiError]) -> None:
         for namespace, error in refused.items():
             logger.warning("the namespace %s is not served, its jobs cannot be listed: %s", namespace, error)
-            self._store.forget(namespace)
+            self._store.forget_jobs(namespace)
         self._left_out = frozenset(refused)
 
     def ages(self) -> dict[str, float]:

@@ -92,12 +92,15 @@ class Store:
         metadata = manifest["metadata"]
         self._remove((resource, metadata["namespace"], metadata["name"]), metadata["uid"])
 
-    def forget(self, namespace: str) -> None:
-        """Nothing in this namespace is known any more. It may be there all the same, and come back."""
+    def forget_jobs(self, namespace: str) -> None:
+        """No job in this namespace is known any more. They may be there all the same, and come back.
+
+        What belongs to them stays known, so that no pass sees one of them without its pods then.
+        """
+        jobs = ("trainingjobs", namespace)
         with self._lock:
-            known = [(place, item.uid) for place, item in self._items.items() if place[1] == namespace]
-        # The jobs first, so that no pass sees one of them without its pods.
-        for place, uid in sorted(known, key=lambda item: item[0][0] != "trainingjobs"):
+            known = [(place, item.uid) for place, item in self._items.items() if place[:2] == jobs]
+        for place, uid in known:
             self._drop(place, uid)
 
     def _remove(self, place: tuple[Resource, str, str], uid: str) -> None:
