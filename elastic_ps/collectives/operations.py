@@ -196,7 +196,8 @@ class Operations:
         for rank in (to, source):
             self._check_other(rank, tag, tensor.device)
         given = self._there(tensor)
-        taken = torch.empty_like(given) if into is None else self._there(into)
+        replaced = into is None or into.data_ptr() == tensor.data_ptr()
+        taken = torch.empty_like(given) if into is None or replaced else self._there(into)
         return self._begin(
             "send_receive",
             lambda: self._backend.send_receive(_bytes(given), to, _bytes(taken), source, tag),
