@@ -40,6 +40,19 @@ class Owner:
         return f"job {self.job!r} (parameter server pid {self.pid} on {self.host})"
 
 
+def in_use(directory: Path) -> bool:
+    """Whether a parameter server holds a directory that is there, or that cannot be seen."""
+    try:
+        lock = files.try_lock(directory / "job.lock", create=False)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    if lock is not None:
+        files.unlock(lock)
+    return lock is None
+
+
 def running(directory: Path) -> Owner | None:
     """The owner of a directory, if its parameter server lives; None too if that cannot be seen."""
     try:

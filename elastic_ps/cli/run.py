@@ -166,7 +166,7 @@ def _check(job: TrainingJob, options: Options, report: Path | None) -> None:
 def _run(launcher: Launcher, report: Path | None) -> int:
     """Run the job to its end with a display."""
     # Under mpirun the output is a terminal for rank 0 alone, whatever it is in truth.
-    console = Console(highlight=False, force_terminal=False if started_by_mpirun() else None)
+    console = _Output(highlight=False, force_terminal=False if started_by_mpirun() else None)
     signals: list[int] = []
     heard: list[float] = []
 
@@ -178,10 +178,11 @@ def _run(launcher: Launcher, report: Path | None) -> int:
 
     with _handled(stop):
         launcher.start()
-        display: Display = LiveDisplay(console) if console.is_terminal else PlainDisplay()
         with contextlib.suppress(OSError):
             try:
-                _show(launcher, display, console)
+                _show(launcher, console)
+            except OSError:
+                raise
             except Exception:  # noqa: BLE001 (what shows a job shall not end it)
                 print("the display has failed, and the job goes on without it:", file=sys.stderr)
                 traceback.print_exc()
@@ -202,7 +203,16 @@ def _run(launcher: Launcher, report: Path | None) -> int:
     return code
 
 
-def _show(launcher: Launcher, display: Display, console: Console) -> None:
+class _Output(Console):
+    """Whoever reads it may have enough; that is an OSError, and not the end of this process."""
+
+    def on_broken_pipe(self) -> None:
+        """Called where BrokenPipeError is handled."""
+        raise
+
+
+def _show(launcher: Launcher, console: Console) -> None:
+    display: Display = LiveDisplay(console) if console.is_terminal else PlainDisplay()
     told_to_wait = False
     try:
         while not launcher.wait(REFRESH):

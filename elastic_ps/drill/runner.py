@@ -20,7 +20,7 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.drill.target import JobOver, LocalTarget, NotRecovered, Result, Target, Unavailable
 from elastic_ps.drill.wire import Wires
 from elastic_ps.job import TrainingJob
-from elastic_ps.local import Launcher, Options
+from elastic_ps.local import JobDirectory, Launcher, Options
 
 LIMIT = timedelta(seconds=90)
 
@@ -102,13 +102,14 @@ def run(
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob("*.jsonl"):
         old.unlink()
+    options = options or Options()
+    checkpoints = JobDirectory(job.name, root=options.root).path / "drill"
     with (
-        _checkpoints(job) as job_here,
-        _disk(job_here, faults) as (job_here, disk),
+        _disk(_with_checkpoints(job, checkpoints), faults) as (job_here, disk),
         _wires(faults) as wires,
         Launcher(
             job_here,
-            replace(options or Options(), history=directory, route=wires.route if wires else None),
+            replace(options, history=directory, route=wires.route if wires else None),
         ) as launcher,
     ):
         launcher.start()
@@ -116,6 +117,8 @@ def run(
         injections = train(target, faults, tell or _silent)
         result = target.result()
     drill = judge(job, result, injections, read(directory))
+    if drill.passed:
+        shutil.rmtree(checkpoints, ignore_errors=True)
     if own is not None and drill.passed:
         shutil.rmtree(own)
     elif drill.violations and tell is not None:
@@ -140,16 +143,15 @@ def train(target: Target, faults: Sequence[Fault], tell: Callable[[str], None]) 
     return injections
 
 
-@contextmanager
-def _checkpoints(job: TrainingJob) -> Iterator[TrainingJob]:
-    """The job, with a directory for the time of the drill if it names none: no run loses its place to it."""
+def _with_checkpoints(job: TrainingJob, directory: Path) -> TrainingJob:
+    """The job, with a directory for this drill if it names none: no run of the job loses its place to it."""
+    shutil.rmtree(directory, ignore_errors=True)
     if job.spec.parameter_server.checkpoint.path is not None:
-        yield job
-        return
-    with tempfile.TemporaryDirectory(prefix="elastic-ps-checkpoints-") as directory:
-        changed = job.model_copy(deep=True)
-        changed.spec.parameter_server.checkpoint.path = directory
-        yield changed
+        return job
+    directory.mkdir(parents=True)
+    changed = job.model_copy(deep=True)
+    changed.spec.parameter_server.checkpoint.path = str(directory)
+    return changed
 
 
 @contextmanager

@@ -201,6 +201,7 @@ class Fork:
         name: str,
     ) -> Fork | None:
         """Start a program as `Child.start` does; None if the fork server cannot."""
+        log.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         with log.open("ab") as output:
             offset = output.tell()
             descriptors = {output.fileno(): (1, 2), lifeline.fd: (lifeline.fd,)}

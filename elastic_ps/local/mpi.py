@@ -15,6 +15,7 @@ when it is used.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -23,6 +24,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -77,11 +79,12 @@ class _Signal:
 
 @dataclass(frozen=True)
 class _Started:
-    """An answer: the process runs, or `problem` says why not."""
+    """An answer: the process runs, or `problem` says why not; `errno`: the number of an OSError, else 0."""
 
     number: int
     pid: int
     problem: str = ""
+    errno: int = 0
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,7 @@ class _Remote:
     status: int | None = None
     last: str = ""
     problem: str = ""
+    errno: int = 0
 
     def poll(self) -> int | None:
         """Its exit status once it has ended."""
@@ -255,6 +259,8 @@ class Slots:
     def __init__(self, world: World, *, relays: bool = False) -> None:
         self.world, self.relays = world, relays
         self._processes: dict[int, _Remote] = {}
+        self._numbers = itertools.count()
+        self._refused = Counter[int]()  # how often a rank has started nothing since it has last done so
         self._finished: set[int] = set()
         self._relaying = _Relaying(world) if relays else None
 
@@ -281,23 +287,28 @@ class Slots:
                 on that rank's machine.
 
         Raises:
-            OSError: that rank cannot start it now.
-            ElasticPSError: that rank does not answer.
+            OSError: that rank's system refuses it.
+            ElasticPSError: that rank cannot start it, or does not answer.
         """
         running = [remote.rank for remote in self._processes.values() if remote.status is None]
         ranks = [1 + (index + offset) % self.count for offset in range(self.count)]
-        rank = min(ranks, key=running.count)
-        remote = _Remote(self, rank, len(self._processes))
+        rank = min(ranks, key=lambda rank: running.count(rank) + self._refused[rank])
+        remote = _Remote(self, rank, next(self._numbers))
         self._processes[remote.number] = remote
         self.send(_Start(remote.number, list(argv), dict(variables), str(log), certificate), rank)
         deadline = time.monotonic() + ANSWER.total_seconds()
         while not remote.pid:
             self.listen()
             if remote.problem:
-                raise OSError(f"rank {rank}: {remote.problem}")
+                self._refused[rank] += 1
+                del self._processes[remote.number]
+                if remote.errno:
+                    raise OSError(remote.errno, f"rank {rank}: {remote.problem}")
+                raise ElasticPSError(f"rank {rank} cannot start worker {index}: {remote.problem}")
             if time.monotonic() > deadline:
                 raise ElasticPSError(f"rank {rank} has not started worker {index} within {ANSWER}")
             time.sleep(0.001)
+        self._refused[rank] = 0
         return remote
 
     def send(self, order: object, rank: int) -> None:
@@ -319,7 +330,7 @@ class Slots:
             if isinstance(message, _Ended):
                 remote.status, remote.last = message.status, message.output
             elif message.problem:
-                remote.status, remote.problem = 1, message.problem
+                remote.status, remote.problem, remote.errno = 1, message.problem, message.errno
             else:
                 # Two hosts may use the same number for a process; the launcher tells processes apart by it.
                 here = self.world.hosts[rank] == self.world.hosts[0]
@@ -418,7 +429,7 @@ class _Rank:
                 lifeline=lifeline,
             )
         except (OSError, CannotListen) as error:
-            return _Started(order.number, 0, str(error))
+            return _Started(order.number, 0, str(error), getattr(error, "errno", None) or 0)
         self._children[order.number] = child
         return _Started(order.number, child.pid)
 

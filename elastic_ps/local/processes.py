@@ -8,6 +8,7 @@ nobody writes to: when the launcher dies, however it dies, the pipe closes and t
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -85,6 +86,21 @@ class Started(Protocol):
         """The last lines that it wrote."""
 
 
+_MAY_PASS = {
+    errno.EAGAIN,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOSPC,
+    errno.EDQUOT,
+}
+
+
+def may_pass(error: OSError) -> bool:
+    """Whether the system may have a moment later what it lacks: a process, memory, descriptors, room."""
+    return error.errno in _MAY_PASS
+
+
 def last_lines(log: Path, offset: int) -> str:
     """The last lines of a process's output, which begins at `offset` of the file; "" if it cannot be read."""
     try:
@@ -104,6 +120,7 @@ class Child:
         self, argv: Sequence[str], *, variables: Mapping[str, str], log: Path, lifeline: Lifeline
     ) -> None:
         self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
         with log.open("ab") as output:
             self._offset = output.tell()
             self._popen: subprocess.Popen[bytes] = subprocess.Popen(

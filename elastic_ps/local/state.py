@@ -9,6 +9,7 @@ Each job has a directory below `env.state_directory()`::
     <job>/tls/         a directory for each process of the run: its certificate and key (`local.issuer`)
     <job>/logs/        ps-0.log, worker-0.log, ...: what the processes wrote, over restarts
     <job>/checkpoints/ one directory for each run, unless the job names a path
+    <job>/drill/       those of the last drill, unless it has passed
 
 The lock is the kernel's (flock), so it is released however the launcher ends.
 """
@@ -158,7 +159,7 @@ class JobDirectory:
 
         One to which a job writes now stays: with `--resume` that may be another job.
         """
-        runs = sorted((path for path in self._runs() if owner.running(path) is None), key=_last_written)
+        runs = sorted((path for path in self._runs() if not owner.in_use(path)), key=_last_written)
         for path in (old := runs[: -KEEP_RUNS + 1]):
             shutil.rmtree(path, ignore_errors=True)
         return old
@@ -289,7 +290,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _last_written(run: Path) -> float:
-    """When a checkpoint was last written there, or a run began to; seconds since 1970."""
+    """When a checkpoint was last written there, or a run began there; seconds since 1970."""
     times = [0.0]
     for path in (run, *run.glob("version-*")):
         with contextlib.suppress(OSError):

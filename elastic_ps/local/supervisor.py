@@ -7,6 +7,7 @@ which is slow to draw, or a terminal that is held, never delays it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import threading
@@ -38,6 +39,7 @@ from elastic_ps.local.processes import (
     Started,
     bound_to,
     free_ports,
+    may_pass,
     processes_of,
     with_threads,
 )
@@ -103,7 +105,7 @@ class Launcher:
         self._began = time.time()
         self._written = -1.0
         self._answered_last = False
-        self._start_at = 0.0
+        self._start_at: dict[str, float] = {}
         self._warned: dict[str, str] = {}
         self._lock = threading.Lock()
         self._stop: StopRequest | None = None
@@ -186,6 +188,8 @@ class Launcher:
 
     def _choose_checkpoints(self) -> Path:
         if self.options.resume is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self.options.resume)  # it is in use, also before anything is written there
             return self.options.resume.resolve()
         given = self.job.spec.parameter_server.checkpoint.path
         if given is not None:
@@ -239,7 +243,7 @@ class Launcher:
         if self._stop is not self._observed.stop:
             self._observed = replace(self._observed, stop=self._stop)
         for action in planning.plan(self._desired(), self._observed, now):
-            if isinstance(action, planning.Start) and now < self._start_at:
+            if isinstance(action, planning.Start) and now < self._start_at.get(_topic(action), now):
                 continue
             self._execute(action, now)
             changed = True
@@ -408,17 +412,20 @@ class Launcher:
                 assert_never(action)
 
     def _start_process(self, action: planning.Start, now: float) -> None:
+        topic = _topic(action)
         if action.role == "ps":
             self._poller.restarted(action.index)
         try:
             environment = self._environment(action)
             child = self._start(action, environment)
         except OSError as error:
-            self._start_at = now + START_PAUSE.total_seconds()
+            if not may_pass(error):
+                raise
+            self._start_at[topic] = now + START_PAUSE.total_seconds()
             again = f"it is tried again every {START_PAUSE.total_seconds():g} s"
-            self._warn("start", f"{action.role} {action.index} could not be started: {error}; {again}")
+            self._warn(topic, f"{topic} could not be started: {error}; {again}")
             return
-        self._warned.pop("start", None)
+        self._warned.pop(topic, None)
         self._children[child.pid] = child
         self._start_times[child.pid] = start_time(child.pid)
         self._instances[child.pid] = environment.instance
@@ -574,3 +581,8 @@ class Launcher:
         with self._lock:
             self._status = self._build_status(ended=True)
         self._write_status()
+
+
+def _topic(action: planning.Start) -> str:
+    """The process that is to be started, in words."""
+    return f"{action.role} {action.index}"
