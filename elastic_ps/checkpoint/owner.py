@@ -41,28 +41,30 @@ class Owner:
 
 
 def in_use(directory: Path) -> bool:
-    """Whether a parameter server holds a directory that is there, or that cannot be seen."""
+    """Whether a parameter server holds a directory; True too if that cannot be seen."""
     try:
-        lock = files.try_lock(directory / "job.lock", create=False)
+        return _is_held(directory)
     except FileNotFoundError:
         return False
     except OSError:
         return True
-    if lock is not None:
-        files.unlock(lock)
-    return lock is None
 
 
 def running(directory: Path) -> Owner | None:
     """The owner of a directory, if its parameter server lives; None too if that cannot be seen."""
     try:
-        lock = files.try_lock(directory / "job.lock", create=False)
+        held = _is_held(directory)
     except OSError:
         return None
+    return _read(directory / "job.json") if held else None
+
+
+def _is_held(directory: Path) -> bool:
+    """Raises OSError."""
+    lock = files.try_lock(directory / "job.lock", create=False)
     if lock is not None:
         files.unlock(lock)
-        return None
-    return _read(directory / "job.json")
+    return lock is None
 
 
 class Claim:
