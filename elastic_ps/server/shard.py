@@ -272,7 +272,7 @@ class Shard:
             self._receiving.add(slot)
         try:
             if empty:
-                return self._add_nothing(key, samples)
+                return self._add_by(key, lambda values, first: values.add_nothing(samples, first=first))
             sparse = incoming.sparse() if isinstance(incoming, Decoded) else None
             if sparse is not None:
                 return self._add(key, samples, present, sparse)
@@ -282,9 +282,6 @@ class Shard:
             with self._lock:
                 self._receiving.discard(slot)
                 self._added.notify_all()  # those that pull would be woken up in vain
-
-    def _add_nothing(self, key: PushKey, samples: int) -> bool:
-        return self._add_by(key, lambda values, first: values.add_nothing(samples, first=first))
 
     def _add(
         self, key: PushKey, samples: int, present: Sequence[bool], contribution: torch.Tensor | Sparse
@@ -592,21 +589,21 @@ class Shard:
             Refused: INVALID; the sums are others. NOT_READY; the shard lacks the version to continue from.
         """
         with self._advancing:
-            if self.version >= version:
-                return False
-            self._require_complete(version, apply)
-            return True
+            return self._has_to_apply(version, apply)
 
     def norm(self, version: int, apply: Application) -> float:
         """The 2-norm of this shard's part of the mean gradient of which `version` is made; 0 once it is.
 
         Blocks and raises as `has_to_apply`.
         """
-        with self._advancing:
-            if self.version >= version:  # the sums are of the next round
-                return 0.0
-            self._require_complete(version, apply)
-            return self._norm()
+        with self._advancing:  # once it is made, the sums are of the next round
+            return self._norm() if self._has_to_apply(version, apply) else 0.0
+
+    def _has_to_apply(self, version: int, apply: Application) -> bool:
+        if self.version >= version:
+            return False
+        self._require_complete(version, apply)
+        return True
 
     def _norm(self) -> float:
         return math.hypot(*(self._buckets[bucket.index].norm() for bucket in self._to_step))
