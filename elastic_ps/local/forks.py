@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from elastic_ps.local.processes import Lifeline, last_lines
+from elastic_ps.local.processes import Lifeline, last_lines, opened
 from elastic_ps.packets import Packets
 
 END = timedelta(seconds=10)
@@ -201,8 +201,7 @@ class Fork:
         name: str,
     ) -> Fork | None:
         """Start a program as `Child.start` does; None if the fork server cannot."""
-        log.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
-        with log.open("ab") as output:
+        with opened(log) as output:
             offset = output.tell()
             descriptors = {output.fileno(): (1, 2), lifeline.fd: (lifeline.fd,)}
             pid = server.start(argv, variables=variables, descriptors=descriptors, name=name)

@@ -421,7 +421,6 @@ class _Rank:
                 variables[f"{PREFIX}ADDRESSES"] = ",".join(places)
             if order.certificate is not None:
                 issuer.write(Path(variables[f"{PREFIX}TLS_DIRECTORY"]), order.certificate)
-            Path(order.log).parent.mkdir(parents=True, exist_ok=True)
             child = Child(
                 [sys.executable, *order.argv[1:]],
                 variables=with_threads(variables, processes=self._beside),

@@ -21,6 +21,13 @@ from elastic_ps.status import LEFT_EARLY, Phase, Progress
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
 
 
+def name_of(role: Role, index: int) -> str:
+    """What a process is called in messages."""
+    if role == "evaluator":
+        return "the evaluator"
+    return f"parameter server {index}" if role == "ps" else f"{role} {index}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Process:
     """One process of the job, from its start on.
@@ -64,9 +71,7 @@ class Process:
 
     @property
     def name(self) -> str:
-        if self.role == "evaluator":
-            return "the evaluator"
-        return f"parameter server {self.index}" if self.role == "ps" else f"{self.role} {self.index}"
+        return name_of(self.role, self.index)
 
     @property
     def ending(self) -> Ending | None:
@@ -218,6 +223,10 @@ class Start:
     index: int
     reason: str
     replaces: int | None = None
+
+    @property
+    def name(self) -> str:
+        return name_of(self.role, self.index)
 
 
 @dataclass(frozen=True)

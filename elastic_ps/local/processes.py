@@ -18,7 +18,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from elastic_ps.env import THREAD_VARIABLES
 from elastic_ps.errors import CannotListen
@@ -101,6 +101,12 @@ def may_pass(error: OSError) -> bool:
     return error.errno in _MAY_PASS
 
 
+def opened(log: Path) -> BinaryIO:
+    """The log of a process, to add to it. Its directory is made again if somebody has deleted that."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return log.open("ab")
+
+
 def last_lines(log: Path, offset: int) -> str:
     """The last lines of a process's output, which begins at `offset` of the file; "" if it cannot be read."""
     try:
@@ -120,8 +126,7 @@ class Child:
         self, argv: Sequence[str], *, variables: Mapping[str, str], log: Path, lifeline: Lifeline
     ) -> None:
         self._log = log
-        log.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
-        with log.open("ab") as output:
+        with opened(log) as output:
             self._offset = output.tell()
             self._popen: subprocess.Popen[bytes] = subprocess.Popen(
                 argv,

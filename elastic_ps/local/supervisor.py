@@ -243,7 +243,7 @@ class Launcher:
         if self._stop is not self._observed.stop:
             self._observed = replace(self._observed, stop=self._stop)
         for action in planning.plan(self._desired(), self._observed, now):
-            if isinstance(action, planning.Start) and now < self._start_at.get(_topic(action), now):
+            if isinstance(action, planning.Start) and now < self._start_at.get(action.name, now):
                 continue
             self._execute(action, now)
             changed = True
@@ -412,7 +412,6 @@ class Launcher:
                 assert_never(action)
 
     def _start_process(self, action: planning.Start, now: float) -> None:
-        topic = _topic(action)
         if action.role == "ps":
             self._poller.restarted(action.index)
         try:
@@ -421,11 +420,11 @@ class Launcher:
         except OSError as error:
             if not may_pass(error):
                 raise
-            self._start_at[topic] = now + START_PAUSE.total_seconds()
+            self._start_at[action.name] = now + START_PAUSE.total_seconds()
             again = f"it is tried again every {START_PAUSE.total_seconds():g} s"
-            self._warn(topic, f"{topic} could not be started: {error}; {again}")
+            self._warn(action.name, f"{action.name} could not be started: {error}; {again}")
             return
-        self._warned.pop(topic, None)
+        self._warned.pop(action.name, None)
         self._children[child.pid] = child
         self._start_times[child.pid] = start_time(child.pid)
         self._instances[child.pid] = environment.instance
@@ -435,7 +434,7 @@ class Launcher:
             self._event("process", f"{process.name} is started again (pid {child.pid}): {action.reason}")
 
     def _start(self, action: planning.Start, environment: ProcessEnvironment) -> Started:
-        """Raises OSError: a process, memory, a descriptor or room on a disk is lacking now."""
+        """Raises OSError, and ElasticPSError if it is to run on another rank; see `Slots.start`."""
         programs, role = self.options.programs, action.role
         program = {"worker": programs.worker, "evaluator": programs.evaluator}.get(role, programs.server)
         log, variables = self.directory.log(role, action.index), environment.to_variables()
@@ -581,8 +580,3 @@ class Launcher:
         with self._lock:
             self._status = self._build_status(ended=True)
         self._write_status()
-
-
-def _topic(action: planning.Start) -> str:
-    """The process that is to be started, in words."""
-    return f"{action.role} {action.index}"
