@@ -295,27 +295,25 @@ def test_whoever_waits_for_a_checkpoint_learns_that_a_shard_has_lost_the_model(k
     assert "version 1 was given up: shard 0 does not know the model yet" in keeper.failure
 
 
+@pytest.mark.parametrize(
+    ("limit", "answers", "why"),
+    [
+        ("GIVEN_UP", True, "a shard has not written its part after 0 s"),
+        ("PATIENCE", False, "a shard has not answered for 0 s"),
+    ],
+)
 def test_whoever_waits_for_a_checkpoint_gives_it_up_in_the_end(
-    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, limit: str, answers: bool, why: str
 ) -> None:
-    monkeypatch.setattr(keeper_module, "GIVEN_UP", timedelta(milliseconds=50))
-    keeper.begin(1, 0.0, dict(STATE), number=1)
-    keeper.await_whole(lambda: None)
-    assert "a shard has not written its part after 0 s" in keeper.failure
-    assert not keeper.writing
-
-
-def test_whoever_waits_for_a_checkpoint_gives_a_shard_up_that_does_not_answer(
-    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper_module, "PATIENCE", timedelta(milliseconds=50))
+    monkeypatch.setattr(keeper_module, limit, timedelta(milliseconds=50))
     keeper.begin(1, 0.0, dict(STATE), number=1)
 
     def ask() -> None:
-        raise ConnectionLost("reset")
+        if not answers:
+            raise ConnectionLost("reset")
 
     keeper.await_whole(ask)
-    assert "a shard has not answered for 0 s" in keeper.failure
+    assert why in keeper.failure
     assert not keeper.writing
 
 

@@ -68,6 +68,16 @@ def two_buckets() -> Rig:
     return rig
 
 
+def complete() -> tuple[Rig, int, int]:
+    """A round for which both workers have pushed all, and its buckets in the order of the steps."""
+    rig = two_buckets()
+    for bucket in (0, 1):
+        for worker in (0, 1):
+            rig.push(worker, ones(400), bucket=bucket)
+    first, second = (bucket.index for bucket in rig.layout.pull_order)
+    return rig, first, second
+
+
 def pulled(answer: Any) -> list[float]:
     assert isinstance(answer, Pulled)
     return sorted(set(as_tensor(memoryview(bytearray(answer.data)), torch.float32).tolist()))
@@ -76,11 +86,7 @@ def pulled(answer: Any) -> list[float]:
 def test_a_bucket_is_handed_out_while_the_next_one_is_stepped(
     threads: ThreadPoolExecutor, hold: Hold
 ) -> None:
-    rig = two_buckets()
-    for bucket in (0, 1):
-        for worker in (0, 1):
-            rig.push(worker, ones(400), bucket=bucket)
-    first, second = (bucket.index for bucket in rig.layout.pull_order)
+    rig, first, second = complete()
     held = hold("apply", second)
     committed = threads.submit(rig.commit, 0, 1, samples=2)
     assert held.there.wait(10)
@@ -208,11 +214,7 @@ def test_a_copy_of_a_bucket_that_is_stepped_is_of_one_version(
 
 
 def test_no_draft_is_made_of_a_round_that_is_being_applied(threads: ThreadPoolExecutor, hold: Hold) -> None:
-    rig = two_buckets()
-    for bucket in (0, 1):
-        for worker in (0, 1):
-            rig.push(worker, ones(400), bucket=bucket)
-    first, second = (bucket.index for bucket in rig.layout.pull_order)
+    rig, first, second = complete()
     held = hold("apply", first)
     committed = threads.submit(rig.commit, 0, 1, samples=2)
     assert held.there.wait(10)
