@@ -262,6 +262,7 @@ class Node:
         with self._lock:
             if label <= self._begun:
                 return  # told again
+            self._snapshot = None
         if shard.version != advance.version:
             raise Refused(
                 RefusalCode.NOT_READY,
@@ -269,8 +270,6 @@ class Node:
                 f"{shard.version}",
             )
         self._record_values(shard)
-        with self._lock:
-            self._snapshot = None  # before there is one copy more
         started = time.monotonic()
         copy = list(_cloned(shard))
         pause = timedelta(seconds=time.monotonic() - started)

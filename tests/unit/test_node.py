@@ -18,7 +18,7 @@ from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import MASTER, Stored
 from elastic_ps.codec import as_bytes, checksum
-from elastic_ps.core.partition import Rule, TensorSpec, partition
+from elastic_ps.core.partition import Bucket, Rule, TensorSpec, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
@@ -281,6 +281,43 @@ def test_a_part_that_is_ordered_again_while_it_is_copied_is_written_once(
         go_on.set()
         node.close()
     assert store.numbers == [1]
+
+
+def test_a_copy_that_waits_is_not_dropped_for_an_order_that_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order is on its way in twice, and the one is overtaken by the other."""
+    values, slow, began, go_on = Shard.values, threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(shard: Shard) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        if slow.is_set():
+            slow.clear()
+            began.set()
+            assert go_on.wait(10)
+        return values(shard)
+
+    monkeypatch.setattr(Shard, "values", slowly)  # for the history, before the copy
+    store, history = SlowStore(tmp_path / "kept"), History(tmp_path, "ps-0")
+    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""), history=history)
+    order = Advance(0, 0, {}, checkpoint=2, term=1)
+    try:
+        configure(node, term=1)
+        node.advance(replace(order, checkpoint=1))
+        assert store.began.wait(10)
+        slow.set()
+        overtaken = threading.Thread(target=node.advance, args=(order,))
+        overtaken.start()
+        assert began.wait(10)
+        node.advance(order)
+        go_on.set()
+        overtaken.join(10)
+        store.go_on.set()
+        eventually(lambda: store.numbers == [1, 2], "both are written")
+    finally:
+        go_on.set()
+        store.go_on.set()
+        node.close()
+        history.close()
 
 
 class SlowStore(InstantStore):
