@@ -6,7 +6,7 @@ The checkpoint directory is not changed, so its job may be running.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
 from elastic_ps.codec.optimizers import usual_numbers, with_numbers
 from elastic_ps.codec.several import SEPARATOR, name_of_all
-from elastic_ps.core.partition import Rule, uncompiled
+from elastic_ps.core.partition import Rule, uncompiled, within
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, UserError
 
@@ -36,6 +36,7 @@ def load_checkpoint(
     optimizer: AnyOptimizer | None = None,
     *,
     version: int | None = None,
+    own: Sequence[str] = (),
 ) -> int:
     """Load a job's checkpoint into a model, and its optimizer's state into an optimizer.
 
@@ -47,11 +48,14 @@ def load_checkpoint(
         optimizer: created for `model` as in the script, where it is a mapping if it is one there. It gets
             the state and the hyperparameters, such as the learning rate. With None, only the model is loaded.
         version: the version to load; None for the newest whole checkpoint.
+        own: as the script gives it to `session.optimizer`: names of modules, parameters or buffers that the
+            job leaves alone, so no checkpoint has them. They keep the values that they have.
 
     Returns:
         The version: the number of optimizer steps that the model has taken.
 
     Raises:
+        InvalidModel: the model has nothing of a name in `own`.
         ModelMismatch: the model or the optimizer does not fit the checkpoint. Neither has been changed.
         UserError: there is no such checkpoint.
         CheckpointCorrupt: the checkpoint is damaged.
@@ -59,9 +63,10 @@ def load_checkpoint(
     """
     with open_checkpoint(Path(directory), version) as reader:
         values = state_dict(reader)
-        _require_same(model, values)
+        left = _ids_of(model, own)
+        _require_same(model, values, left)
         optimizers = _listed(optimizer)
-        states = _optimizer_states(reader, model, optimizers)
+        states = _optimizer_states(reader, model, optimizers, left)
         names = {uncompiled(name): name for name in model.state_dict()}
         model.load_state_dict({names[name]: value for name, value in values.items()}, strict=False)
         for each, state in zip(optimizers, states, strict=True):
@@ -150,25 +155,34 @@ def _tensors(model: torch.nn.Module) -> dict[str, Any]:
     return {uncompiled(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
 
-def _require_same(model: torch.nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Raise ModelMismatch unless the model has these tensors and no others."""
-    own = {name: t for name, t in _tensors(model).items() if isinstance(t, torch.Tensor)}
+def _ids_of(model: torch.nn.Module, own: Sequence[str]) -> set[int]:
+    """The ids of the model's tensors that are named, also within a module. Raises InvalidModel."""
+    tensors = _tensors(model)
+    return {id(tensors[name]) for name in within(own, list(tensors), "own")}
+
+
+def _require_same(model: torch.nn.Module, values: Mapping[str, torch.Tensor], left: Set[int]) -> None:
+    """Raise ModelMismatch unless the model has these tensors, and else only those whose ids are in `left`."""
+    present = {name: t for name, t in _tensors(model).items() if isinstance(t, torch.Tensor)}
     # A checkpoint of an older program knows a shared tensor by one name only.
-    known = {id(own[name]) for name in values if name in own}
-    wrong = [
-        f"{name} is not in the checkpoint"
-        for name in own
-        if name not in values and id(own[name]) not in known
-    ]
-    wrong += [f"{name} is not in the model" for name in values if name not in own]
+    known = {id(present[name]) for name in values if name in present}
+    absent = [name for name in present if name not in values and id(present[name]) not in known | left]
+    wrong = [f"{name} is not in the checkpoint" for name in absent]
+    wrong += [f"{name} is not in the model" for name in values if name not in present]
     wrong += [
-        f"{name} has shape {list(own[name].shape)}, but {list(value.shape)} in the checkpoint"
+        f"{name} is in the checkpoint, but named in own"
+        for name in values
+        if name in present and id(present[name]) in left
+    ]
+    wrong += [
+        f"{name} has shape {list(present[name].shape)}, but {list(value.shape)} in the checkpoint"
         for name, value in values.items()
-        if name in own and own[name].shape != value.shape
+        if name in present and present[name].shape != value.shape
     ]
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise ModelMismatch(f"the model does not fit the checkpoint: {'; '.join(wrong[:8])}{more}")
+        hint = ". What the script names in own=[...], name here, too" if absent else ""
+        raise ModelMismatch(f"the model does not fit the checkpoint: {'; '.join(wrong[:8])}{more}{hint}")
 
 
 def _listed(optimizer: AnyOptimizer | None) -> list[torch.optim.Optimizer]:
@@ -178,9 +192,9 @@ def _listed(optimizer: AnyOptimizer | None) -> list[torch.optim.Optimizer]:
 
 
 def _optimizer_states(
-    reader: Reader, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    reader: Reader, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], left: Set[int]
 ) -> list[dict[str, Any]]:
-    """What `load_state_dict` of each of them takes. Raises ModelMismatch."""
+    """What `load_state_dict` of each of them takes; nothing for tensors in `left`. Raises ModelMismatch."""
     if not optimizers:
         return []
     manifest = reader.manifest
@@ -205,7 +219,7 @@ def _optimizer_states(
     }
     states, first = [], 0
     for optimizer in optimizers:
-        states.append(_optimizer_state(reader, optimizer, groups, first, places))
+        states.append(_optimizer_state(reader, optimizer, groups, first, places, left))
         first += len(optimizer.param_groups)
     return states
 
@@ -216,12 +230,14 @@ def _optimizer_state(
     groups: Sequence[Mapping[str, Any]],
     first: int,
     places: Mapping[int, int],
+    left: Set[int],
 ) -> dict[str, Any]:
     """What `optimizer.load_state_dict` takes. Raises ModelMismatch.
 
     Args:
         groups: the hyperparameters of all parameter groups; those of this optimizer begin at `first`.
         places: indexes of the model's tensors in the checkpoint, by their ids.
+        left: the ids of those that no checkpoint has.
     """
     state = optimizer.state_dict()
     for number, group in enumerate(optimizer.param_groups, first):
@@ -229,6 +245,8 @@ def _optimizer_state(
         numbers = usual_numbers(type(optimizer), saved)
         packed.update({key: _like(packed[key], value) for key, value in saved.items() if key in packed})
         for position, parameter in zip(packed["params"], group["params"], strict=True):
+            if id(parameter) in left:
+                continue
             index = places.get(id(parameter))
             spec = None if index is None else reader.manifest.specs[index]
             if index is None or spec is None or (spec.rule, spec.group) != (Rule.GRADIENT, number):

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from elastic_ps.errors import InvalidModel
+
 SMALLEST_BUCKET_BYTES = 256 * 1024
 """Below this a bucket costs more in calls than its earlier start saves."""
 
@@ -57,6 +59,26 @@ class Rule(enum.IntEnum):
 def uncompiled(name: str) -> str:
     """A tensor's name in the model that `torch.compile` has wrapped, as a whole or in parts."""
     return name.replace("_orig_mod.", "")
+
+
+def within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:
+    """Those of the tensors' names that are given, or are within a module that is given.
+
+    Raises:
+        InvalidModel: nothing has such a name.
+    """
+    if isinstance(given, str):
+        raise InvalidModel(f"{what} is the text {given!r}; expected a list of names, as in [{given!r}]")
+    found: set[str] = set()
+    for prefix in map(uncompiled, given):
+        inside = {name for name in names if name == prefix or name.startswith(f"{prefix}.")}
+        if not inside:
+            raise InvalidModel(
+                f"{what} names {prefix!r}, which is no module, parameter or persistent buffer of the model; "
+                f"it has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+            )
+        found |= inside
+    return found
 
 
 @dataclass(frozen=True)

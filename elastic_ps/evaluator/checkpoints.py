@@ -6,7 +6,7 @@ The same script evaluates for a job that trains, for `elastic-ps evaluate`, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,15 +34,26 @@ class Checkpoint:
         self.directory = directory
         self.metrics: dict[str, float] = {}
 
-    def load(self, model: torch.nn.Module, optimizer: plain.AnyOptimizer | None = None) -> None:
+    def load(
+        self,
+        model: torch.nn.Module,
+        optimizer: plain.AnyOptimizer | None = None,
+        *,
+        own: Sequence[str] = (),
+    ) -> None:
         """Load it into a model, and its optimizer's state into an optimizer. Blocks for reading the files.
 
         Tensors keep their devices; the model stays in training or evaluation mode, as it is.
 
+        Args:
+            own: what the script of the workers names in `session.optimizer(..., own=[...])`; no checkpoint
+                has it, and it keeps its values.
+
         Raises:
+            InvalidModel: the model has nothing of a name in `own`.
             ModelMismatch: the model or the optimizer does not fit. Neither has been changed.
         """
-        plain.load_checkpoint(self.directory, model, optimizer, version=self.version)
+        plain.load_checkpoint(self.directory, model, optimizer, version=self.version, own=own)
 
     def report(self, **metrics: Any) -> None:
         """Report values, as in `loss=loss` or `**{"prec@1": 93.1}`: one number each.

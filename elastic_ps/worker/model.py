@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of, name_of
 from elastic_ps.codec.optimizers import Optimizers, try_out
 from elastic_ps.codec.several import kinds_of, parts_of
-from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec, uncompiled
+from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec, uncompiled, within
 from elastic_ps.core.settings import (
     CONSTRUCTED,
     MAX_NORM,
@@ -159,26 +159,6 @@ class Described:
         return Settings(tuple(plain_group(group, i) for i, group in enumerate(optimizer.param_groups)))
 
 
-def _within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:
-    """Those of the tensors' names that are given, or are within a module that is given.
-
-    Raises:
-        InvalidModel: nothing has such a name.
-    """
-    if isinstance(given, str):
-        raise InvalidModel(f"{what} is the text {given!r}; expected a list of names, as in [{given!r}]")
-    found: set[str] = set()
-    for prefix in map(uncompiled, given):
-        inside = {name for name in names if name == prefix or name.startswith(f"{prefix}.")}
-        if not inside:
-            raise InvalidModel(
-                f"{what} names {prefix!r}, which is no module, parameter or persistent buffer of the model; "
-                f"it has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
-            )
-        found |= inside
-    return found
-
-
 def _named(given: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, str]:
     """For each tensor that is named in one of the lists `given`, in which one.
 
@@ -187,7 +167,7 @@ def _named(given: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str
     """
     said: dict[str, str] = {}
     for what, prefixes in given.items():
-        for name in sorted(_within(prefixes, names, what)):
+        for name in sorted(within(prefixes, names, what)):
             if said.setdefault(name, what) != what:
                 raise InvalidModel(f"{name} is named in {said[name]} and in {what}; name it in one of them")
     return said

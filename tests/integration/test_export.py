@@ -17,7 +17,7 @@ import torch
 import elastic_ps
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
-from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, UserError
+from elastic_ps.errors import CheckpointCorrupt, InvalidModel, ModelMismatch, UserError
 from elastic_ps.worker.session import Session
 from tests.integration.harness import running_job
 
@@ -224,6 +224,64 @@ def test_another_model_or_optimizer_is_refused_and_stays_what_it_is(
     with pytest.raises(ModelMismatch, match=message):
         elastic_ps.load_checkpoint(trained.directory, model, make and make(model))
     assert same(model.state_dict(), before)
+
+
+class Probed(torch.nn.Module):
+    """Each worker has a probe and a counter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(3, 2)
+        self.probe = torch.nn.Linear(2, 2)
+        self.probe.requires_grad_(requires_grad=False)
+        self.register_buffer("seen", torch.zeros(()))
+
+
+def optimizer_of(model: Probed) -> torch.optim.Optimizer:
+    """It has the probe, too, which it never steps."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_what_belongs_to_each_worker_keeps_its_values(tmp_path: Path) -> None:
+    """No checkpoint has it, so `load_checkpoint` and an evaluator's `load` are told what it is."""
+    directory = tmp_path / "checkpoints"
+    trained = Probed()
+
+    def script(session: Session) -> None:
+        optimizer = session.optimizer(optimizer_of(trained), trained, own=["probe", "seen"])
+        for (x,) in session.loader(torch.utils.data.TensorDataset(torch.randn(12, 3)), 6):
+            optimizer.zero_grad()
+            trained.body(x).square().mean().backward()
+            optimizer.step()
+
+    with running_job(tmp_path, checkpoints=directory) as job:
+        job.start(0, script)
+        job.join()
+
+    model = Probed()
+    model.get_buffer("seen").fill_(5)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(
+        ModelMismatch, match=r"probe.weight is not in the .*names in own=\[\.\.\.\], name here"
+    ):
+        elastic_ps.load_checkpoint(directory, model)
+    with pytest.raises(ModelMismatch, match=r"body\.weight is in the checkpoint, but named in own"):
+        elastic_ps.load_checkpoint(directory, model, own=["body", "probe", "seen"])
+    with pytest.raises(InvalidModel, match="own names 'sonde'"):
+        elastic_ps.load_checkpoint(directory, model, own=["sonde"])
+    assert same(model.state_dict(), before)
+
+    expected = {**before, **{f"body.{name}": value for name, value in trained.body.state_dict().items()}}
+    optimizer = optimizer_of(model)
+    elastic_ps.load_checkpoint(directory, model, optimizer, own=["probe", "seen"])
+    assert same(model.state_dict(), expected)
+    assert set(optimizer.state) == set(model.body.parameters())
+    *_, last = elastic_ps.checkpoints(directory)
+    evaluated = Probed()
+    for checkpoint in elastic_ps.checkpoints(directory):
+        checkpoint.load(evaluated, own=["probe", "seen"])
+    assert last.version == 2
+    assert same(evaluated.body.state_dict(), trained.body.state_dict())
 
 
 def test_a_broken_checkpoint_is_said_so_and_left_where_it_is(trained: Trained, tmp_path: Path) -> None:
