@@ -122,10 +122,11 @@ class Driver:
 
         Raises:
             Fenced: another parameter server has begun a newer term.
+            AskedToEnd: the process was asked to end meanwhile.
         """
         term = self._job.term
         if self._keeper is not None and self._standbys and term > 1:
-            orders = held(self._standbys[0], term)
+            orders = held(self._standbys[0], term, closing=patience.asked_to_end)
             save = partial(
                 rescue, self._keeper, self._shards, self._standbys, orders, closing=patience.asked_to_end
             )

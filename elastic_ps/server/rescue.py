@@ -14,16 +14,13 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
-from elastic_ps.errors import Fenced, RefusalCode, Refused, StorageUnavailable, TransportError
+from elastic_ps.errors import AskedToEnd, Fenced, RefusalCode, Refused, StorageUnavailable, TransportError
 from elastic_ps.server.follower import for_standby
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.orders import Advance, ShardControl
 from elastic_ps.server.remote import RemoteShard
 
 logger = logging.getLogger(__name__)
-
-ANSWER = timedelta(seconds=5)
-"""How long a parameter server that starts asks for its standby."""
 
 GONE = timedelta(seconds=30)
 """A standby is given up, with what it alone has, this long after the first call that it has not answered."""
@@ -32,19 +29,27 @@ RETRY = timedelta(milliseconds=100)
 """Between two calls to one that does not answer."""
 
 
-def held(standby: RemoteShard, term: int) -> list[Advance]:
-    """The orders that shard 0's standby can carry out, oldest first; none if it does not answer. Blocks.
+def held(standby: RemoteShard, term: int, *, closing: Callable[[], bool] = lambda: False) -> list[Advance]:
+    """The orders that shard 0's standby can carry out, oldest first; none if it does not answer for `GONE`.
+
+    Blocks until it answers.
+
+    Args:
+        closing: whether the process was asked to end.
 
     Raises:
         Fenced: another parameter server has begun a newer term.
+        AskedToEnd: the process was asked to end meanwhile. The standby keeps what it has.
     """
-    deadline = time.monotonic() + ANSWER.total_seconds()
+    deadline = time.monotonic() + GONE.total_seconds()
     while True:
         try:
             return standby.held(term)
         except Refused as refusal:
             raise Fenced(str(refusal)) from refusal
         except TransportError as error:
+            if closing():
+                raise AskedToEnd(f"asked to end while the standby did not answer: {error}") from error
             if time.monotonic() > deadline:
                 logger.warning("the standby does not answer: %s", error)
                 return []
@@ -66,13 +71,15 @@ def rescue(
 
     Args:
         orders: of one shard 0, oldest first, each with the state of its version.
-        closing: see `Keeper.await_whole`.
+        closing: whether the process is about to end. Then no silent standby is waited for; see also
+            `Keeper.await_whole`.
 
     Returns:
         Whether there is a newer checkpoint now. If not, the job continues from the one before.
 
     Raises:
-        StorageUnavailable: the version is there, but could not be written. It is not lost: try again.
+        StorageUnavailable: the version is there, but could not be written, or the process is about to end.
+            It is not lost: try again.
         Fenced: another parameter server has begun a newer term.
     """
     for order in reversed(orders):
@@ -104,7 +111,7 @@ def _save(
     """Raises TransportError, Refused, StorageUnavailable, Fenced."""
     number = keeper.number()
     write = replace(order, checkpoint=number, term=keeper.term, expected={}, prepare=False, rescue=True)
-    writers = [_order(*pair, write) for pair in zip(shards, standbys, strict=True)]
+    writers = [_order(*pair, write, closing=closing) for pair in zip(shards, standbys, strict=True)]
     keeper.begin(order.version, time.monotonic(), json.loads(order.state), number=number)
     probe = Advance(order.version, 0, {}, term=keeper.term, rescue=True)
 
@@ -120,12 +127,15 @@ def _save(
         raise StorageUnavailable(f"version {order.version} cannot be saved yet: {keeper.failure}")
 
 
-def _order(shard: ShardControl, standby: RemoteShard, order: Advance) -> ShardControl:
+def _order(
+    shard: ShardControl, standby: RemoteShard, order: Advance, *, closing: Callable[[], bool]
+) -> ShardControl:
     """Have a shard carry `order` out, or its standby if the shard has lost the model. Returns who has.
 
     Raises:
         Refused: neither can.
         TransportError: one of them has not answered for `GONE`, and the other one cannot.
+        StorageUnavailable: one of them does not answer, and the process is about to end.
     """
     until = math.inf
     while True:
@@ -141,6 +151,10 @@ def _order(shard: ShardControl, standby: RemoteShard, order: Advance) -> ShardCo
                 return writer
         if len(refusals) == 2:
             raise refusals[-1]
+        if closing():
+            raise StorageUnavailable(
+                f"version {order.version} is left to the standby: {silence}"
+            ) from silence
         until = min(until, time.monotonic() + GONE.total_seconds())  # from the first call without an answer
         if time.monotonic() > until:
             raise silence

@@ -57,6 +57,7 @@ class Safekeeping:
         self._not_before = 0.0  # writing it has failed, and is not tried again before this time
         self._ended: tuple[tuple[int, int], float] | None = None  # term and version, and since when
         self._durable_end: tuple[int, int, int] | None = None  # see `JobState.end`
+        self._told: tuple[int, int, int] | None = None  # term, version, number: not all shards may know it
 
     def may_finish(self) -> bool:
         """Whether workers may be told that the job is finished. The job's lock is held.
@@ -161,7 +162,7 @@ class Safekeeping:
             self._require_values(current.version)
             if keeper.writing or keeper.durable_version == current.version:
                 return
-            number = keeper.number()
+            number, self._told = keeper.number(), None
             self._orders.tell_all(replace(current, checkpoint=number))
             with job.lock:
                 state = kept.to_checkpoint(job.state)
@@ -173,6 +174,16 @@ class Safekeeping:
             if not self._job.state.values_are_here:
                 text = f"no worker has sent the values of version {version} yet"
                 raise Refused(RefusalCode.NOT_READY, text)
+
+    def _number_for(self, current: Advance, keeper: Keeper) -> int:
+        """The number to order a checkpoint of the current version with.
+
+        If that was ordered, and a shard was not reached, it is the same one. So a shard that has the order
+        already need not copy its values again. It is this thread's turn.
+        """
+        if self._told is None or self._told[:2] != (current.term, current.version):
+            self._told = (current.term, current.version, keeper.number())
+        return self._told[2]
 
     def _keep(self, keeper: Keeper, *, amend: bool) -> None:
         """See `keep_now`. Raises TransportError, Refused, CheckpointError."""
@@ -187,9 +198,11 @@ class Safekeeping:
         with orders.turn() as current:
             self._require_values(current.version)
             whole = keeper.durable_version == current.version
-            number = 0 if whole else keeper.number()
+            number = 0
             if not whole:
+                number = self._number_for(current, keeper)
                 orders.tell_all(replace(current, checkpoint=number))
+                self._told = None
             with job.lock:
                 state, end = kept.to_checkpoint(job.state), job.state.end
             if not whole:

@@ -16,7 +16,7 @@ import torch
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused, StorageUnavailable
+from elastic_ps.errors import AskedToEnd, ConnectionLost, Fenced, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.server import rescue as rescue_module
 from elastic_ps.server.follower import for_standby
 from elastic_ps.server.keeper import Keeper
@@ -236,7 +236,7 @@ def test_a_standby_that_a_newer_term_has_asked_fences_this_one(setting: Setting)
 
 
 def test_a_standby_that_does_not_answer_is_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rescue_module, "ANSWER", timedelta(seconds=0.3))
+    monkeypatch.setattr(rescue_module, "GONE", timedelta(seconds=0.3))
     order = round_of(1)
 
     class Late:
@@ -255,6 +255,24 @@ def test_a_standby_that_does_not_answer_is_asked_for_a_while(monkeypatch: pytest
             raise ConnectionLost("nobody")
 
     assert held(cast(RemoteShard, Never()), 2) == []
+
+
+def test_what_only_a_silent_standby_has_is_not_given_up_by_a_process_that_ends(setting: Setting) -> None:
+    """The next parameter server asks it again, and this one does not outlast its grace period."""
+    began = time.monotonic()
+
+    class Never:
+        def held(self, term: int) -> list[Any]:
+            raise ConnectionLost("nobody")
+
+    with pytest.raises(AskedToEnd, match="the standby did not answer: nobody"):
+        held(cast(RemoteShard, Never()), 2, closing=lambda: True)
+    silent = cast(RemoteShard, Lossy(setting.standby, losses=1_000_000))
+    with pytest.raises(StorageUnavailable, match="version 2 is left to the standby: reset"):
+        rescue(setting.keeper, [setting.shard], [silent], [round_of(2)], closing=lambda: True)
+    assert time.monotonic() - began < rescue_module.GONE.total_seconds()
+    assert setting.rescue()
+    assert setting.loaded(2) == [-2.0] * 4
 
 
 def test_a_refusal_of_the_standby_is_no_answer() -> None:

@@ -227,6 +227,24 @@ def test_a_call_that_is_lost_is_made_again(rig: Rig) -> None:
     assert rig.disk.newest()[0].version == 0
 
 
+def test_an_order_that_not_all_shards_got_is_repeated_as_it_was(rig: Rig) -> None:
+    """A shard that has got it would else copy and write its values once more for each attempt."""
+    told: list[int] = []
+    real = rig.tell_all
+
+    def count(advance: Advance) -> None:
+        told.append(advance.checkpoint)
+        real(advance)
+
+    rig.tell_all = count  # type: ignore[method-assign]
+    rig.lost_calls = 3
+    assert rig.safekeeping.keep_now()
+    assert [number for number in told if number] == [1, 1, 1, 1]
+    rig.job.state.rounds.version += 1
+    assert not rig.safekeeping.keep_now(), "the shard has no such version"
+    assert told[-1] == 2, "another version has another number"
+
+
 def test_a_part_that_takes_long_to_write_is_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large model, on a slow volume: each new attempt would only be late again."""
     monkeypatch.setattr(keeper_module, "PATIENCE", timedelta(milliseconds=50))
