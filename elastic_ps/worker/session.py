@@ -300,8 +300,8 @@ class Session:
 
         Raises:
             UsageError: not between two steps; another model; a frozen parameter was changed; values that are
-                not finite; consistency is not `sync`, or with backupWorkers, globalBatchSize or
-                deterministic.
+                not finite; consistency is not `sync`, or with backupWorkers, globalBatchSize,
+                maxStalenessP99 or deterministic.
         """
         if self._optimizer is None or model is not self._model:
             raise UsageError("session.assign needs the model that was given to session.optimizer before")
