@@ -206,6 +206,9 @@ class Service:
         if caller.term != term:
             text = f"message of term {caller.term}; this is term {term}"
             raise Refused(RefusalCode.STALE_TERM if term else RefusalCode.NOT_READY, text)
+        if self._coordinator is not None and not self._node.configured:
+            # Terms are counted anew if the checkpoints are lost, so a worker of before may name this one.
+            self._coordinator.heartbeat(caller.worker, caller.incarnation)
         return caller
 
     # --- what every shard answers to workers

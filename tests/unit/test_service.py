@@ -316,6 +316,26 @@ def test_a_worker_that_lost_its_model_with_the_server_is_not_taken_for_the_first
     assert worker.join().initialise
 
 
+def test_a_worker_is_told_that_its_server_has_come_back_without_anything(worker: Worker) -> None:
+    """Where the checkpoints are gone, terms are counted anew, so the worker names the term of the new one."""
+    taken = worker.take()
+    with serving(environment()) as (listener, server):
+        assert server.term == worker.term
+        lost = Worker(listener)
+        lost.term, lost.incarnation = worker.term, worker.incarnation
+        finish = lost.finishing(0, taken)
+        for call in (
+            lambda: lost.push(0, 0),
+            lambda: lost.push(0, 0, finish=finish, pull=pb.PullRequest(version=1, buckets=[0])),
+            lambda: lost.pull(1),
+            lambda: lost.pull(1, contributor=True),
+            lambda: lost.ask(pb.InitRequest(caller=lost.caller(), bucket=0), torch.ones(4)),
+        ):
+            with pytest.raises(Refused) as refused:
+                call()
+            assert code(refused) is RefusalCode.STALE_INCARNATION
+
+
 def test_a_take_that_waits_in_vain_is_answered_before_long(
     listener: InprocServer, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
