@@ -14,7 +14,7 @@ import sys
 import traceback
 
 from elastic_ps import env, process
-from elastic_ps.errors import InvalidJob, RefusalCode, Refused, UserError
+from elastic_ps.errors import InvalidJob, RefusalCode, Refused, TransportError, UserError
 from elastic_ps.job import parse_spec
 from elastic_ps.worker import entrypoint
 
@@ -75,6 +75,9 @@ def main() -> int:
     except Drained:
         return env.EXIT_LEFT
     except Exception as error:  # noqa: BLE001 (the script's own failure)
+        if isinstance(error, TransportError) and current.draining():
+            print(f"left in the middle of a step: {error}", file=sys.stderr)
+            return env.EXIT_LEFT
         traceback.print_exc()
         process.leave_reason(traceback.format_exc()[-2000:])
         hung = isinstance(error, Refused) and error.code is RefusalCode.HUNG

@@ -69,6 +69,9 @@ NOTICE = timedelta(seconds=10)
 GOODBYE = timedelta(seconds=2)
 """For how long a worker tries to tell the parameter server that it leaves."""
 
+LEAVING = timedelta(seconds=10)
+"""For how long a worker that was asked to leave waits for a parameter server that does not answer."""
+
 TIMEOUT = timedelta(seconds=60)
 """Deadline of one attempt. Servers answer blocked calls sooner, so only a lost answer takes this long."""
 
@@ -124,6 +127,7 @@ class Client:
         self.shards = len(connections)
         self._connections = connections
         self._patience = patience
+        self._leaving = False
         self._closed = threading.Event()
         self._noticed = 0.0
         self._link: pb.Link | None = None  # once it has been measured
@@ -281,6 +285,18 @@ class Client:
         """
         request = pb.HeartbeatRequest(caller=self.stay.caller(), version=computes_on)
         self._ask(0, "Heartbeat", request, pb.Done)
+
+    def expect_to_leave(self) -> None:
+        """This worker was asked to leave: one that does not answer is waited for during `LEAVING` only.
+
+        May be called from a signal handler, and while calls are under way.
+        """
+        self._leaving = True
+
+    def is_lost(self, since: float) -> bool:
+        """Whether a parameter server that has not answered since then (monotonic) is waited for no longer."""
+        patience = min(self._patience, LEAVING) if self._leaving else self._patience
+        return time.monotonic() > since + patience.total_seconds()
 
     def hasten(self) -> None:
         """This worker is about to end: from now on calls that fail are repeated for `GOODBYE` only."""
@@ -566,8 +582,7 @@ class Client:
 
     def _retry(self, attempt: Callable[[], T]) -> T:
         """Repeat what fails on the way, or is answered with "not yet", with growing pauses and jitter."""
-        started = time.monotonic()
-        deadline = started + self._patience.total_seconds()
+        since = time.monotonic()
         pause, most = FIRST_PAUSE, LONGEST_PAUSE_CALLING
         while True:
             try:
@@ -575,15 +590,15 @@ class Client:
             except (ConnectionLost, DeadlineExceeded) as error:
                 if self.closed:
                     raise
-                if time.monotonic() > deadline:
-                    seconds = self._patience.total_seconds()
+                if self.is_lost(since):
+                    seconds = time.monotonic() - since
                     text = f"the parameter server has not answered for {seconds:.0f} s: {error}"
                     raise ConnectionLost(text) from error
-                self.notice(started, error)
+                self.notice(since, error)
             except Refused as refusal:
                 if refusal.code is RefusalCode.NOT_YOUR_TURN and not self.closed:
-                    deadline = time.monotonic() + self._patience.total_seconds()  # it waits for a worker
-                elif refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline or self.closed:
+                    since = time.monotonic()  # it waits for a worker
+                elif refusal.code is not RefusalCode.NOT_READY or self.is_lost(since) or self.closed:
                     raise
                 if most < LONGEST_PAUSE:  # somebody is there now
                     pause, most = FIRST_PAUSE, LONGEST_PAUSE

@@ -77,6 +77,11 @@ def drain() -> None:
     _current.drain()
 
 
+def draining() -> bool:
+    """Whether the session was asked to leave."""
+    return _current is not None and _current.draining
+
+
 def finish() -> None:
     """The script has come to its end; see `Session.finish`. Blocks."""
     if _current is not None:

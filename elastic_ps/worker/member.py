@@ -86,6 +86,7 @@ class Member:
 
     def drain(self) -> None:
         """Leave at the next opportunity. May be called from a signal handler."""
+        self._client.expect_to_leave()
         self._world.wish(DRAIN, "asked to leave")
 
     def leave(self, *, in_step: bool) -> None:

@@ -22,7 +22,7 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
 from elastic_ps.worker.ahead import Ahead
 from elastic_ps.worker.awaited import Awaited, end_of
-from elastic_ps.worker.client import PATIENCE, Client
+from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Answers, Stay, Wanted
 from elastic_ps.worker.model import Flat
 from elastic_ps.worker.values import Values
@@ -116,8 +116,7 @@ class Receiving:
                 self._heard[shard] = time.monotonic()
             except (ConnectionLost, DeadlineExceeded) as error:
                 self._client.notice(self._heard[shard], error)
-                over = time.monotonic() > self._heard[shard] + PATIENCE.total_seconds()
-                if over or awaited.closing.wait(0.1):
+                if self._client.is_lost(self._heard[shard]) or awaited.closing.wait(0.1):
                     awaited.fail(error, pull.generation)
             except Refused as refusal:
                 again = refusal.code in (RefusalCode.NOT_READY, RefusalCode.NOT_YOUR_TURN)

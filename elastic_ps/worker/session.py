@@ -480,6 +480,11 @@ class Session:
             for loader in self._loaders:
                 loader.close()
 
+    @property
+    def draining(self) -> bool:
+        """Whether this worker was asked to leave."""
+        return self._member.draining
+
     def drain(self) -> None:
         """Leave after the current step. May be called from a signal handler."""
         self._member.drain()

@@ -1,0 +1,103 @@
+"""A worker that is asked to leave, of a job whose parameter server is gone, as when a job is deleted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from elastic_ps import env
+from elastic_ps.errors import TransportError
+from elastic_ps.local.processes import free_addresses
+from elastic_ps.worker import client
+from elastic_ps.worker.session import Session
+from tests.integration.harness import Numbers, events, make_mlp, make_spec, running_job
+from tests.polling import LIMIT, eventually
+
+
+@pytest.mark.parametrize("server", [{}, {"bucketBytes": 1024}, {"replicas": 2, "bucketBytes": 1024}])
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_it_does_not_wait_for_an_end_of_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: dict[str, Any], asked_first: bool
+) -> None:
+    """Else it would keep its machine until it is killed."""
+    monkeypatch.setattr(client, "LEAVING", timedelta(seconds=0.5))
+    in_step, alone = threading.Event(), threading.Event()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for x, y in session.loader(Numbers(400), 4):
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            if session.version == 2:
+                in_step.set()
+                assert alone.wait(LIMIT)
+            optimizer.step()
+
+    with running_job(tmp_path, parameterServer=server) as job:
+        worker = job.start(0, script)
+        assert in_step.wait(LIMIT)
+        if asked_first:
+            job.sessions[0].drain()
+        while job.servers:
+            job.servers.pop(0).close(keep=False)
+        alone.set()
+        if not asked_first:
+            time.sleep(0.2)
+            job.sessions[0].drain()
+        worker.join(LIMIT)
+        assert not worker.is_alive()
+        [error] = job.errors
+        assert isinstance(error, TransportError)
+        job.errors.clear()
+
+
+def test_it_has_left_then_and_has_not_failed(tmp_path: Path) -> None:
+    """With real processes: the parameter server is killed, then the worker gets SIGTERM within a step."""
+    [address] = free_addresses(1)
+    hasty = (
+        "import sys; from datetime import timedelta; from elastic_ps.worker import __main__, client; "
+        "client.LEAVING = timedelta(seconds=0.5); sys.exit(__main__.main())"
+    )
+    spec = make_spec(
+        entrypoint="tests.integration.scripts.steady:main",
+        arguments={"records": 4000, "seconds": 0.2, "hurry": str(tmp_path / "never"), "widths": [6, 4, 1]},
+    )
+
+    def start(role: Literal["ps", "worker"], *command: str) -> subprocess.Popen[str]:
+        environment = env.ProcessEnvironment(
+            job="test",
+            spec=spec,
+            role=role,
+            index=0,
+            addresses=(address,),
+            bind=address if role == "ps" else "127.0.0.1:0",
+            history=tmp_path,
+        )
+        variables = {**env.inherited(), **environment.to_variables(), "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([sys.executable, *command], env=variables, stderr=subprocess.PIPE, text=True)
+
+    with start("ps", "-m", "elastic_ps.server") as server, start("worker", "-c", hasty) as worker:
+        try:
+            eventually(
+                lambda: any(event["event"] == "applied" for event in events(tmp_path, "worker-0")),
+                "the worker trains",
+            )
+            server.kill()
+            server.wait(LIMIT)
+            time.sleep(0.5)  # now it waits for the end of its step
+            worker.terminate()
+            _, said = worker.communicate(timeout=LIMIT)
+        finally:
+            server.kill()
+            worker.kill()
+    assert worker.returncode == env.EXIT_LEFT, said
+    assert "left in the middle of a step: " in said
