@@ -25,9 +25,6 @@ from elastic_ps.status import CertificatesStatus, TrainingJobStatus
 REFUSED = "CertificatesRefused"
 """The reason of a problem for which there are no certificates, or only the old ones."""
 
-WAITED = timedelta(seconds=90)
-"""A pod that has not begun to start for so long may lack a Secret that a person has deleted."""
-
 
 @dataclass(frozen=True, repr=False)
 class Issued:
@@ -53,7 +50,7 @@ def due(
         reason = f"the certificates are valid until {known.expires} only"
     elif known.workers < workers:
         reason = f"there are certificates for {known.workers} workers only"
-    elif name := _without(observed, parse_time(known.issued or None), now):
+    elif name := _without(observed, parse_time(known.issued or None), now, options):
         reason = f"{name} does not start, as if its Secret was missing"
     else:
         return None
@@ -108,11 +105,15 @@ def room(workers: int) -> int:
     return -(-workers // 64) * 64 if workers > 32 else max(4, 1 << (workers - 1).bit_length())
 
 
-def _without(observed: Observed, issued: datetime | None, now: datetime) -> str:
-    """The name of a pod for which it is worth a try to issue them again, once."""
+def _without(observed: Observed, issued: datetime | None, now: datetime, options: Options) -> str:
+    """The name of a pod for which it is worth a try to issue them again, once.
+
+    A person may have deleted its Secret.
+    """
     for pod in observed.pods:
-        waits = pod.active and pod.pending and pod.node and pod.problem is None and pod.created is not None
-        if waits and pod.created and issued and issued < pod.created < now - WAITED:
+        waits = pod.unstarted(now)
+        late = waits is not None and waits >= options.start_limit
+        if late and issued and pod.created and issued < pod.created:
             return pod.name
     return ""
 

@@ -31,6 +31,8 @@ class Options:
         answer_limit: how long the PS may stay silent after the last worker has ended, before that is told.
         restart_base, restart_limit: delay before a failed worker is replaced; doubles with each failure.
         place_limit: a pod that fits on no node is a problem after that time; its volume may be on its way.
+        start_limit: a pod of which nothing has started after that time is a problem: it may lack a volume, a
+            Secret or a ConfigMap, which its status does not say.
         short_life: a worker killed before it lived this long is replaced only after `short_life_delay`.
         follow_limit: a standby that does not follow is a problem once the job has been Running for this long.
         force_after: a pod that outlives its grace period by this much (its node is gone) is removed.
@@ -47,6 +49,7 @@ class Options:
     restart_base: timedelta = timedelta(seconds=1)
     restart_limit: timedelta = timedelta(seconds=60)
     place_limit: timedelta = timedelta(seconds=10)
+    start_limit: timedelta = timedelta(seconds=90)
     short_life: timedelta = timedelta(seconds=60)
     short_life_delay: timedelta = timedelta(seconds=5)
     follow_limit: timedelta = timedelta(seconds=30)

@@ -88,6 +88,7 @@ class Pod:
         created: when it was made.
         template: what of the spec it was made from, see `builders.template_hash`; "" if that is not known.
         pending: not all of its containers have ever been started.
+        begun: one of them has been started, perhaps an init container.
         problem: why it ended or cannot start, in words.
         started, ended: when its container did.
         address: its IP.
@@ -114,6 +115,7 @@ class Pod:
     created: datetime | None = None
     template: str = ""
     pending: bool = False
+    begun: bool = False
     problem: Problem | None = None
     started: datetime | None = None
     ended: datetime | None = None
@@ -135,6 +137,14 @@ class Pod:
     def unplaced(self, now: datetime) -> timedelta | None:
         """For how long no node has been found for it; None if one has."""
         waits = self.problem is not None and self.problem.reason == UNSCHEDULABLE
+        return now - self.created if waits and self.created is not None else None
+
+    def unstarted(self, now: datetime) -> timedelta | None:
+        """For how long it has been there, with a node, and nothing of it has started; None if something has.
+
+        None, too, if `problem` says why.
+        """
+        waits = self.active and self.node and not self.begun and self.problem is None
         return now - self.created if waits and self.created is not None else None
 
     def older_than(self, moment: datetime | None) -> bool:
@@ -204,6 +214,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         template=str((metadata.get("annotations") or {}).get(names.TEMPLATE_ANNOTATION) or ""),
         tuning=str((metadata.get("annotations") or {}).get(names.TUNING_ANNOTATION) or ""),
         pending=status.get("phase") == "Pending",
+        begun=status.get("phase") not in (None, "Pending") or any(map(_has_begun, _containers(status))),
         address=status.get("podIP"),
         last_words=_last_words(metadata, container),
         version=str(metadata.get("resourceVersion") or ""),
@@ -271,8 +282,17 @@ def _stopped(status: Mapping[str, Any]) -> bool:
         # The kubelet's word for a container that it no longer finds, and says to be waiting.
         return "terminated" in (container.get("state") or {}) or last.get("reason") == _NOT_FOUND
 
-    containers = status.get("containerStatuses") or []
-    return bool(containers) and all(map(gone, [*(status.get("initContainerStatuses") or []), *containers]))
+    return bool(status.get("containerStatuses")) and all(map(gone, _containers(status)))
+
+
+def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The statuses of all containers, the init containers first."""
+    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+
+
+def _has_begun(container: Mapping[str, Any]) -> bool:
+    state = container.get("state") or {}
+    return "running" in state or "terminated" in state or bool(container.get("lastState"))
 
 
 def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

@@ -199,6 +199,12 @@ def _problems(observed: Observed, now: datetime, options: Options) -> list[Probl
         settled = unplaced is None or unplaced >= options.place_limit
         if pod.deleting is None and pod.problem is not None and settled:
             problems.append(pod.problem)
+        waits = pod.unstarted(now)
+        if waits is not None and waits >= options.start_limit:
+            text = f"{pod.name} has a node, but nothing of it has started"
+            seconds = options.start_limit.total_seconds()
+            hint = f"`kubectl describe pod {pod.name}` says why"
+            problems.append(Problem("NotStarting", f"{text} for {seconds:g} s; {hint}"))
     if observed.server is not None and observed.server.problem:
         problems.append(Problem("ParameterServerProblem", observed.server.problem))
     if observed.server is not None and observed.server.tuning.problem:

@@ -201,8 +201,10 @@ def test_a_pod_that_waits_for_a_lost_secret_gets_another_one_once() -> None:
     simulation.step()
     pod = simulation.pods["digits-worker-0"]
     pod["spec"]["nodeName"] = "node"
-    assert simulation.plan().actions == (), "it may be about to start"
-    simulation.now += timedelta(minutes=2)
+    plan = simulation.plan()
+    assert plan.actions == (), "it may be about to start"
+    assert plan.requeue == Options().start_limit, "no event would say that it has not started"
+    simulation.now += plan.requeue
     simulation.step()
     assert len(simulation.certified) == 2
     simulation.now += timedelta(minutes=20)

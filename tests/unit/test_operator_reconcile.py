@@ -454,6 +454,38 @@ def test_what_cannot_start_is_told_and_enough_workers_run_on() -> None:
     assert "no cpu" in simulation.condition("Degraded")["message"]
 
 
+def test_a_pod_of_which_nothing_starts_is_told() -> None:
+    """It lacks a ConfigMap, say: the kubelet tells that in an event only."""
+    simulation = running(worker={"replicas": 1})
+    simulation.scale(2)
+    simulation.step()
+    pod = simulation.pods["digits-worker-1"]
+    creating = {"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}
+    pod["spec"]["nodeName"] = "node"
+    pod["status"] = {"phase": "Pending", "held": True, "containerStatuses": [creating]}
+    again = simulation.step().requeue
+    assert simulation.condition("Degraded")["status"] == "False"
+    assert again is not None
+    simulation.now += again
+    simulation.step()
+    assert simulation.condition("Degraded")["reason"] == "NotStarting"
+    assert "kubectl describe pod digits-worker-1" in simulation.condition("Degraded")["message"]
+
+
+@pytest.mark.parametrize("state", [{"running": {}}, {"terminated": {"exitCode": 0}}])
+def test_a_pod_whose_init_container_takes_long_is_starting(state: dict[str, Any]) -> None:
+    simulation = running(worker={"replicas": 1})
+    simulation.scale(2)
+    simulation.step()
+    pod = simulation.pods["digits-worker-1"]
+    pod["spec"]["nodeName"] = "node"
+    fetches = {"name": "fetch", "state": state}
+    pod["status"] = {"phase": "Pending", "held": True, "initContainerStatuses": [fetches]}
+    simulation.now += timedelta(hours=1)
+    simulation.step()
+    assert simulation.condition("Degraded")["status"] == "False"
+
+
 def refusing(simulation: Simulation, *problems: Problem) -> Observed:
     """What there is, once the API server has refused actions of a pass for these reasons."""
     return simulation.observed().with_outcome(Outcome(refusals=problems))
