@@ -173,7 +173,7 @@ def test_no_call_is_made_in_another_workers_name(request_of_a_worker: Message) -
 
 def test_the_end_of_a_step_is_not_in_another_workers_name(monkeypatch: pytest.MonkeyPatch) -> None:
     lead, own = services()[0], pb.Caller(job="secret", worker=3, term=1)
-    lead._coordinator = Namespace(job=Namespace(term=1))
+    lead._coordinator = Namespace(job=Namespace(term=1), heartbeat=lambda *_: None)
     monkeypatch.setattr(lead, "_added", lambda *_: True)
     request = pb.PushRequest(caller=own, finish=pb.FinishRequest(caller=CALLER))
     assert refused(lead, request, Identity(JOB, "worker", 3)).code is RefusalCode.FORBIDDEN
