@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
-from elastic_ps.env import EXIT_FENCED, EXIT_HUNG, EXIT_LEFT
+from elastic_ps import exits
 
 Kind: TypeAlias = Literal["failed", "crashed", "killed"]
 """`failed`: the program says so itself. `killed`: from outside. `crashed`: neither is known."""
@@ -45,16 +45,16 @@ def kind_of(status: int) -> Kind:
     """What an exit status other than 0 says; one below 0 or above 128 is a signal's."""
     if 0 < status < 128:
         return "failed"
-    from_outside = _signal(status) in _FROM_OUTSIDE or status in (EXIT_FENCED, EXIT_LEFT)
+    from_outside = _signal(status) in _FROM_OUTSIDE or status in (exits.FENCED, exits.LEFT)
     return "killed" if from_outside else "crashed"
 
 
 def describe_exit(status: int) -> str:
     """An exit status in words: `was killed by SIGKILL`, `exited with 1`."""
-    if status == EXIT_LEFT:
+    if status == exits.LEFT:
         return "left because it was asked to"
-    if status == EXIT_HUNG:
-        return f"ended itself because it made no progress (exit status {EXIT_HUNG})"
+    if status == exits.HUNG:
+        return f"ended itself because it made no progress (exit status {exits.HUNG})"
     number = _signal(status)
     return f"was killed by {number.name}" if number is not None else f"exited with {status}"
 

@@ -3,25 +3,7 @@
 This is the only module that reads or prepares environment variables. `ProcessEnvironment` is written by
 the one side with `to_variables` and read by the other with `read`.
 
-How a process ends is part of the contract:
-
-================== ============================================================================
-exit status        meaning
-================== ============================================================================
-0                  a worker or the evaluator finished its script, or a parameter server was asked to end
-                   (SIGTERM)
-EXIT_INVALID (78)  the job cannot work as it is specified (`UserError`); the process is not replaced, on a
-                   cluster only before the first step
-1 to 127           the script failed; counts against `runPolicy.backoffLimit`
-EXIT_HUNG (124)    a worker that kept the others waiting for too long ended itself; counts, too
-128 to 255, signal killed from outside (out of memory, preemption) or crashed; replaced. On a cluster
-                   it counts unless the pod was disrupted. On one machine being killed never counts,
-                   and a crash counts if the one before had the same cause and the process had done
-                   nothing yet (`elastic_ps.deaths`)
-EXIT_FENCED (250)  a parameter server ended because another one has taken over; replaced
-EXIT_LEFT (251)    a worker was asked to leave (SIGTERM) and left before the end; replaced, unless
-                   the process that had started it asked
-================== ============================================================================
+How a process ends is part of the contract, too: `elastic_ps.exits`.
 """
 
 from __future__ import annotations
@@ -36,18 +18,6 @@ from typing import Literal, cast, get_args
 from elastic_ps import identity
 from elastic_ps.errors import UsageError
 from elastic_ps.job import GROUP, TrainingJobSpec, parse_spec
-
-EXIT_INVALID = 78
-"""EX_CONFIG of sysexits.h."""
-
-EXIT_HUNG = 124
-"""As of timeout(1); in the range of failures, since a script that hangs is likely to hang again."""
-
-EXIT_FENCED = 250
-"""Above all signals, so that it reads as a status; in the range that counts against nothing."""
-
-EXIT_LEFT = 251
-"""Not 0, because the starter may not be the one that asked, and must not take the worker for done."""
 
 PREFIX = "ELASTIC_PS_"
 DEFAULT_PORT = 2222

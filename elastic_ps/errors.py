@@ -25,7 +25,7 @@
     └── AskedToEnd                the process was asked to end while it waited for something
 
 For a `UserError` the command line prints the message without a traceback and exits with 2. A worker process
-exits with `env.EXIT_INVALID`, so that it is not started again.
+exits with `exits.INVALID`, so that it is not started again.
 """
 
 from __future__ import annotations

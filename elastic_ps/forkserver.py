@@ -37,12 +37,14 @@ def _programs() -> Mapping[str, Callable[[], int]]:
         disable_grpc_fork_hooks()
         from elastic_ps import compiler  # noqa: F401
         from elastic_ps.evaluator import __main__ as evaluator
+        from elastic_ps.evaluator import script  # noqa: F401
         from elastic_ps.server import __main__ as server
         from elastic_ps.server import process as parameter_server  # noqa: F401
-        from elastic_ps.server import status  # noqa: F401
+        from elastic_ps.server import serving, status  # noqa: F401
         from elastic_ps.transport import credentials, grpc, ways  # noqa: F401
         from elastic_ps.worker import __main__ as worker
         from elastic_ps.worker import current  # noqa: F401
+        from elastic_ps.worker import script as workers_script  # noqa: F401
     return {
         "elastic_ps.evaluator": evaluator.main,
         "elastic_ps.server": server.main,

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elastic_ps.env import EXIT_HUNG, ProcessEnvironment
+from elastic_ps import exits
+from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import InvalidJob
 
 TERMINATION_LOG = Path("/dev/termination-log")
@@ -62,14 +63,6 @@ class Alarm:
             with contextlib.suppress(queue.Empty):
                 self._calls.get(timeout=timeout)
         return self._set
-
-
-def end_on_request(status: int) -> None:
-    """From now on SIGTERM ends this process with `status`, until it has something to do first.
-
-    To be called before what takes long to import: the first process of a container has no default action.
-    """
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(status))
 
 
 @contextlib.contextmanager
@@ -231,4 +224,4 @@ def end_hung(reason: str) -> None:
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     print(f"error: {reason}", file=sys.stderr, flush=True)
     leave_reason(reason)
-    os._exit(EXIT_HUNG)
+    os._exit(exits.HUNG)

@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from elastic_ps import exits
 from elastic_ps.cli import words
-from elastic_ps.env import EXIT_LEFT
 from elastic_ps.local import Event, LocalStatus, Outcome, ProcessStatus, Record
 from elastic_ps.local.snapshot import member_of
 
@@ -155,7 +155,7 @@ def _table(status: LocalStatus, *, rows: int) -> Table:
 
 
 def _present(process: ProcessStatus) -> bool:
-    return process.state != "ended" or process.exit not in (0, EXIT_LEFT)
+    return process.state != "ended" or process.exit not in (0, exits.LEFT)
 
 
 def _bar(status: LocalStatus) -> RenderableType:

@@ -1,110 +1,18 @@
-"""`python -m elastic_ps.evaluator`: import the entrypoint of the job's evaluator and call it.
-
-`python -m elastic_ps.evaluator DIR ENTRYPOINT ARGUMENTS [--version N] [--json]` evaluates the checkpoints of
-a directory: what `elastic-ps evaluate` runs.
-"""
+"""`python -m elastic_ps.evaluator`, see `script`."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import signal
 import sys
-import traceback
-from collections.abc import Iterator
-from pathlib import Path
 
-from elastic_ps import env, process
-from elastic_ps.errors import CheckpointError, UserError
-from elastic_ps.worker import entrypoint
-
-FIELD = "spec.evaluator.arguments"
+from elastic_ps import exits
 
 
 def main() -> int:
-    """Run the evaluator's script; returns the exit status, see `elastic_ps.env`."""
-    process.end_on_request(env.EXIT_LEFT)
-    if len(sys.argv) > 1:
-        return evaluate(sys.argv[1:])
-    with process.importing():
-        import torch  # noqa: F401 (now, while nothing looks for garbage)
+    """Be the evaluator of a job or of a directory; returns the exit status, see `elastic_ps.exits`."""
+    exits.end_on_request(exits.LEFT)
+    from elastic_ps.evaluator import script
 
-        from elastic_ps import compiler
-    try:
-        environment = env.read()
-        process.begin(environment)
-        compiler.defer()
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(env.EXIT_LEFT))  # and what it has fetched goes
-        evaluator = environment.spec.evaluator
-        if evaluator is None:
-            raise UserError("the job has no spec.evaluator")
-        with _settled():
-            entrypoint.load(evaluator.entrypoint, evaluator.arguments, field=FIELD)()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        process.leave_reason(str(error))
-        return env.EXIT_INVALID
-    except Exception:  # noqa: BLE001 (the script's own failure)
-        traceback.print_exc()
-        process.leave_reason(traceback.format_exc()[-2000:])
-        return 1
-    finally:
-        process.end_soon()
-    return 0
-
-
-@contextlib.contextmanager
-def _settled() -> Iterator[None]:
-    """The block is a script. If it ends well, what it has reported before it left a loop counts."""
-    from elastic_ps.evaluator import checkpoints
-
-    try:
-        yield
-    except SystemExit as ended:
-        checkpoints.settle(evaluated=not ended.code)  # not so after SIGTERM
-        raise
-    except BaseException:
-        checkpoints.settle(evaluated=False)
-        raise
-    else:
-        checkpoints.settle()
-
-
-def evaluate(argv: list[str]) -> int:
-    """Evaluate the checkpoints of a directory, and print what the script reports; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m elastic_ps.evaluator", description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("entrypoint")
-    parser.add_argument("arguments", type=json.loads)
-    parser.add_argument("--version", type=int)
-    parser.add_argument("--json", action="store_true")
-    parsed = parser.parse_args(argv)
-    from elastic_ps.evaluator import checkpoints
-
-    out = sys.stdout
-
-    class Printed(checkpoints.DirectorySource):
-        def finish(self, checkpoint: checkpoints.Checkpoint) -> None:
-            if parsed.json:
-                told = {"version": checkpoint.version, "metrics": checkpoint.metrics}
-                print(json.dumps(told), file=out, flush=True)
-                return
-            values = [f"{name} {value:.4g}" for name, value in sorted(checkpoint.metrics.items())]
-            print(f"version {checkpoint.version}: {', '.join(values) or 'nothing was reported'}", flush=True)
-
-    try:
-        checkpoints.use(Printed(parsed.directory, parsed.version))
-        # What the script prints is no JSON.
-        with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext(), _settled():
-            entrypoint.load(parsed.entrypoint, parsed.arguments, field="the arguments")()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except CheckpointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return script.main()
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from datetime import timedelta
 from itertools import takewhile
 from typing import Literal, TypeAlias
 
-from elastic_ps import deaths
+from elastic_ps import deaths, exits
 from elastic_ps.deaths import Death, Kind, describe_exit, kind_of
-from elastic_ps.env import EXIT_INVALID, EXIT_LEFT, Role
+from elastic_ps.env import Role
 from elastic_ps.status import LEFT_EARLY, Phase, Progress
 
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
@@ -87,11 +87,11 @@ class Process:
             return "failed"
         if self.overstays:
             return "killed"
-        if self.asked is not None or self.exit == EXIT_LEFT:
+        if self.asked is not None or self.exit == exits.LEFT:
             return "left"
         if self.exit == 0:
             return "done"
-        if self.exit == EXIT_INVALID:
+        if self.exit == exits.INVALID:
             return "invalid"
         return "failed" if 0 < self.exit < 128 else "killed"
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from elastic_ps import exits
 from elastic_ps.checkpoint.owner import running
-from elastic_ps.env import EXIT_INVALID, inherited
+from elastic_ps.env import inherited
 from elastic_ps.errors import StorageUnavailable, UserError
 from elastic_ps.job import TrainingJob
 from elastic_ps.local.forks import ForkServer
@@ -155,7 +156,7 @@ def check_entrypoint(job: TrainingJob, programs: Programs, forks: ForkServer | N
     except subprocess.TimeoutExpired as error:
         minutes = CHECK_TIMEOUT.total_seconds() / 60
         raise UserError(f"importing the entrypoint {entrypoint} takes more than {minutes:g} min") from error
-    if done.returncode == EXIT_INVALID:
+    if done.returncode == exits.INVALID:
         raise UserError(
             done.stderr.strip().removeprefix("error: ") or f"the entrypoint {entrypoint} cannot be used"
         )

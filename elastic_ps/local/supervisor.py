@@ -22,9 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import assert_never
 
+from elastic_ps import exits
 from elastic_ps.checkpoint import files
 from elastic_ps.deaths import describe_exit
-from elastic_ps.env import EXIT_LEFT, ProcessEnvironment, Resume, Role, inherited
+from elastic_ps.env import ProcessEnvironment, Resume, Role, inherited
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
 from elastic_ps.job import TrainingJob
 from elastic_ps.local import issuer
@@ -327,7 +328,7 @@ class Launcher:
 
     def _tell_end(self, process: Process) -> None:
         status = process.exit or 0
-        if process.role == "worker" and status not in (0, EXIT_LEFT):
+        if process.role == "worker" and status not in (0, exits.LEFT):
             gone = self.options.on_worker_gone
             instance = self._instances[process.pid]
             addresses = self._reached_at(self._addresses)

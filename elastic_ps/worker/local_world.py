@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from elastic_ps import env
+from elastic_ps import exits
 from elastic_ps.errors import ElasticPSError, Refused, UsageError
 from elastic_ps.transport.memory import ALIGNMENT, Allocate, SharedMemory
 
@@ -40,10 +40,10 @@ ENDING = timedelta(seconds=5)
 
 
 class Drained(SystemExit):
-    """This worker was asked to leave and has done so; the process ends with `env.EXIT_LEFT`."""
+    """This worker was asked to leave and has done so; the process ends with `exits.LEFT`."""
 
     def __init__(self) -> None:
-        super().__init__(env.EXIT_LEFT)
+        super().__init__(exits.LEFT)
 
 
 class Links(NamedTuple):

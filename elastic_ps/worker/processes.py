@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
 
-from elastic_ps import env, process
+from elastic_ps import env, exits, process
 from elastic_ps.deaths import describe_exit
 
 SAYS = 0.5
@@ -25,7 +25,7 @@ SAYS = 0.5
 
 
 def run(environment: env.ProcessEnvironment) -> int:
-    """Run a worker's processes to their end; returns its exit status, see `elastic_ps.env`. Blocks."""
+    """Run a worker's processes to their end; returns its exit status, see `elastic_ps.exits`. Blocks."""
     process.begin(environment)
     lifeline, held = os.pipe()  # the kernel closes it when this process ends, however it ends
     children = _start(environment, lifeline)
@@ -83,10 +83,10 @@ def _await(children: Sequence[subprocess.Popen[bytes]]) -> int:
             continue
         rank = alive.pop(ended.si_pid)
         status = children[rank].wait()
-        left |= status == env.EXIT_LEFT
-        if status not in (0, env.EXIT_LEFT):
+        left |= status == exits.LEFT
+        if status not in (0, exits.LEFT):
             return _end(children, rank, status)
-    return env.EXIT_LEFT if left else 0
+    return exits.LEFT if left else 0
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]], rank: int, status: int) -> int:
@@ -94,7 +94,7 @@ def _end(children: Sequence[subprocess.Popen[bytes]], rank: int, status: int) ->
     print(f"{text}; the others are ended with it", file=sys.stderr, flush=True)
     if status < 0:
         process.leave_reason(text)
-    if status == env.EXIT_HUNG:
+    if status == exits.HUNG:
         _signal(children, signal.SIGUSR1)
         time.sleep(SAYS)
     return status if status > 0 else 128 - status

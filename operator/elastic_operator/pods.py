@@ -4,7 +4,7 @@
 ending                how it is recognised
 ===================== ======================================================================
 done                  exit status 0
-invalid               exit status `env.EXIT_INVALID`: the process says that starting it again is no use
+invalid               exit status `exits.INVALID`: the process says that starting it again is no use
 disrupted             the pod has the condition DisruptionTarget or a reason of its node's (eviction,
                       preemption, shutdown), or its node does not know how it ended
 failed                any other exit status or signal, out of memory, a command that cannot be started, an
@@ -26,8 +26,9 @@ from pydantic import ValidationError
 
 from elastic_operator import names
 from elastic_operator.documents import read_server_status
+from elastic_ps import exits
 from elastic_ps.deaths import describe_exit, kind_of
-from elastic_ps.env import EXIT_HUNG, EXIT_INVALID, EXIT_LEFT, Role
+from elastic_ps.env import Role
 from elastic_ps.status import ServerStatus
 
 Ending: TypeAlias = Literal["done", "invalid", "failed", "disrupted"]
@@ -304,7 +305,7 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
     phase, reason = status.get("phase"), str(status.get("reason") or "")
     last, terminated = (container.get("lastState") or {}).get("terminated") or {}, _end_of(container)
     for end in (terminated, last):
-        if end.get("exitCode") == EXIT_INVALID:
+        if end.get("exitCode") == exits.INVALID:
             return "invalid", Problem(
                 "InvalidJob", _said(f"{name} reports that the job cannot run as specified", end)
             )
@@ -329,9 +330,9 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
         return "disrupted", Problem("Lost", f"{name} ended, and its node does not know how")
     if not terminated:
         return "failed", _exit(_init_name(init, name), end)
-    if end.get("exitCode") == EXIT_LEFT:
+    if end.get("exitCode") == exits.LEFT:
         return "failed", Problem("WorkerLeft", f"{name} got SIGTERM, finished its step and left")
-    if end.get("exitCode") == EXIT_HUNG:
+    if end.get("exitCode") == exits.HUNG:
         return "failed", Problem("WorkerHung", _said(f"{name} ended itself: it made no progress", end))
     return "failed", _exit(name, end, limit=_limit(manifest))
 

@@ -27,7 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from elastic_ps import env
+from elastic_ps import env, exits
 from elastic_ps.process import Alarm
 from elastic_ps.status import Member, Progress, ServerStatus
 
@@ -199,7 +199,7 @@ def run_worker(environment: env.ProcessEnvironment) -> int:
             break
     if leaving.is_set():
         call(address, "/leave", incarnation=incarnation)
-        return env.EXIT_LEFT
+        return exits.LEFT
     return 0
 
 
@@ -210,8 +210,8 @@ def check(entrypoint: str) -> int:
         found = getattr(importlib.import_module(module), function)
     except (Exception, SystemExit):  # noqa: BLE001 - whatever a script does on import
         traceback.print_exc()
-        return env.EXIT_INVALID
-    return 0 if callable(found) else env.EXIT_INVALID
+        return exits.INVALID
+    return 0 if callable(found) else exits.INVALID
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from elastic_ps import exits
 from elastic_ps.drill.history import check
 from elastic_ps.drill.recorded import read
-from elastic_ps.env import EXIT_INVALID
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options, Programs
 from elastic_ps.local.forks import ForkServer
@@ -204,7 +204,7 @@ def test_a_fork_is_like_a_process_that_was_started_by_itself(forks: ForkServer, 
 
 def test_what_it_writes_and_its_exit_status_arrive(forks: ForkServer, tmp_path: Path) -> None:
     status, _, err = Run(forks, "nowhere:main", dict(os.environ), directory=tmp_path).ended()
-    assert status == EXIT_INVALID
+    assert status == exits.INVALID
     assert "nowhere" in err
 
 

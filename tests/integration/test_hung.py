@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps import exits
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.env import EXIT_HUNG, Role
+from elastic_ps.env import Role
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
@@ -163,7 +164,7 @@ def test_its_process_is_replaced(tmp_path: Path, how: str) -> None:
     if how == "looping":
         assert "worker 1 was declared hung at version" in texts
         assert re.search(WAITED, texts)
-        assert f"exit status {EXIT_HUNG}" in texts
+        assert f"exit status {exits.HUNG}" in texts
         assert "steady.py" in log, "where its threads were"
     else:
         assert "killing worker 1: it was declared lost (silent for 2 s) and has not come back for" in texts

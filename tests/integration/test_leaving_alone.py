@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from elastic_ps import env
+from elastic_ps import env, exits
 from elastic_ps.errors import TransportError
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.worker import client
@@ -99,5 +99,5 @@ def test_it_has_left_then_and_has_not_failed(tmp_path: Path) -> None:
         finally:
             server.kill()
             worker.kill()
-    assert worker.returncode == env.EXIT_LEFT, said
+    assert worker.returncode == exits.LEFT, said
     assert "left in the middle of a step: " in said

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
+from elastic_ps import exits
 from elastic_ps.deaths import Death, Kind, counts, describe_exit, failures, kind_of
-from elastic_ps.env import EXIT_FENCED, EXIT_HUNG, EXIT_LEFT
 
 SEGFAULT = Death("crashed", "SIGSEGV", useful=False)
 
@@ -62,7 +62,7 @@ def test_a_crash_after_progress_is_the_first_of_a_row() -> None:
     [
         (1, "failed", "exited with 1"),
         (127, "failed", "exited with 127"),
-        (EXIT_HUNG, "failed", "ended itself because it made no progress (exit status 124)"),
+        (exits.HUNG, "failed", "ended itself because it made no progress (exit status 124)"),
         (128, "crashed", "exited with 128"),
         (-signal.SIGSEGV, "crashed", "was killed by SIGSEGV"),
         (128 + signal.SIGINT, "crashed", "was killed by SIGINT"),
@@ -70,8 +70,8 @@ def test_a_crash_after_progress_is_the_first_of_a_row() -> None:
         (-signal.SIGKILL, "killed", "was killed by SIGKILL"),
         (128 + signal.SIGTERM, "killed", "was killed by SIGTERM"),
         (-signal.SIGHUP, "killed", "was killed by SIGHUP"),
-        (EXIT_LEFT, "killed", "left because it was asked to"),
-        (EXIT_FENCED, "killed", "exited with 250"),
+        (exits.LEFT, "killed", "left because it was asked to"),
+        (exits.FENCED, "killed", "exited with 250"),
     ],
 )
 def test_what_an_exit_status_says(status: int, kind: Kind, words: str) -> None:

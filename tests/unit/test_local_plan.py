@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from elastic_ps import exits
 from elastic_ps.deaths import describe_exit
-from elastic_ps.env import EXIT_FENCED, EXIT_HUNG, EXIT_INVALID, EXIT_LEFT
 from elastic_ps.local.plan import (
     Conclude,
     Desired,
@@ -122,7 +122,7 @@ def test_a_worker_that_is_stuck_is_killed_counted_and_replaced() -> None:
     [action] = plan(DESIRED, observed(worker(0), killed), NOW)
     assert isinstance(action, Start)
     assert killed.ending == "failed"
-    assert ended(1, EXIT_HUNG).ending == "failed"
+    assert ended(1, exits.HUNG).ending == "failed"
 
 
 @pytest.mark.parametrize(
@@ -197,11 +197,11 @@ def test_a_worker_that_keeps_a_finished_job_open_is_killed_and_replaced_and_coun
 
 
 def test_a_worker_that_someone_else_asked_to_leave_is_not_done_and_is_replaced() -> None:
-    left = ended(1, EXIT_LEFT)
+    left = ended(1, exits.LEFT)
     [action] = plan(DESIRED, observed(worker(0), left, progress=HALF), NOW)
     assert isinstance(action, Start)
     assert (action.index, action.replaces) == (1, 101)
-    everybody = plan(DESIRED, observed(ended(0, EXIT_LEFT), left, progress=HALF), NOW)
+    everybody = plan(DESIRED, observed(ended(0, exits.LEFT), left, progress=HALF), NOW)
     assert [a.index for a in everybody if isinstance(a, Start)] == [0, 1]
     assert plan(DESIRED, observed(worker(0), left, progress=FINISHED), NOW) == []
 
@@ -243,13 +243,13 @@ def test_who_was_killed_from_outside_after_it_had_done_something_is_replaced_at_
 
 
 def test_a_job_that_cannot_work_fails_at_once_with_the_workers_words() -> None:
-    result = verdict(worker(0), ended(1, EXIT_INVALID, output="model has no trainable parameters"))
+    result = verdict(worker(0), ended(1, exits.INVALID, output="model has no trainable parameters"))
     assert result == Verdict("Failed", "InvalidJob", "model has no trainable parameters")
 
 
 def test_exit_codes_of_a_worker_that_was_asked_to_leave_count_against_nothing() -> None:
     desired = replace(DESIRED, workers=1)
-    for status in (0, 1, -9, EXIT_INVALID, EXIT_LEFT):
+    for status in (0, 1, -9, exits.INVALID, exits.LEFT):
         assert plan(desired, observed(worker(0), ended(1, status, asked=NOW - 2)), NOW) == []
 
 
@@ -382,7 +382,7 @@ def test_a_worker_that_crashes_again_and_again_fails_the_job(status: int) -> Non
     assert "failed 2 times" in over.message
 
 
-@pytest.mark.parametrize("status", [-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGKILL, EXIT_FENCED])
+@pytest.mark.parametrize("status", [-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGKILL, exits.FENCED])
 def test_being_killed_from_outside_never_counts(status: int) -> None:
     assert failures(observed(worker(0), *crashes(status, 9))) == []
 
@@ -461,7 +461,7 @@ def test_an_evaluator_waits_until_a_worker_knows_whether_a_finished_job_goes_on(
     assert started(worker(0), ended(1, 0), progress=FINISHED) == ["evaluator"]
 
 
-@pytest.mark.parametrize(("status", "again"), [(-9, True), (1, True), (EXIT_INVALID, False), (0, False)])
+@pytest.mark.parametrize(("status", "again"), [(-9, True), (1, True), (exits.INVALID, False), (0, False)])
 def test_an_evaluator_that_dies_is_started_again_and_counts_for_nothing(status: int, again: bool) -> None:
     dead = [evaluator(exit=status, ended=NOW - 100, pid=20 + n) for n in range(5)]
     seen = observed(worker(0), worker(1), *dead, progress=HALF)
@@ -478,7 +478,7 @@ def test_the_job_ends_when_the_evaluator_has_ended() -> None:
     done = (ended(0, 0), ended(1, 0))
     assert plan(EVALUATED, observed(*done, evaluator(), progress=FINISHED), NOW) == []
     assert started(*done, evaluator(exit=-9, ended=NOW - 5), progress=FINISHED) == ["evaluator"]
-    for status in (0, EXIT_INVALID):
+    for status in (0, exits.INVALID):
         end = verdict(*done, evaluator(exit=status, ended=NOW), desired=EVALUATED, progress=FINISHED)
         assert (end.phase, end.reason) == ("Succeeded", "Finished")
         assert "evaluator" not in end.message

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ps import exits
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.env import EXIT_FENCED, EXIT_INVALID, ProcessEnvironment
+from elastic_ps.env import ProcessEnvironment
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.status import Progress, ServerStatus
@@ -157,7 +158,7 @@ def test_last_words_are_short_whatever_a_script_reports() -> None:
 )
 def test_where_it_cannot_listen_it_ends_with_a_sentence(tmp_path: Path, bind: str, message: str) -> None:
     process = Process(tmp_path, bind)
-    assert process.child.wait(60) == EXIT_INVALID
+    assert process.child.wait(60) == exits.INVALID
     assert message in process.said
     assert "Traceback" not in process.said
 
@@ -187,7 +188,7 @@ def test_one_whose_place_another_has_taken_ends_with_a_status_of_its_own(tmp_pat
     try:
         eventually(lambda: "serves on" in process.said, f"it serves: {process.said}")
         Store(checkpoints).next_term()
-        assert process.child.wait(60) == EXIT_FENCED
+        assert process.child.wait(60) == exits.FENCED
         assert "another parameter server has taken over" in process.said
     finally:
         process.child.kill()

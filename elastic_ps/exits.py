@@ -1,0 +1,47 @@
+"""How a process of a job ends: what its exit status says to its starter, and ending when it is asked to.
+
+This module imports next to nothing, so that a process can call `end_on_request` before anything else.
+
+================ ============================================================================
+exit status      meaning
+================ ============================================================================
+0                a worker or the evaluator finished its script, or a parameter server was asked to end
+                 (SIGTERM)
+INVALID (78)     the job cannot work as it is specified (`UserError`); the process is not replaced, on a
+                 cluster only before the first step
+1 to 127         the script failed; counts against `runPolicy.backoffLimit`
+HUNG (124)       a worker that kept the others waiting for too long ended itself; counts, too
+128 to 255,      killed from outside (out of memory, preemption) or crashed; replaced. On a cluster
+a signal         it counts unless the pod was disrupted. On one machine being killed never counts,
+                 and a crash counts if the one before had the same cause and the process had done
+                 nothing yet (`elastic_ps.deaths`)
+FENCED (250)     a parameter server ended because another one has taken over; replaced
+LEFT (251)       a worker was asked to leave (SIGTERM) and left before the end; replaced, unless
+                 the process that had started it asked
+================ ============================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+
+INVALID = 78
+"""EX_CONFIG of sysexits.h."""
+
+HUNG = 124
+"""As of timeout(1); in the range of failures, since a script that hangs is likely to hang again."""
+
+FENCED = 250
+"""Above all signals, so that it reads as a status; in the range that counts against nothing."""
+
+LEFT = 251
+"""Not 0, because the starter may not be the one that asked, and must not take the worker for done."""
+
+
+def end_on_request(status: int) -> None:
+    """From now on SIGTERM ends this process with `status`, until it has something to do first.
+
+    To be called before what takes long to import: the first process of a container has no default action.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(status))

@@ -1,0 +1,87 @@
+"""`python -m elastic_ps.server`: one shard, as told by the environment, until SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from elastic_ps import env, exits, process
+from elastic_ps.errors import AskedToEnd, CheckpointError, Fenced, UserError
+
+if TYPE_CHECKING:
+    from elastic_ps.server.process import ParameterServer
+
+logger = logging.getLogger(__name__)
+
+
+LOOK = 0.1
+"""Seconds between two looks whether this process has been replaced."""
+
+
+def main() -> int:
+    """Serve until SIGTERM or SIGINT, or until another one has taken over.
+
+    HTTP is served until the process has ended: each probe that nobody answers becomes a Warning event.
+
+    Returns the exit status, see `elastic_ps.exits`.
+    """
+    with process.importing():
+        from elastic_ps import compiler
+        from elastic_ps.server.patience import Patience
+        from elastic_ps.server.process import ParameterServer, waiting_status
+        from elastic_ps.server.status import StatusServer
+        from elastic_ps.transport import credentials, ways
+
+    stop = process.Alarm()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for whoever has started this process
+    try:
+        environment = env.read()
+        process.begin(environment)
+        process.take_descriptors()
+        process.end_if_a_thread_fails()
+        compiler.defer()
+        own = credentials.of_process(environment)
+        transport = ways.listen(environment.bind, credentials=own)
+        patience = Patience(stop.is_set)
+        # Before anything that may have to wait, so that the waiting is seen.
+        http = StatusServer(environment.http, lambda: waiting_status(environment, patience), list)
+        server = ParameterServer(
+            environment,
+            transport,
+            lambda shard: ways.connect(environment.addresses[shard], credentials=own),
+            (lambda shard: ways.connect(environment.standbys[shard], credentials=own))
+            if environment.standbys
+            else None,
+            patience=patience,
+        )
+        http.show(server.status, server.loss, server.evaluations)
+    except Fenced as error:
+        logger.info("%s", error)
+        return exits.FENCED
+    except AskedToEnd as error:
+        logger.info("%s", error)
+        return 0
+    except (UserError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exits.INVALID
+    what = "standby of shard" if environment.role == "standby" else "shard"
+    logger.info("%s %d of job %s serves on %s", what, environment.index, environment.job, transport.address)
+    while not (stop.wait(LOOK) or server.fenced):
+        pass
+    fenced = server.fenced
+    logger.info("another parameter server has taken over" if fenced else "asked to stop")
+    _leave_last_words(server)  # also before, since closing may take longer than it is given
+    server.close()
+    _leave_last_words(server)
+    process.end_soon()  # mutant: equal
+    return exits.FENCED if fenced else 0
+
+
+def _leave_last_words(server: ParameterServer) -> None:
+    """Hand over how far training is: nobody can ask when the process has ended."""
+    if server.lead is not None and not server.fenced:
+        process.leave_reason(server.status().last_words())

@@ -1,0 +1,87 @@
+"""`python -m elastic_ps.worker`: import the job's entrypoint and call it.
+
+`python -m elastic_ps.worker --check SPEC` (in JSON) only imports it, to find out before anything is started
+whether that works, whether it takes the job's arguments, and whether there are the codecs of
+`spec.compression`, the optimizers of `spec.parameterServer`, and the function that
+`consistency.stalenessScale` may name. The evaluator's entrypoint is tried likewise.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import traceback
+
+from elastic_ps import env, exits, process
+from elastic_ps.errors import InvalidJob, RefusalCode, Refused, TransportError, UserError
+from elastic_ps.job import parse_spec
+from elastic_ps.worker import entrypoint
+
+
+def check(text: str) -> int:
+    """Print what is wrong with the entrypoints, their arguments, codecs or optimizers; returns the status."""
+    try:
+        with process.importing():
+            from elastic_ps import scales
+            from elastic_ps.codec.optimizers import Optimizers
+            from elastic_ps.codec.plan import Plan
+
+            spec = parse_spec(json.loads(text), source="spec")
+            entrypoint.load(spec.entrypoint, spec.arguments)
+            if (evaluator := spec.evaluator) is not None:
+                entrypoint.load(evaluator.entrypoint, evaluator.arguments, field="spec.evaluator.arguments")
+            Plan(spec.compression)
+            scales.check(spec.consistency.staleness_scale)
+            Optimizers(spec.parameter_server.optimizers)
+    except InvalidJob as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exits.INVALID
+    process.end_soon()
+    return 0
+
+
+def main() -> int:
+    """Run the script; returns the exit status, see `elastic_ps.exits`."""
+    if len(sys.argv) == 3 and sys.argv[1] == "--check":
+        return check(sys.argv[2])
+    if env.in_job() and (environment := env.read()).spec.worker.processes > 1 and not environment.links:
+        from elastic_ps.worker import processes
+
+        return processes.run(environment)
+    with process.importing():
+        from elastic_ps import compiler
+        from elastic_ps.worker import current
+    from elastic_ps.worker.local_world import Drained
+
+    try:
+        environment = env.read()
+        process.begin(environment)
+        process.keep_freed_memory()
+        compiler.defer()
+        signal.signal(signal.SIGTERM, lambda *_: current.drain())
+        try:
+            entrypoint.load(environment.spec.entrypoint, environment.spec.arguments)()
+        except SystemExit as ending:
+            if not ending.code:  # as `sys.exit(main())` ends a script that has done its work
+                current.finish()
+            raise
+        current.finish()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        process.leave_reason(str(error))
+        return exits.INVALID
+    except Drained:
+        return exits.LEFT
+    except Exception as error:  # noqa: BLE001 (the script's own failure)
+        if isinstance(error, TransportError) and current.draining():
+            print(f"left in the middle of a step: {error}", file=sys.stderr)
+            return exits.LEFT
+        traceback.print_exc()
+        process.leave_reason(traceback.format_exc()[-2000:])
+        hung = isinstance(error, Refused) and error.code is RefusalCode.HUNG
+        return exits.HUNG if hung else 1
+    finally:
+        current.close()
+        process.end_soon()
+    return 0
