@@ -45,7 +45,7 @@ def kind_of(status: int) -> Kind:
     """What an exit status other than 0 says; one below 0 or above 128 is a signal's."""
     if 0 < status < 128:
         return "failed"
-    from_outside = _signal(status) in _FROM_OUTSIDE or status in (exits.FENCED, exits.LEFT)
+    from_outside = _signal(status) in _FROM_OUTSIDE or status in (exits.FENCED, exits.LEFT, exits.LOST)
     return "killed" if from_outside else "crashed"
 
 
@@ -53,6 +53,8 @@ def describe_exit(status: int) -> str:
     """An exit status in words: `was killed by SIGKILL`, `exited with 1`."""
     if status == exits.LEFT:
         return "left because it was asked to"
+    if status == exits.LOST:
+        return "ended because the parameter server has lost the model, and there is no checkpoint"
     if status == exits.HUNG:
         return f"ended itself because it made no progress (exit status {exits.HUNG})"
     number = _signal(status)

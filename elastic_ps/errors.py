@@ -135,6 +135,8 @@ class RefusalCode(enum.IntEnum):
     """The tensor of a script that is meant is not there any more."""
     NOT_YOUR_TURN = 18
     """Another worker's gradient comes before this one; push it again, however long that takes."""
+    MODEL_LOST = 19
+    """What the worker has trained is gone, with all checkpoints; only a process that begins anew may join."""
 
 
 class Refused(ElasticPSError):

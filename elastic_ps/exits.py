@@ -18,6 +18,8 @@ a signal         it counts unless the pod was disrupted. On one machine being ki
 FENCED (250)     a parameter server ended because another one has taken over; replaced
 LEFT (251)       a worker was asked to leave (SIGTERM) and left before the end; replaced, unless
                  the process that had started it asked
+LOST (252)       a worker of which the parameter server was lost, and all checkpoints with it; replaced, so
+                 that training begins again
 ================ ============================================================================
 """
 
@@ -37,6 +39,9 @@ FENCED = 250
 
 LEFT = 251
 """Not 0, because the starter may not be the one that asked, and must not take the worker for done."""
+
+LOST = 252
+"""Not in the range of failures: the worker could only go on with a model that nobody has any more."""
 
 
 def end_on_request(status: int) -> None:

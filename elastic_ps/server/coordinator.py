@@ -133,8 +133,8 @@ class Coordinator:
             link: what it has found; None before it has measured.
 
         Raises:
-            Refused: MODEL_MISMATCH; SUPERSEDED; STALE_CALL; INVALID: also if the model is lost, without a
-                checkpoint, or if the worker cannot speak to the others.
+            Refused: MODEL_MISMATCH; SUPERSEDED; STALE_CALL; MODEL_LOST; INVALID: also if the worker cannot
+                speak to the others.
         """
         with self.job.settled() as state:
             if known := state.members.known(worker, instance, call):
@@ -152,7 +152,7 @@ class Coordinator:
                 return NotYet.WAIT
             if again and not self.job.state.initialised:
                 raise Refused(
-                    RefusalCode.INVALID,
+                    RefusalCode.MODEL_LOST,
                     "the parameter server has lost the model and has no checkpoint to continue from",
                 )
             if has_to_measure and self._size_is_open:

@@ -18,6 +18,9 @@ from elastic_ps.errors import InvalidJob, RefusalCode, Refused, TransportError, 
 from elastic_ps.job import parse_spec
 from elastic_ps.worker import entrypoint
 
+_STATUSES = {RefusalCode.HUNG: exits.HUNG, RefusalCode.MODEL_LOST: exits.LOST}
+"""What a worker ends with that was refused for such a reason."""
+
 
 def check(text: str) -> int:
     """Print what is wrong with the entrypoints, their arguments, codecs or optimizers; returns the status."""
@@ -79,8 +82,7 @@ def main() -> int:
             return exits.LEFT
         traceback.print_exc()
         process.leave_reason(traceback.format_exc()[-2000:])
-        hung = isinstance(error, Refused) and error.code is RefusalCode.HUNG
-        return exits.HUNG if hung else 1
+        return _STATUSES.get(error.code, 1) if isinstance(error, Refused) else 1
     finally:
         current.close()
         process.end_soon()

@@ -6,7 +6,8 @@ ending                how it is recognised
 done                  exit status 0
 invalid               exit status `exits.INVALID`: the process says that starting it again is no use
 disrupted             the pod has the condition DisruptionTarget or a reason of its node's (eviction,
-                      preemption, shutdown), or its node does not know how it ended
+                      preemption, shutdown), or its node does not know how it ended; or exit status
+                      `exits.LOST`: the model is lost with the parameter server's pod
 failed                any other exit status or signal, out of memory, a command that cannot be started, an
                       init container that failed, eviction for more storage than the pod's own limits allow
 ===================== ======================================================================
@@ -48,6 +49,12 @@ _CANNOT_START = {"StartError", "ContainerCannotRun"}
 _REASONS = {"failed": "WorkerFailed", "crashed": "WorkerCrashed", "killed": "WorkerKilled"}
 _OWN_LIMIT = re.compile(r"exceed(s|ed) (the|the total|its local ephemeral storage) limit")
 """What the kubelet says when it evicts a pod for its own sake, though its node has room left."""
+
+MODEL_LOST = (
+    "the parameter server was lost, and its checkpoints with it. Training begins again from the start. With "
+    "parameterServer.checkpoint.volumeClaim a model outlives its pod"
+)
+"""What happens if the pod of a parameter server is lost that has no claim."""
 
 _KILLED_AS = {
     "Evicted": "was evicted",
@@ -332,6 +339,8 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
         return "failed", _exit(_init_name(init, name), end)
     if end.get("exitCode") == exits.LEFT:
         return "failed", Problem("WorkerLeft", f"{name} got SIGTERM, finished its step and left")
+    if end.get("exitCode") == exits.LOST:
+        return "disrupted", Problem("ModelLost", f"{name} ended: {MODEL_LOST}")
     if end.get("exitCode") == exits.HUNG:
         return "failed", Problem("WorkerHung", _said(f"{name} ended itself: it made no progress", end))
     return "failed", _exit(name, end, limit=_limit(manifest))

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from elastic_operator import names
 from elastic_operator.plan import Note, Observed, stamp
-from elastic_operator.pods import Pod, Problem
+from elastic_operator.pods import MODEL_LOST, Pod, Problem
 from elastic_ps.status import (
     Condition,
     EvaluationStatus,
@@ -167,8 +167,8 @@ def _summary(worker: WorkerStatus, progress: Progress, replicas: int) -> Summary
 def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
     """An Event for each condition that turned True, or is no longer Degraded, since `old`.
 
-    And for what the evaluator has found and has missed since, and for another consistency or compression that
-    is in force.
+    And for what the evaluator has found and has missed since, for another consistency or compression that is
+    in force, and for a model that is lost.
     """
     notes = list(_evaluated(old.progress.evaluation or EvaluationStatus(), new.progress.evaluation))
     was, now = old.parameter_server, new.parameter_server
@@ -178,6 +178,10 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
     if was.compression and now.compression != was.compression:
         text = f"compression is ({now.compression}) now; it was ({was.compression})"
         notes.append(Note(f"Encoded/{now.term}/{now.compression}", "Normal", "CompressionChanged", text))
+    version, new_term = old.progress.version, (now.term or 0) > (was.term or 0)
+    if new.progress.version < version and not new_term:  # else all have gone back to a checkpoint
+        text = f"version {version} is gone: {MODEL_LOST}"
+        notes.append(Note(f"Lost/{version}", "Warning", "ModelLost", text))
     for after in new.conditions:
         before = condition(old, after.type)
         since = "first"

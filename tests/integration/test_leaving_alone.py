@@ -60,37 +60,49 @@ def test_it_does_not_wait_for_an_end_of_its_step(
         job.errors.clear()
 
 
-def test_it_has_left_then_and_has_not_failed(tmp_path: Path) -> None:
-    """With real processes: the parameter server is killed, then the worker gets SIGTERM within a step."""
-    [address] = free_addresses(1)
-    hasty = (
-        "import sys; from datetime import timedelta; from elastic_ps.worker import __main__, client; "
-        "client.LEAVING = timedelta(seconds=0.5); sys.exit(__main__.main())"
-    )
-    spec = make_spec(
-        entrypoint="tests.integration.scripts.steady:main",
-        arguments={"records": 4000, "seconds": 0.2, "hurry": str(tmp_path / "never"), "widths": [6, 4, 1]},
-    )
+class Processes:
+    """A parameter server and a worker, which are started by hand. The server has no directory."""
 
-    def start(role: Literal["ps", "worker"], *command: str) -> subprocess.Popen[str]:
+    def __init__(self, path: Path) -> None:
+        [self._address] = free_addresses(1)
+        self._history = path
+        self._spec = make_spec(
+            entrypoint="tests.integration.scripts.steady:main",
+            arguments={"records": 4000, "seconds": 0.2, "hurry": str(path / "never"), "widths": [6, 4, 1]},
+        )
+
+    def start(self, role: Literal["ps", "worker"], *command: str) -> subprocess.Popen[str]:
+        """Start it with this command of Python's."""
         environment = env.ProcessEnvironment(
             job="test",
-            spec=spec,
+            spec=self._spec,
             role=role,
             index=0,
-            addresses=(address,),
-            bind=address if role == "ps" else "127.0.0.1:0",
-            history=tmp_path,
+            addresses=(self._address,),
+            bind=self._address if role == "ps" else "127.0.0.1:0",
+            history=self._history,
         )
         variables = {**env.inherited(), **environment.to_variables(), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen([sys.executable, *command], env=variables, stderr=subprocess.PIPE, text=True)
 
-    with start("ps", "-m", "elastic_ps.server") as server, start("worker", "-c", hasty) as worker:
+    def await_step(self) -> None:
+        """Wait until the worker has made a step."""
+        eventually(
+            lambda: any(event["event"] == "applied" for event in events(self._history, "worker-0")),
+            "the worker trains",
+        )
+
+
+def test_it_has_left_then_and_has_not_failed(tmp_path: Path) -> None:
+    """With real processes: the parameter server is killed, then the worker gets SIGTERM within a step."""
+    job = Processes(tmp_path)
+    hasty = (
+        "import sys; from datetime import timedelta; from elastic_ps.worker import __main__, client; "
+        "client.LEAVING = timedelta(seconds=0.5); sys.exit(__main__.main())"
+    )
+    with job.start("ps", "-m", "elastic_ps.server") as server, job.start("worker", "-c", hasty) as worker:
         try:
-            eventually(
-                lambda: any(event["event"] == "applied" for event in events(tmp_path, "worker-0")),
-                "the worker trains",
-            )
+            job.await_step()
             server.kill()
             server.wait(LIMIT)
             time.sleep(0.5)  # now it waits for the end of its step
@@ -101,3 +113,26 @@ def test_it_has_left_then_and_has_not_failed(tmp_path: Path) -> None:
             worker.kill()
     assert worker.returncode == exits.LEFT, said
     assert "left in the middle of a step: " in said
+
+
+def test_a_worker_whose_model_is_lost_ends_as_one_that_may_begin_anew(tmp_path: Path) -> None:
+    """With real processes: the parameter server is killed, and another one comes, which has no checkpoint."""
+    job = Processes(tmp_path)
+    server, worker = (
+        job.start("ps", "-m", "elastic_ps.server"),
+        job.start("worker", "-m", "elastic_ps.worker"),
+    )
+    with worker:
+        try:
+            with server:
+                job.await_step()
+                server.kill()
+            server = job.start("ps", "-m", "elastic_ps.server")
+            with server:
+                _, said = worker.communicate(timeout=LIMIT)
+                server.kill()
+        finally:
+            server.kill()
+            worker.kill()
+    assert worker.returncode == exits.LOST, said
+    assert "has lost the model and has no checkpoint to continue from" in said

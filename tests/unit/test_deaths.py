@@ -72,6 +72,11 @@ def test_a_crash_after_progress_is_the_first_of_a_row() -> None:
         (-signal.SIGHUP, "killed", "was killed by SIGHUP"),
         (exits.LEFT, "killed", "left because it was asked to"),
         (exits.FENCED, "killed", "exited with 250"),
+        (
+            exits.LOST,
+            "killed",
+            "ended because the parameter server has lost the model, and there is no checkpoint",
+        ),
     ],
 )
 def test_what_an_exit_status_says(status: int, kind: Kind, words: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_operator.plan import DeletePod, stamp
+from elastic_ps import exits
 from elastic_ps.status import Member, Progress, ServerStatus
 from tests.unit.simulation import Simulation, finish, job_document, named, running, tell
 
@@ -390,3 +391,17 @@ def test_a_server_that_says_so_moves_if_its_checkpoints_do(claim: dict[str, Any]
     assert "nodeAffinity" in simulation.pods["digits-ps-0"]["spec"]["affinity"]
     assert simulation.status["worker"].items() >= {"failures": 1, "restarts": 0}.items()
     assert simulation.status["phase"] == "Running"
+
+
+def test_a_model_that_is_lost_with_its_server_ends_no_job_and_the_job_says_so() -> None:
+    """Two workers of before say it, on two nodes, as they do when nothing is left of the model."""
+    simulation = trained(runPolicy={"backoffLimit": 0})
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True)
+    for index in (0, 1):
+        name = f"digits-worker-{index}"
+        simulation.pods[name]["spec"]["nodeName"] = f"node-{index}"
+        assert simulation.end(name, exits.LOST, message="has lost the model and has no checkpoint")
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    assert simulation.status["worker"].items() >= {"failures": 0, "restarts": 2}.items()
+    assert "ModelLost" in simulation.notes.values()

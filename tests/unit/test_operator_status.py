@@ -59,6 +59,30 @@ def test_an_event_tells_what_has_come_about_once(
     assert [(note.kind, note.reason) for note in notes] == ([event] if event else [])
 
 
+def at(version: int, term: int) -> TrainingJobStatus:
+    return TrainingJobStatus.model_validate(
+        {"progress": {"version": version}, "parameterServer": {"term": term}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "lost"),
+    [
+        ((7, 1), (0, 1), True),
+        ((7, 3), (2, 1), True),
+        ((7, 1), (5, 2), False),  # back to a checkpoint
+        ((7, 1), (8, 1), False),
+        ((0, 0), (0, 1), False),
+    ],
+)
+def test_an_event_tells_that_training_begins_again(
+    before: tuple[int, int], after: tuple[int, int], lost: bool
+) -> None:
+    notes = turned(at(*before), at(*after))
+    assert [(note.kind, note.reason) for note in notes] == ([("Warning", "ModelLost")] if lost else [])
+    assert all("version 7 is gone" in note.message for note in notes)
+
+
 def test_a_job_that_does_not_run_any_more_has_not_recovered() -> None:
     degraded = with_condition("Degraded", "True", "Pods")
     assert turned(degraded, with_condition("Degraded", "False", "Ended", phase="Succeeded")) == []

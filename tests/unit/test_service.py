@@ -312,7 +312,7 @@ def test_a_worker_that_lost_its_model_with_the_server_is_not_taken_for_the_first
     worker = Worker(listener)
     with pytest.raises(Refused, match="has lost the model and has no checkpoint") as refused:
         worker.join(again=True)
-    assert code(refused) is RefusalCode.INVALID
+    assert code(refused) is RefusalCode.MODEL_LOST
     assert worker.join().initialise
 
 
