@@ -158,8 +158,10 @@ def health(
     elif problems:
         why = Problem(problems[0].reason, f"{counts}; {problems[0].message}")
     else:
-        waits = "WaitingForParameterServer" if servers < shards else "WaitingForWorkers"
-        why = Problem(waits, counts)
+        server = observed.server
+        lacks_model = server is not None and server.begun and not server.ready  # a worker has to bring it
+        for_workers = servers >= shards or lacks_model
+        why = Problem("WaitingForWorkers" if for_workers else "WaitingForParameterServer", counts)
     status = with_condition(status, "Running", running, why, now=now)
     status = status.model_copy(update={"phase": "Running" if running else "Pending"})
     problems += _unprotected(observed, settled=_running_for(status, now) >= options.follow_limit)

@@ -17,7 +17,7 @@ from elastic_operator.plan import DeleteJob, Observed, Options, Plan
 from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status, holds, turned, with_counts
-from elastic_ps.status import Member, Progress, Traffic, TrainingJobStatus, WorkerStatus
+from elastic_ps.status import Member, Progress, ServerStatus, Traffic, TrainingJobStatus, WorkerStatus
 from tests.unit.simulation import START, Simulation, finish, job_document, running, tell
 
 ENDED = "2026-01-01T00:00:00Z"
@@ -323,3 +323,12 @@ def test_a_job_whose_training_is_over_does_not_wait_for_its_workers() -> None:
         simulation.end(name, 0)
     simulation.step()
     assert simulation.status["phase"] == "Succeeded"
+
+
+def test_a_server_that_has_no_model_yet_waits_for_workers() -> None:
+    simulation = Simulation(job_document(worker={"replicas": 2}))
+    simulation.step()
+    assert simulation.condition("Running")["reason"] == "WaitingForParameterServer"
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=False)
+    simulation.step()
+    assert simulation.condition("Running")["reason"] == "WaitingForWorkers"
