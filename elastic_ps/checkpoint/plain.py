@@ -157,7 +157,13 @@ def _tensors(model: torch.nn.Module) -> dict[str, Any]:
 
 def _ids_of(model: torch.nn.Module, own: Sequence[str]) -> set[int]:
     """The ids of the model's tensors that are named, also within a module. Raises InvalidModel."""
-    tensors = _tensors(model)
+    saved = _tensors(model)
+    # A tensor that several modules share has the first one's name, as for `session.optimizer`.
+    parameters = {uncompiled(name): parameter for name, parameter in model.named_parameters()}
+    buffers = {
+        uncompiled(name): buffer for name, buffer in model.named_buffers() if uncompiled(name) in saved
+    }
+    tensors = {**parameters, **buffers}
     return {id(tensors[name]) for name in within(own, list(tensors), "own")}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Set
@@ -66,7 +67,10 @@ class Guarded:
     def blank(self, term: int) -> JobState:
         """The state of a job that begins in this term."""
         spec, custody = self.spec, Custody() if self.spec.all_reduce else None
-        return JobState(term, self.lease, spec.consistency, spec.data, tuning=self.tuning, custody=custody)
+        state = JobState(term, self.lease, spec.consistency, spec.data, tuning=self.tuning, custody=custody)
+        # If all checkpoints were lost, there was such a term before; its workers are no members of this one.
+        state.members.last_incarnation += secrets.randbits(31)
+        return state
 
     def tune(self, tuning: Tuning) -> None:
         """`tuning` is in force. The lock is held."""

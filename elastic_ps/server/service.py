@@ -206,10 +206,18 @@ class Service:
         if caller.term != term:
             text = f"message of term {caller.term}; this is term {term}"
             raise Refused(RefusalCode.STALE_TERM if term else RefusalCode.NOT_READY, text)
-        if self._coordinator is not None and not self._node.configured:
-            # Terms are counted anew if the checkpoints are lost, so a worker of before may name this one.
-            self._coordinator.heartbeat(caller.worker, caller.incarnation)
+        if not self._node.configured:
+            self._require_member(caller)
         return caller
+
+    def _require_member(self, caller: pb.Caller) -> None:
+        """Raise Refused if shard 0 knows that the caller is no member.
+
+        To be asked where a message is too early. Terms are counted anew if the checkpoints are lost, so a
+        worker of before may name this one, and versions that are far away.
+        """
+        if self._coordinator is not None:
+            self._coordinator.heartbeat(caller.worker, caller.incarnation)
 
     # --- what every shard answers to workers
 
@@ -252,6 +260,8 @@ class Service:
         try:
             added = self._added(key, request, incoming)
         except Refused as refusal:
+            if refusal.code is RefusalCode.WRONG_VERSION:
+                self._require_member(caller)
             if refusal.code is not RefusalCode.STALE_ATTEMPT or not self._is_applied(request):
                 raise
             added = False
@@ -294,6 +304,7 @@ class Service:
         encoder = self._coding_of(shard).encoder
         for item in self._items(shard, request, caller, attempt):
             if item is None:
+                self._require_member(caller)
                 yield _frame(pb.PullReply(pending=True))
                 return
             if isinstance(item, RestartedAs):

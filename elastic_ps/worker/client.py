@@ -127,7 +127,7 @@ class Client:
         self.shards = len(connections)
         self._connections = connections
         self._patience = patience
-        self._leaving = False
+        self._asked_to_leave: float | None = None
         self._closed = threading.Event()
         self._noticed = 0.0
         self._link: pb.Link | None = None  # once it has been measured
@@ -291,12 +291,18 @@ class Client:
 
         May be called from a signal handler, and while calls are under way.
         """
-        self._leaving = True
+        self._asked_to_leave = self._asked_to_leave or time.monotonic()
 
     def is_lost(self, since: float) -> bool:
         """Whether a parameter server that has not answered since then (monotonic) is waited for no longer."""
-        patience = min(self._patience, LEAVING) if self._leaving else self._patience
-        return time.monotonic() > since + patience.total_seconds()
+        now = time.monotonic()
+        asked = self._asked_to_leave
+        if asked is not None and now > max(since, asked) + LEAVING.total_seconds():
+            return True
+        return self._is_late(since, now)
+
+    def _is_late(self, since: float, now: float) -> bool:
+        return now > since + self._patience.total_seconds()
 
     def hasten(self) -> None:
         """This worker is about to end: from now on calls that fail are repeated for `GOODBYE` only."""
@@ -598,7 +604,11 @@ class Client:
             except Refused as refusal:
                 if refusal.code is RefusalCode.NOT_YOUR_TURN and not self.closed:
                     since = time.monotonic()  # it waits for a worker
-                elif refusal.code is not RefusalCode.NOT_READY or self.is_lost(since) or self.closed:
+                elif (
+                    refusal.code is not RefusalCode.NOT_READY
+                    or self.closed
+                    or self._is_late(since, time.monotonic())
+                ):
                     raise
                 if most < LONGEST_PAUSE:  # somebody is there now
                     pause, most = FIRST_PAUSE, LONGEST_PAUSE

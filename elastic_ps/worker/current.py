@@ -77,9 +77,9 @@ def drain() -> None:
     _current.drain()
 
 
-def draining() -> bool:
-    """Whether the session was asked to leave."""
-    return _current is not None and _current.draining
+def asked_to_leave() -> bool:
+    """Whether this process was asked to leave."""
+    return _current is not None and _current.asked_to_leave
 
 
 def finish() -> None:

@@ -106,6 +106,10 @@ class LocalWorld:
         """What some process has wished, as of the last question; "" if none has."""
         return (self._wishes if self.alone else self._agreed).get(name, "")
 
+    def wished(self, name: str) -> bool:
+        """Whether this process has wished it, or all know that some process has."""
+        return name in self._wishes or name in self._agreed
+
     def decide(self, what: str, call: Callable[[], T]) -> T:
         """As `consult`, where nothing is to be known of the others."""
         return self.consult(what, None, lambda _: call())

@@ -48,8 +48,13 @@ class Member:
 
     @property
     def draining(self) -> bool:
-        """Whether this worker was asked to leave."""
+        """Whether this worker was asked to leave; all of its processes have the same answer."""
         return bool(self._world.agreed(DRAIN))
+
+    @property
+    def asked_to_leave(self) -> bool:
+        """Whether this process was asked to leave; others of the worker may not know yet."""
+        return self._world.wished(DRAIN)
 
     def join(self, described: Described, settings: Settings) -> Membership:
         """Become a member with this model. Blocks while another worker initialises it.

@@ -17,7 +17,7 @@ from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, RefusalCode, Refused
 from elastic_ps.worker.brought import Kept, state_dict_of
-from elastic_ps.worker.client import PATIENCE, Client
+from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Wanted
 from elastic_ps.worker.group import Group
 from elastic_ps.worker.model import Flat
@@ -62,7 +62,7 @@ class Replica:
                 began = time.monotonic()
             except (ConnectionLost, DeadlineExceeded) as error:
                 self._client.notice(began, error)
-                if time.monotonic() > began + PATIENCE.total_seconds() or self._client.closed:
+                if self._client.is_lost(began) or self._client.closed:
                     raise
                 time.sleep(PAUSE)
             except Refused as refusal:

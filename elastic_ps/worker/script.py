@@ -77,7 +77,7 @@ def main() -> int:
     except Drained:
         return exits.LEFT
     except Exception as error:  # noqa: BLE001 (the script's own failure)
-        if isinstance(error, TransportError) and current.draining():
+        if isinstance(error, TransportError) and current.asked_to_leave():
             print(f"left in the middle of a step: {error}", file=sys.stderr)
             return exits.LEFT
         traceback.print_exc()

@@ -482,8 +482,13 @@ class Session:
 
     @property
     def draining(self) -> bool:
-        """Whether this worker was asked to leave."""
+        """Whether this worker was asked to leave; all of its processes have the same answer."""
         return self._member.draining
+
+    @property
+    def asked_to_leave(self) -> bool:
+        """Whether this process was asked to leave; see `Member.asked_to_leave`."""
+        return self._member.asked_to_leave
 
     def drain(self) -> None:
         """Leave after the current step. May be called from a signal handler."""

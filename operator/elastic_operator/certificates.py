@@ -113,7 +113,7 @@ def _without(observed: Observed, issued: datetime | None, now: datetime, options
     for pod in observed.pods:
         waits = pod.unstarted(now)
         late = waits is not None and waits >= options.start_limit
-        if late and issued and pod.created and issued < pod.created:
+        if late and issued and pod.created and issued < (pod.placed or pod.created):
             return pod.name
     return ""
 

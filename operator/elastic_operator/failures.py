@@ -56,11 +56,12 @@ def counted(
 ) -> tuple[TrainingJobStatus, list[Note]]:
     """The status with the pods that have ended since counted, and an Event for each of them.
 
-    Workers, and servers that say that the job is invalid; other servers are started again in place.
+    Workers, and servers that say that the job is invalid or that were evicted for a limit of their own; other
+    servers are started again in place.
     """
     worker, policy = status.worker, desired.spec.run_policy.pod_failure_policy
     ended = [pod for pod in observed.of("worker", "ps", "standby") if pod.over]
-    ended = [pod for pod in ended if pod.role == "worker" or pod.ending == "invalid"]
+    ended = [pod for pod in ended if pod.role == "worker" or pod.ending in ("invalid", "failed")]
     fresh = [pod for pod in ended if pod.uid not in worker.counted_pods]
     there = {pod.uid for pod in observed.pods}
     kept = [uid for uid in worker.counted_pods if uid in there]

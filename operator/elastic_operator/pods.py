@@ -98,6 +98,7 @@ class Pod:
         pending: not all of its containers have ever been started.
         begun: one of them has been started, perhaps an init container.
         problem: why it ended or cannot start, in words.
+        placed: when a node was found for it.
         started, ended: when its container did.
         address: its IP.
         last_words: what the parameter server in it left when it ended; None while one runs.
@@ -125,6 +126,7 @@ class Pod:
     pending: bool = False
     begun: bool = False
     problem: Problem | None = None
+    placed: datetime | None = None
     started: datetime | None = None
     ended: datetime | None = None
     address: str | None = None
@@ -148,12 +150,13 @@ class Pod:
         return now - self.created if waits and self.created is not None else None
 
     def unstarted(self, now: datetime) -> timedelta | None:
-        """For how long it has been there, with a node, and nothing of it has started; None if something has.
+        """For how long it has had a node, and nothing of it has started; None if something has.
 
         None, too, if `problem` says why.
         """
         waits = self.active and self.node and not self.begun and self.problem is None
-        return now - self.created if waits and self.created is not None else None
+        since = self.placed or self.created
+        return now - since if waits and since is not None else None
 
     def older_than(self, moment: datetime | None) -> bool:
         """Whether it was made before then."""
@@ -215,6 +218,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
             frozenset((str(c.get("type")), str(c.get("status"))) for c in status.get("conditions") or [])
         ),
         problem=problem,
+        placed=_placed(status),
         started=parse_time(started),
         ended=parse_time(terminated.get("finishedAt")),
         disruption=_disruption(status),
@@ -301,6 +305,11 @@ def _containers(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _has_begun(container: Mapping[str, Any]) -> bool:
     state = container.get("state") or {}
     return "running" in state or "terminated" in state or bool(container.get("lastState"))
+
+
+def _placed(status: Mapping[str, Any]) -> datetime | None:
+    scheduled = _condition(status, "PodScheduled")
+    return parse_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None
 
 
 def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:

@@ -326,7 +326,7 @@ def _evaluator(
 
 def _is_counted(server: Pod, old: TrainingJobStatus) -> bool:
     """Whether the end of a server, if it has to be counted at all, has been."""
-    return server.ending != "invalid" or server.uid in old.worker.counted_pods
+    return server.ending not in ("invalid", "failed") or server.uid in old.worker.counted_pods
 
 
 def _workers(

@@ -179,7 +179,8 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
         text = f"compression is ({now.compression}) now; it was ({was.compression})"
         notes.append(Note(f"Encoded/{now.term}/{now.compression}", "Normal", "CompressionChanged", text))
     version, new_term = old.progress.version, (now.term or 0) > (was.term or 0)
-    if new.progress.version < version and not new_term:  # else all have gone back to a checkpoint
+    to_nothing = new.progress.version == 0 and (old.progress.durable_version or 0) > 0
+    if new.progress.version < version and (to_nothing or not new_term):  # else they went back to a checkpoint
         text = f"version {version} is gone: {MODEL_LOST}"
         notes.append(Note(f"Lost/{version}", "Warning", "ModelLost", text))
     for after in new.conditions:

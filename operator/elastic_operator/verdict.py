@@ -160,7 +160,8 @@ def health(
     else:
         server = observed.server
         lacks_model = server is not None and server.begun and not server.ready  # a worker has to bring it
-        for_workers = servers >= shards or lacks_model
+        begun = sum(pod.active and pod.started is not None for pod in observed.of("ps"))
+        for_workers = servers >= shards or (lacks_model and begun >= shards)
         why = Problem("WaitingForWorkers" if for_workers else "WaitingForParameterServer", counts)
     status = with_condition(status, "Running", running, why, now=now)
     status = status.model_copy(update={"phase": "Running" if running else "Pending"})

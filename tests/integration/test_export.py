@@ -233,7 +233,8 @@ class Probed(torch.nn.Module):
         super().__init__()
         self.body = torch.nn.Linear(3, 2)
         self.probe = torch.nn.Linear(2, 2)
-        self.probe.requires_grad_(requires_grad=False)
+        self.probe.bias = self.body.bias  # the body's, and trained
+        self.probe.weight.requires_grad = False
         self.register_buffer("seen", torch.zeros(()))
 
 
@@ -271,7 +272,8 @@ def test_what_belongs_to_each_worker_keeps_its_values(tmp_path: Path) -> None:
         elastic_ps.load_checkpoint(directory, model, own=["sonde"])
     assert same(model.state_dict(), before)
 
-    expected = {**before, **{f"body.{name}": value for name, value in trained.body.state_dict().items()}}
+    kept = {name: before[name] for name in ("probe.weight", "seen")}
+    expected = {**trained.state_dict(), **kept}
     optimizer = optimizer_of(model)
     elastic_ps.load_checkpoint(directory, model, optimizer, own=["probe", "seen"])
     assert same(model.state_dict(), expected)

@@ -405,3 +405,16 @@ def test_a_model_that_is_lost_with_its_server_ends_no_job_and_the_job_says_so() 
     assert simulation.status["phase"] == "Running"
     assert simulation.status["worker"].items() >= {"failures": 0, "restarts": 2}.items()
     assert "ModelLost" in simulation.notes.values()
+
+
+def test_a_parameter_server_that_is_evicted_for_its_own_limit_is_not_made_again_for_ever() -> None:
+    simulation = trained(runPolicy={"backoffLimit": 2})
+    message = "Pod ephemeral local storage usage exceeds the total limit of containers 1Gi."
+    for failures in (1, 2, 3):
+        evicted = simulation.pods["digits-ps-0"]
+        evicted["status"] = {"phase": "Failed", "reason": "Evicted", "message": message}
+        simulation.settle()
+        assert simulation.status["worker"].items() >= {"failures": failures, "restarts": 0}.items()
+        if failures < 3:
+            assert simulation.pods["digits-ps-0"]["metadata"]["uid"] != evicted["metadata"]["uid"]
+    assert simulation.condition("Failed")["reason"] == "BackoffLimitExceeded"

@@ -462,7 +462,14 @@ def test_a_pod_of_which_nothing_starts_is_told() -> None:
     pod = simulation.pods["digits-worker-1"]
     creating = {"name": "worker", "state": {"waiting": {"reason": "ContainerCreating"}}}
     pod["spec"]["nodeName"] = "node"
-    pod["status"] = {"phase": "Pending", "held": True, "containerStatuses": [creating]}
+    simulation.now += timedelta(minutes=5)  # until there was a node for it
+    placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": stamp(simulation.now)}
+    pod["status"] = {
+        "phase": "Pending",
+        "held": True,
+        "containerStatuses": [creating],
+        "conditions": [placed],
+    }
     again = simulation.step().requeue
     assert simulation.condition("Degraded")["status"] == "False"
     assert again is not None

@@ -61,7 +61,7 @@ def test_an_event_tells_what_has_come_about_once(
 
 def at(version: int, term: int) -> TrainingJobStatus:
     return TrainingJobStatus.model_validate(
-        {"progress": {"version": version}, "parameterServer": {"term": term}}
+        {"progress": {"version": version, "durableVersion": version and 5}, "parameterServer": {"term": term}}
     )
 
 
@@ -69,6 +69,7 @@ def at(version: int, term: int) -> TrainingJobStatus:
     ("before", "after", "lost"),
     [
         ((7, 1), (0, 1), True),
+        ((7, 1), (0, 2), True),  # it was started twice since
         ((7, 3), (2, 1), True),
         ((7, 1), (5, 2), False),  # back to a checkpoint
         ((7, 1), (8, 1), False),
@@ -330,5 +331,13 @@ def test_a_server_that_has_no_model_yet_waits_for_workers() -> None:
     simulation.step()
     assert simulation.condition("Running")["reason"] == "WaitingForParameterServer"
     simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=False)
+    simulation.step()
+    assert simulation.condition("Running")["reason"] == "WaitingForParameterServer"
+    running = {"name": "parameter-server", "state": {"running": {"startedAt": ENDED}}}
+    simulation.pods["digits-ps-0"]["status"] = {
+        "phase": "Running",
+        "held": True,
+        "containerStatuses": [running],
+    }
     simulation.step()
     assert simulation.condition("Running")["reason"] == "WaitingForWorkers"

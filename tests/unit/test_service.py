@@ -336,6 +336,28 @@ def test_a_worker_is_told_that_its_server_has_come_back_without_anything(worker:
             assert code(refused) is RefusalCode.STALE_INCARNATION
 
 
+def test_a_worker_of_a_model_that_is_lost_is_told_so_when_another_model_is_trained(worker: Worker) -> None:
+    """It would be refused as if it had failed, or wait until the new model is as far as the old one was."""
+    with serving(environment()) as (listener, server):
+        assert server.term == worker.term
+        newcomer = Worker(listener)
+        newcomer.start()
+        assert newcomer.incarnation != worker.incarnation
+        lost = Worker(listener)
+        lost.term, lost.incarnation = worker.term, worker.incarnation
+        for call in (
+            lambda: lost.push(7, 7),
+            lambda: lost.pull(7),
+            lambda: lost.pull(7, contributor=True),
+        ):
+            with pytest.raises(Refused) as refused:
+                call()
+            assert code(refused) is RefusalCode.STALE_INCARNATION
+        with pytest.raises(Refused) as refused:
+            newcomer.push(7, 7)
+        assert code(refused) is RefusalCode.WRONG_VERSION
+
+
 def test_a_take_that_waits_in_vain_is_answered_before_long(
     listener: InprocServer, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from elastic_ps.core.settings import Settings
-from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+from elastic_ps.errors import ConnectionLost, InvalidModel, RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.worker import client as client_module
 from elastic_ps.worker import current
 from elastic_ps.worker.client import Client
 from tests.unit.service_rig import environment
@@ -61,3 +63,36 @@ def test_a_worker_knows_it_from_its_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(current, "_current", None)
     current.connect()
     assert given["hostname"] == "digits-worker-0"
+
+
+class Failing(Connection):
+    """Each call fails so, in order."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        raise self.errors.pop(0)
+
+    def close(self) -> None:
+        pass
+
+
+def test_one_that_leaves_waits_for_a_server_that_is_not_ready_and_not_for_one_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "LEAVING", timedelta(0))
+    not_yet = Refused(RefusalCode.NOT_READY, "going back to a checkpoint")
+    busy = Failing(not_yet, not_yet, ConnectionLost("gone"), ConnectionLost("gone"))
+    client = Client("job", 0, [busy])
+    client.expect_to_leave()
+    with pytest.raises(ConnectionLost, match="gone"):
+        client.heartbeat()
+    assert len(busy.errors) == 1
+
+
+def test_the_time_that_one_that_leaves_waits_begins_when_it_was_asked() -> None:
+    client = Client("job", 0, [])
+    assert not client.is_lost(time.monotonic() - 60)
+    client.expect_to_leave()
+    assert not client.is_lost(time.monotonic() - 60)
