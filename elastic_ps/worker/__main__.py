@@ -9,7 +9,8 @@ from elastic_ps import exits
 
 def main() -> int:
     """Be a worker, or a process of one; returns the exit status, see `elastic_ps.exits`."""
-    exits.end_on_request(exits.LEFT)
+    if len(sys.argv) == 1:  # else it only tries something out
+        exits.end_on_request(exits.LEFT)
     from elastic_ps.worker import script
 
     return script.main()
