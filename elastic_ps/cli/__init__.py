@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Programs | None = 
         arguments: the command line without the program's name; None takes the process's own.
         programs: what a job's processes run, for tests.
     """
+    _have_outputs()
     heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heard:  # not an exception: what is being imported may catch it, or make another one of it
         signal.signal(signal.SIGINT, lambda *_: _end())
@@ -37,6 +38,14 @@ def main(arguments: Sequence[str] | None = None, *, programs: Programs | None = 
         if heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
     return command()
+
+
+def _have_outputs() -> None:
+    """Write to nowhere what goes to an output that was closed when this process began."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 (for the life of the process)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123
 
 
 def _end() -> None:

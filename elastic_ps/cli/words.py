@@ -73,9 +73,9 @@ def progress_line(status: LocalStatus) -> str:
     """One line about a running job."""
     server = status.server
     if server is None or not server.ready:
-        return "starting: " + ", ".join(
-            f"{process.role} {process.index} {process.state}" for process in status.processes
-        )
+        said = ", ".join(f"{process.role} {process.index} {process.state}" for process in status.processes)
+        problem = f"; problem: {server.problem}" if server is not None and server.problem else ""
+        return f"starting: {said}{problem}"
     if server.only_tensors:
         running = sum(process.role == "worker" and process.exit is None for process in status.processes)
         return f"{ONLY_TENSORS}  {workers(running)}"

@@ -125,10 +125,13 @@ def _not_allowed(kind: Kind, own: Mapping[str, Kind]) -> str:
                 f"Import it in the script: from {name.partition(':')[0]} import {kind.__qualname__}"
             )
     module = kind.__module__ if kind.__module__ != "__main__" else "MODULE"
+    within = "<locals>" in kind.__qualname__
+    move = ", once it is defined outside of any function," if within else ","
     return (
         f"the optimizer is a {full}, but the parameter server runs only classes of torch.optim, and no "
         f"subclasses of them, unless the job names them: parameterServer: {{optimizers: "
-        f"['{module}:{kind.__qualname__}']}}, in a module that the parameter server can import"
+        f"['{module}:{kind.__name__ if within else kind.__qualname__}']}}{move} in a module that the "
+        "parameter server can import"
     )
 
 

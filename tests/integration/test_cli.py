@@ -49,9 +49,9 @@ class Place:
         (self.path / "job.yaml").write_text(yaml.safe_dump(document))
         return "job.yaml"
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, through: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, *arguments],
+            [*through, sys.executable, "-c", COMMAND, *arguments],
             cwd=self.path,
             env={**os.environ, "XDG_STATE_HOME": str(self.path / "state"), "COLUMNS": "80"},
             stdin=subprocess.DEVNULL,
@@ -63,8 +63,8 @@ class Place:
         self._started.append(process)
         return process
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments)
+    def run(self, *arguments: str, through: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, through=through)
         out, err = process.communicate(timeout=LIMIT)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
@@ -319,6 +319,20 @@ def test_closing_the_output_stops_the_job(place: Place) -> None:
     process.wait(timeout=LIMIT)
     assert process.returncode == 1
     assert all(gone(pid) for pid in pids)
+
+
+def test_an_output_that_is_closed_from_the_start_is_not_written_to(place: Place) -> None:
+    done = place.run("run", place.job(records=200), through=("sh", "-c", 'exec "$@" >&-', "sh"))
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
+def test_a_name_that_is_no_text_in_this_locale_is_a_sentence(place: Place) -> None:
+    (place.path / "schön.py").write_text("")
+    variables = ("env", "LC_ALL=C", "PYTHONUTF8=0", "PYTHONCOERCECLOCALE=0")
+    done = place.run("run", "schön.py", through=variables)
+    assert done.returncode == 2
+    assert "is no text in this locale" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_resume_hands_the_directory_to_the_parameter_server(place: Place) -> None:

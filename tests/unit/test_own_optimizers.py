@@ -48,6 +48,16 @@ def test_a_class_that_the_job_does_not_name_says_what_to_write() -> None:
         Optimizers().name_of(optimizers.Lion(parameters()))
 
 
+def test_a_class_within_a_function_is_to_be_moved_out_of_it() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    with pytest.raises(
+        InvalidModel, match=r"\['tests.unit.test_own_optimizers:Own'\]\}, once it is defined out"
+    ):
+        Optimizers().name_of(Own(parameters()))
+
+
 def test_the_same_class_from_elsewhere_is_another_one() -> None:
     class Lion(optimizers.Lion):
         pass

@@ -89,6 +89,12 @@ def test_the_codecs_that_workers_have_chosen_are_said_once() -> None:
     assert words.traffic(Traffic(), 64 * 1024) == "", "nothing was sent"
 
 
+def test_a_job_that_cannot_start_says_why() -> None:
+    server = ServerStatus(job="j", shard=0, shards=1, term=0, ready=False, problem="the disk is full")
+    status = LocalStatus.model_construct(phase="Running", server=server, processes=[])
+    assert words.progress_line(status).endswith("; problem: the disk is full")
+
+
 def test_a_job_that_only_uses_tensors_has_no_progress_to_tell() -> None:
     worker: dict[str, Any] = {
         "role": "worker",
