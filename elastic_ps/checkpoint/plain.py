@@ -18,6 +18,7 @@ from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import MANIFEST
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
+from elastic_ps.codec import naming
 from elastic_ps.codec.optimizers import usual_numbers, with_numbers
 from elastic_ps.codec.several import SEPARATOR, name_of_all
 from elastic_ps.core.partition import Rule, uncompiled, within
@@ -150,26 +151,15 @@ def state_dict(reader: Reader) -> dict[str, torch.Tensor]:
     return values
 
 
-def _tensors(model: torch.nn.Module) -> dict[str, Any]:
-    """The model's tensors, and what else it saves, by the names that a checkpoint has."""
-    return {uncompiled(name): value for name, value in model.state_dict(keep_vars=True).items()}
-
-
 def _ids_of(model: torch.nn.Module, own: Sequence[str]) -> set[int]:
     """The ids of the model's tensors that are named, also within a module. Raises InvalidModel."""
-    saved = _tensors(model)
-    # A tensor that several modules share has the first one's name, as for `session.optimizer`.
-    parameters = {uncompiled(name): parameter for name, parameter in model.named_parameters()}
-    buffers = {
-        uncompiled(name): buffer for name, buffer in model.named_buffers() if uncompiled(name) in saved
-    }
-    tensors = {**parameters, **buffers}
+    tensors = {**naming.parameters(model), **naming.buffers(model, naming.saved(model))}
     return {id(tensors[name]) for name in within(own, list(tensors), "own")}
 
 
 def _require_same(model: torch.nn.Module, values: Mapping[str, torch.Tensor], left: Set[int]) -> None:
     """Raise ModelMismatch unless the model has these tensors, and else only those whose ids are in `left`."""
-    present = {name: t for name, t in _tensors(model).items() if isinstance(t, torch.Tensor)}
+    present = {name: t for name, t in naming.saved(model).items() if isinstance(t, torch.Tensor)}
     # A checkpoint of an older program knows a shared tensor by one name only.
     known = {id(present[name]) for name in values if name in present}
     absent = [name for name in present if name not in values and id(present[name]) not in known | left]
@@ -216,7 +206,7 @@ def _optimizer_states(
         raise ModelMismatch(
             f"the optimizer has {count} parameter groups, but the checkpoint has {len(groups)}"
         )
-    own = _tensors(model)
+    own = naming.saved(model)
     places = {
         id(own[name]): index
         for index, spec in enumerate(manifest.specs)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from elastic_ps.codec import as_bytes, as_tensor, dtype_of, name_of
+from elastic_ps.codec import as_bytes, as_tensor, dtype_of, name_of, naming
 from elastic_ps.codec.optimizers import Optimizers, try_out
 from elastic_ps.codec.several import kinds_of, parts_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec, uncompiled, within
@@ -95,19 +95,18 @@ class Described:
         group_of = {
             id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
-        parameters = {uncompiled(name): parameter for name, parameter in model.named_parameters()}
+        parameters = naming.parameters(model)
         unknown = group_of.keys() - {id(p) for p in parameters.values()}
         if unknown:
             raise InvalidModel(
                 f"{len(unknown)} parameters of the optimizer are not parameters of the model; "
                 "pass session.optimizer the model that the optimizer was created for"
             )
-        persistent = {uncompiled(name): t for name, t in model.state_dict(keep_vars=True).items()}
+        persistent = naming.saved(model)
         self._names: dict[int, list[str]] = {}
         for name, tensor in persistent.items():
             self._names.setdefault(id(tensor), []).append(name)
-        named = {uncompiled(name): buffer for name, buffer in model.named_buffers()}
-        buffers = {name: buffer for name, buffer in named.items() if name in persistent}
+        buffers = naming.buffers(model, persistent)
         self.specs: list[TensorSpec] = []
         self.tensors: list[torch.Tensor] = []
         names = [*parameters, *buffers]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from elastic_ps.codec import naming
 from elastic_ps.codec.several import Several
-from elastic_ps.core.partition import uncompiled
 from elastic_ps.errors import InvalidModel
 
 _EXAMPLE = 'as in {"generator": torch.optim.Adam(...), "critic": torch.optim.SGD(...)}'
@@ -21,7 +21,7 @@ def together(optimizers: Mapping[str, torch.optim.Optimizer], model: torch.nn.Mo
     """
     if not optimizers:
         raise InvalidModel(f"session.optimizer got no optimizer; expected one or several, {_EXAMPLE}")
-    names = {id(parameter): uncompiled(name) for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in naming.parameters(model).items()}
     owner: dict[int, str] = {}
     for name, optimizer in optimizers.items():
         if not isinstance(name, str) or not isinstance(optimizer, torch.optim.Optimizer):
