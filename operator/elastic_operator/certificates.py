@@ -112,8 +112,7 @@ def _without(observed: Observed, issued: datetime | None, now: datetime, options
     """
     for pod in observed.pods:
         waits = pod.unstarted(now)
-        late = waits is not None and waits >= options.start_limit
-        if late and issued and pod.created and issued < (pod.placed or pod.created):
+        if waits is not None and waits >= options.start_limit and issued and issued < now - waits:
             return pod.name
     return ""
 

@@ -51,17 +51,21 @@ def _fits(rule: FailureRule, pod: Pod) -> bool:
     return any((c.type, c.status) in pod.conditions for c in rule.on_pod_conditions or [])
 
 
+def has_to_be_counted(pod: Pod) -> bool:
+    """Whether the end of a worker, parameter server or standby is looked at here.
+
+    A worker's is, and that of a server that says that the job is invalid, or that was evicted for a limit of
+    its own. Other servers are started again in place.
+    """
+    return pod.role == "worker" or pod.ending in ("invalid", "failed")
+
+
 def counted(
     status: TrainingJobStatus, desired: Desired, observed: Observed
 ) -> tuple[TrainingJobStatus, list[Note]]:
-    """The status with the pods that have ended since counted, and an Event for each of them.
-
-    Workers, and servers that say that the job is invalid or that were evicted for a limit of their own; other
-    servers are started again in place.
-    """
+    """The status with the pods that have ended since counted, and an Event for each of them."""
     worker, policy = status.worker, desired.spec.run_policy.pod_failure_policy
-    ended = [pod for pod in observed.of("worker", "ps", "standby") if pod.over]
-    ended = [pod for pod in ended if pod.role == "worker" or pod.ending in ("invalid", "failed")]
+    ended = [pod for pod in observed.of("worker", "ps", "standby") if pod.over and has_to_be_counted(pod)]
     fresh = [pod for pod in ended if pod.uid not in worker.counted_pods]
     there = {pod.uid for pod in observed.pods}
     kept = [uid for uid in worker.counted_pods if uid in there]

@@ -16,7 +16,7 @@ from typing import Any
 from elastic_operator import builders, certificates, names, network
 from elastic_operator.desired import Desired, read_desired, revision, started, tuning_to_tell
 from elastic_operator.documents import read_status
-from elastic_operator.failures import counted
+from elastic_operator.failures import counted, has_to_be_counted
 from elastic_operator.plan import (
     Action,
     Create,
@@ -326,7 +326,7 @@ def _evaluator(
 
 def _is_counted(server: Pod, old: TrainingJobStatus) -> bool:
     """Whether the end of a server, if it has to be counted at all, has been."""
-    return server.ending not in ("invalid", "failed") or server.uid in old.worker.counted_pods
+    return not has_to_be_counted(server) or server.uid in old.worker.counted_pods
 
 
 def _workers(
