@@ -213,8 +213,8 @@ class Service:
     def _require_member(self, caller: pb.Caller) -> None:
         """Raise Refused if shard 0 knows that the caller is no member.
 
-        To be asked where a message is too early. Terms are counted anew if the checkpoints are lost, so a
-        worker of before may name this one, and versions that are far away.
+        To be asked also where a message is too early. Terms are counted anew if the checkpoints are lost, so
+        a worker of before may name this one, and versions that are far away.
         """
         if self._coordinator is not None:
             self._coordinator.heartbeat(caller.worker, caller.incarnation)
@@ -298,7 +298,7 @@ class Service:
         attempt = None
         if request.contributor and self._coordinator is not None:
             # Who was declared gone would wait in vain, and could not join again meanwhile.
-            self._coordinator.heartbeat(caller.worker, caller.incarnation)
+            self._require_member(caller)
             attempt = request.attempt
         version, shard = request.version, self._node.shard
         encoder = self._coding_of(shard).encoder

@@ -481,11 +481,6 @@ class Session:
                 loader.close()
 
     @property
-    def draining(self) -> bool:
-        """Whether this worker was asked to leave; all of its processes have the same answer."""
-        return self._member.draining
-
-    @property
     def asked_to_leave(self) -> bool:
         """Whether this process was asked to leave; see `Member.asked_to_leave`."""
         return self._member.asked_to_leave
