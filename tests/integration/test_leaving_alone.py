@@ -64,7 +64,7 @@ class Processes:
     """A parameter server and a worker, which are started by hand. The server has no directory."""
 
     def __init__(self, path: Path) -> None:
-        [self._address] = free_addresses(1)
+        self._address, self._http = free_addresses(2)
         self._history = path
         self._spec = make_spec(
             entrypoint="tests.integration.scripts.steady:main",
@@ -80,6 +80,7 @@ class Processes:
             index=0,
             addresses=(self._address,),
             bind=self._address if role == "ps" else "127.0.0.1:0",
+            http=self._http,
             history=self._history,
         )
         variables = {**env.inherited(), **environment.to_variables(), "OMP_NUM_THREADS": "1"}
