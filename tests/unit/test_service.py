@@ -336,8 +336,11 @@ def test_a_worker_is_told_that_its_server_has_come_back_without_anything(worker:
             assert code(refused) is RefusalCode.STALE_INCARNATION
 
 
-def test_a_worker_of_a_model_that_is_lost_is_told_so_when_another_model_is_trained(worker: Worker) -> None:
+def test_a_worker_of_a_model_that_is_lost_is_told_so_when_another_model_is_trained(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It would be refused as if it had failed, or wait until the new model is as far as the old one was."""
+    monkeypatch.setattr(shard_module, "WAIT", timedelta(milliseconds=50))  # shorter than the newcomer's lease
     with serving(environment()) as (listener, server):
         assert server.term == worker.term
         newcomer = Worker(listener)
