@@ -69,6 +69,9 @@ class LocalGradients(Protocol):
     def finite(self) -> bool:
         """Whether there is no infinity or NaN among them. Waits for the device."""
 
+    def present(self) -> bool:
+        """Whether there are some."""
+
     def set_by_hand(self) -> bool:
         """Whether there are some, though backward() never made any: the script assigns them."""
 
@@ -318,6 +321,19 @@ class Engine:
         """The first gradient of a step is there. Raises UsageError if it belongs to no batch."""
         self._require_batch()
         self._begin()
+
+    @property
+    def has_no_step(self) -> bool:
+        """Whether the script has made no gradients of its batches, which are skipped if it makes none later.
+
+        Of several processes of a worker this one cannot know that: another may have made some.
+        """
+        return (
+            self.batches.undecided
+            and not self.batches.computed
+            and self.world.alone
+            and not self.gradients.present()
+        )
 
     def _require_batch(self) -> None:
         if self.batches.undecided and not self.batches.computed:

@@ -81,9 +81,13 @@ class Gradients:
         """Whether there is no infinity or NaN among them. Waits for the device."""
         return all(bool(torch.isfinite(gradient).all()) for _, gradient in self._present_ones())
 
+    def present(self) -> bool:
+        """Whether a parameter has one: backward() has made it, or the script has assigned it."""
+        return any(True for _ in self._present_ones())
+
     def set_by_hand(self) -> bool:
         """Whether there are some, though backward() never made any: the script assigns them."""
-        return not self._hooked and any(True for _ in self._present_ones())
+        return not self._hooked and self.present()
 
     def _present_ones(self) -> Iterator[tuple[int, torch.Tensor]]:
         for index in self._trainable:

@@ -127,6 +127,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
         worker all make the same step, with the mean of their gradients, so each step waits for all of them.
 
         Of several optimizers all make a step.
+
+        Where no parameter has a gradient, no step is made, as in torch: if no backward() runs for the batch
+        later, its records are skipped.
         """
         return self.step_of(None, closure)
 
@@ -145,6 +148,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._engine.batches.lost:
             logger.info("no step is made: its records went to other workers when this worker joined again")
+            return loss
+        if self._engine.has_no_step:
             return loss
         self._engine.backward_ended()
         self._flat.check()
@@ -177,6 +182,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         elif self._averaged is not None:
             self._averaged.take()
         loss = self._make_step(closure, part)
+        if self._engine.has_no_step:
+            return loss
         self._gradients.reset()
         local.step_made()
         return loss

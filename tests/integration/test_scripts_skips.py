@@ -50,6 +50,15 @@ def leaves_batches_out(session: Session, model: Pair, optimizer: torch.optim.Opt
         optimizer.step()
 
 
+def steps_without_gradients(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
+    for batch in session.loader(Indexes(RECORDS), BATCH):
+        optimizer.zero_grad()
+        loss = model(batch)
+        if not bad(batch):
+            loss.backward()
+        optimizer.step()
+
+
 def zeroes(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
     for batch in session.loader(Indexes(RECORDS), BATCH):
         model(batch).backward()
@@ -91,6 +100,8 @@ def says_so(session: Session, model: Pair, optimizer: Any) -> None:
     [
         (leaves_batches_out, True),
         (leaves_batches_out, False),
+        (steps_without_gradients, True),
+        (steps_without_gradients, False),
         (zeroes, False),
         (zeroes_the_model, False),
         (scales, False),
@@ -214,11 +225,60 @@ def test_gradients_that_a_script_assigns_are_trained(tmp_path: Path) -> None:
         assert job.status().progress.records_applied == RECORDS
 
 
-def test_a_job_that_trains_nothing_fails(tmp_path: Path) -> None:
+def test_a_local_step_without_gradients_skips_its_batch(tmp_path: Path) -> None:
+    """Nothing is exchanged for it, so it is no step between two exchanges either."""
+
     def script(session: Session) -> None:
         model = Pair()
-        session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        steps_without_gradients(session, model, optimizer)
+        assert session.is_chief
+
+    with running_job(tmp_path, consistency={"mode": "local", "steps": 2}, data={"shuffle": False}) as job:
+        job.start(0, script)
+        job.join()
+        progress = job.status().progress
+        samples = [c["samples"] for commit in job.commits() for c in commit["contributions"]]
+    assert (progress.records_applied, progress.records_skipped) == (RECORDS - len(SKIPPED), len(SKIPPED))
+    assert samples == [8, 4]
+    assert check(read(tmp_path / "history"), Data(RECORDS, 1)) == []
+
+
+def test_one_of_several_optimizers_makes_no_step_without_gradients(tmp_path: Path) -> None:
+    """Both have none for a batch, and each has some for the others."""
+
+    def script(session: Session) -> None:
+        model = Pair()
+        optimizers = session.optimizer(
+            {
+                name: torch.optim.SGD(part.parameters(), lr=1.0)
+                for name, part in (("first", model.first), ("second", model.second))
+            },
+            model,
+        )
+        for number, batch in enumerate(session.loader(Indexes(RECORDS), BATCH)):
+            optimizers.zero_grad()
+            loss = model(batch)
+            if not bad(batch):
+                loss.backward()
+            optimizers["second" if number % 2 else "first"].step()
+        assert session.is_chief
+
+    with running_job(tmp_path, data={"shuffle": False}) as job:
+        job.start(0, script)
+        job.join()
+        progress = job.status().progress
+    assert (progress.records_applied, progress.records_skipped) == (RECORDS - len(SKIPPED), len(SKIPPED))
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_job_that_trains_nothing_fails(tmp_path: Path, steps: bool) -> None:
+    def script(session: Session) -> None:
+        model = Pair()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
         for batch in session.loader(Indexes(RECORDS), BATCH):
             model(batch)
+            if steps:
+                optimizer.step()
 
     failing(tmp_path, script, UsageError, "no step was made")
