@@ -25,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from elastic_ps import manifest
 from elastic_ps.errors import InvalidJob
 from elastic_ps.fields import CamelModel, Duration, PodTemplate
 from elastic_ps.policies import RunPolicy
@@ -517,28 +518,6 @@ def parse_spec(document: Mapping[str, Any], *, source: str) -> TrainingJobSpec:
     return _validate(TrainingJobSpec, document, source)
 
 
-class _DuplicateKey(yaml.YAMLError):
-    """A mapping has the same key twice. YAML's own loader would drop the first value."""
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses duplicate keys, as `kubectl` does. A mapping may override keys that `<<` merges into it."""
-
-    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            line = key.start_mark.line + 1
-            if key.value in lines:
-                raise _DuplicateKey(
-                    f"{key.value!r} is given twice, on line {lines[key.value]} and on line {line}; keep one"
-                )
-            lines[key.value] = line
-        return node
-
-
 def load_job(path: Path) -> TrainingJob:
     """Read a job from a YAML file.
 
@@ -551,8 +530,8 @@ def load_job(path: Path) -> TrainingJob:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InvalidJob(f"cannot read the job file {path}: {reason}") from error
     try:
-        document = yaml.load(text, _StrictLoader)
-    except _DuplicateKey as error:
+        document = manifest.read(text)
+    except manifest.DuplicateKey as error:
         raise InvalidJob(f"{path}: {error}") from None
     except yaml.YAMLError as error:
         raise InvalidJob(f"{path} is not valid YAML: {error}") from error

@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from elastic_ps import manifest
 from elastic_ps.drill.cluster import run_on_cluster
 from elastic_ps.drill.faults import Fault, Kind, schedule
 from elastic_ps.drill.report import build_report
@@ -84,7 +84,7 @@ def _on_cluster(
 ) -> Drill:
     if job.spec.image is None:
         raise UserError(f"{parsed.job}: a job on a cluster needs spec.image")
-    document = yaml.safe_load(parsed.job.read_text())
+    document = manifest.read(parsed.job.read_text())
     document["spec"].setdefault("worker", {})["replicas"] = job.spec.worker.replicas
     announce()
     with tempfile.TemporaryDirectory(prefix="elastic-ps-drill-") as temporary:

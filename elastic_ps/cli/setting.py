@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from elastic_ps import manifest
 from elastic_ps.cli.control import directory_of, status_of
 from elastic_ps.errors import UserError
 from elastic_ps.job import TrainingJob, parse_job
@@ -97,7 +98,7 @@ def assignment(text: str) -> tuple[str, Any]:
             "`elastic-ps scale`"
         )
     try:
-        return path, yaml.safe_load(value) if value else None
+        return path, manifest.read(value) if value else None
     except yaml.YAMLError:
         raise UserError(f"{path}: {value!r} is not a value") from None
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import runpy
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from elastic_ps.errors import InvalidJob
 from elastic_ps.process import find_own_modules
+
+_PLAIN = (bool, int, float, str, NoneType)
 
 
 def load(
@@ -69,6 +73,26 @@ def _check_arguments(
             f"{field} do not fit the entrypoint {name}{signature}: {error}. Given: "
             f"{', '.join(arguments) or 'none'}"
         ) from None
+    _check_kinds(function, arguments, field)
+
+
+def _check_kinds(function: Callable[..., Any], arguments: Mapping[str, Any], field: str) -> None:
+    """Raise InvalidJob if a parameter is annotated with plain types, and the value is of another one."""
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except Exception:  # noqa: BLE001 (an annotation that only type checkers can read)
+        return
+    for name, value in arguments.items():
+        annotation = parameters[name].annotation if name in parameters else Any
+        several = get_origin(annotation) in (Union, UnionType)
+        kinds = get_args(annotation) if several else (annotation,)
+        if not all(kind in _PLAIN for kind in kinds):
+            continue
+        if type(value) not in kinds and not (type(value) is int and float in kinds):
+            wanted = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+            raise InvalidJob(
+                f"{field}: {name} has to be {wanted}, as the entrypoint says; it is {json.dumps(value)}"
+            )
 
 
 def _is_machinery(file: str) -> bool:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from kubernetes import config
 
 from elastic_operator.api import Api, ApiError
 from elastic_operator.metrics import Metrics
 from elastic_operator.settings import Settings
+from elastic_ps import manifest
 from elastic_ps.errors import ConnectionLost, UsageError, UserError
 from elastic_ps.job import GROUP, VERSION, parse_job
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--namespace", help="default: that of the context")
     given = parser.parse_args(arguments)
     try:
-        print(submit(yaml.safe_load(sys.stdin), namespace=given.namespace))
+        print(submit(manifest.read(sys.stdin.read()), namespace=given.namespace))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 
@@ -20,6 +20,21 @@ def anything(**arguments: Any) -> None:
     CALLED.append(tuple(arguments.items()))
 
 
+def annotated(
+    epochs: int = 1,
+    lr: float | None = None,
+    name: str = "",
+    quick: bool = False,
+    sizes: list[int] | None = None,
+    either: Optional[int] = None,  # noqa: UP045 - as scripts write it
+) -> None:
+    CALLED.append((epochs, lr, name, quick, sizes, either))
+
+
+def unreadable(epochs: Missing) -> None:  # type: ignore[name-defined]  # noqa: F821
+    CALLED.append((epochs,))
+
+
 NOT_A_FUNCTION = 3
 
 
@@ -28,6 +43,14 @@ def test_the_arguments_are_passed_by_name() -> None:
     load(f"{__name__}:main", {"epochs": 3, "name": "y"})()
     load(f"{__name__}:anything", {"a": 1})()
     assert CALLED == [(3, 0.1, "y"), (("a", 1),)]
+
+
+def test_arguments_may_be_what_their_annotations_say() -> None:
+    CALLED.clear()
+    load(f"{__name__}:annotated", {"lr": 1, "sizes": [1], "either": 2})()
+    load(f"{__name__}:annotated", {"lr": None, "quick": True, "sizes": "anything"})()
+    load(f"{__name__}:unreadable", {"epochs": "3"})()
+    assert CALLED == [(1, 1, "", False, [1], 2), (1, None, "", True, "anything", None), ("3",)]
 
 
 @pytest.mark.parametrize(
@@ -39,6 +62,13 @@ def test_the_arguments_are_passed_by_name() -> None:
             "unexpected keyword argument 'learning_rate'. Given:",
         ),
         ("main", {}, "missing a required argument: 'epochs'. Given: none"),
+        ("main", {"epochs": "3"}, r'spec.arguments: epochs has to be int, .* it is "3"'),
+        ("annotated", {"epochs": 1.5}, "epochs has to be int, .* it is 1.5"),
+        ("annotated", {"epochs": True}, "epochs has to be int, .* it is true"),
+        ("annotated", {"lr": "1e-3"}, 'lr has to be float or null, .* it is "1e-3"'),
+        ("annotated", {"name": 3}, "name has to be str, .* it is 3"),
+        ("annotated", {"quick": "yes"}, 'quick has to be bool, .* it is "yes"'),
+        ("annotated", {"either": "1"}, 'either has to be int or null, .* it is "1"'),
         ("NOT_A_FUNCTION", {}, "must be a function; it is of type int"),
         ("missing", {}, "has no 'missing'"),
     ],

@@ -40,7 +40,8 @@ def test_a_key_that_is_given_twice_is_refused(
     with pytest.raises(InvalidJob) as refused:
         load(tmp_path, JOB + more)
     assert f"'{key}' is given twice" in str(refused.value)
-    assert f"on line {lines[0]} and on line {lines[1]}" in str(refused.value)
+    first = f"on line {lines[0]} and " if lines[0] != lines[1] else ""
+    assert f"given twice, {first}on line {lines[1]}; keep one" in str(refused.value)
     assert str(tmp_path / "job.yaml") in str(refused.value)
 
 
@@ -82,3 +83,33 @@ def test_a_rule_about_several_fields_does_not_repeat_all_that_was_given(
 def test_a_field_s_error_says_what_was_given(tmp_path: Path) -> None:
     with pytest.raises(InvalidJob, match=r"spec\.consistency\.steps: .* got 0$"):
         load(tmp_path, JOB + "  consistency: {mode: local, steps: 0}\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 0.001),
+        ("1E5", 100_000.0),
+        ("-2e+3", -2000.0),
+        ("1.5e3", 1500.0),
+        ("1.", 1.0),
+        (".5", 0.5),
+        ("7", 7),
+        ("1_000", 1000),
+        ("0o17", 15),
+        ("017", 15),
+        ("0x1f", 31),
+        ("'1e-3'", "1e-3"),
+        ("2026-01-31", "2026-01-31"),
+        ("2026-01-31T10:00:00Z", "2026-01-31T10:00:00Z"),
+        ("12:30:45", "12:30:45"),
+        ("1e", "1e"),
+        ("v1.5", "v1.5"),
+        ("on", True),
+        ("null", None),
+    ],
+)
+def test_a_value_is_what_it_is_for_kubectl(tmp_path: Path, text: str, value: object) -> None:
+    arguments = load(tmp_path, JOB + f"  arguments: {{given: {text}}}\n").spec.arguments  # type: ignore[attr-defined]
+    assert arguments["given"] == value
+    assert type(arguments["given"]) is type(value)

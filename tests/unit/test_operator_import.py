@@ -37,7 +37,7 @@ def test_operator_imports_without_torch() -> None:
     )
     assert answer.returncode == 0, answer.stderr
     modules = ["certificates", "deaths", "env", "errors", "exits", "fields", "identity"]
-    modules += ["job", "listening", "policies", "status", "training", "tuning"]
+    modules += ["job", "listening", "manifest", "policies", "status", "training", "tuning"]
     assert answer.stdout.split() == ["elastic_ps", *(f"elastic_ps.{name}" for name in modules)]
     assert copied() == {"__init__", *modules}, "the operator's image has just what it imports"
 
