@@ -224,15 +224,18 @@ class JobDirectory:
         return path
 
     def read_status(self) -> LocalStatus | None:
-        """The last status, with the phase Failed if the launcher died without ending the job; None if
-        the job was never started here."""
+        """The last status; None if the job was never started here.
+
+        If the launcher died without ending the job, its phase is Failed, and processes are ended that are.
+        """
         try:
             status = LocalStatus.model_validate_json(self._status_file.read_text())
         except (FileNotFoundError, ValidationError):
             return None
         if status.phase in ("Pending", "Running") and self.launcher() is None:
             message = f"the launcher (pid {status.launcher_pid}) is gone"
-            return status.model_copy(update={"phase": "Failed", "reason": "LauncherLost", "message": message})
+            lost = {"phase": "Failed", "reason": "LauncherLost", "message": message}
+            return status.model_copy(update={**lost, "processes": list(map(_as_it_is, status.processes))})
         return status
 
     def write_status(self, status: LocalStatus) -> None:
@@ -277,6 +280,12 @@ def known_jobs(root: Path | None = None) -> list[JobDirectory]:
     base = root or state_directory()
     paths = sorted(base.iterdir()) if base.is_dir() else []
     return [JobDirectory(path.name, root=base) for path in paths if (path / "status.json").is_file()]
+
+
+def _as_it_is(process: ProcessStatus) -> ProcessStatus:
+    """Nobody has seen it end. Its exit status is not known."""
+    runs = process.start_time is not None and start_time(process.pid) == process.start_time
+    return process if runs else process.model_copy(update={"state": "ended"})
 
 
 def start_time(pid: int) -> int | None:

@@ -39,6 +39,8 @@ def load(
         while trace is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
             trace = trace.tb_next
         text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            text += f"\nIt was looked for in the current directory, {Path.cwd()}, and among installed modules"
         raise InvalidJob(f"the entrypoint {entrypoint} cannot be imported:\n{text}") from error
     function = getattr(module, name, None)
     if function is None:

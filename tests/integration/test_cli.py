@@ -273,6 +273,7 @@ def test_a_killed_launcher_leaves_nothing_and_its_name_is_free(place: Place) -> 
     eventually(lambda: all(gone(pid) for pid in pids), "the processes end with their launcher")
     shown = json.loads(place.run("status", "fake", "--json").stdout)
     assert (shown["phase"], shown["reason"]) == ("Failed", "LauncherLost")
+    assert {process["state"] for process in shown["processes"]} == {"ended"}
     assert place.run("run", place.job(records=80)).returncode == 0
 
 

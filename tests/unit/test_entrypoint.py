@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Optional
 
 import pytest
@@ -51,6 +52,18 @@ def test_arguments_may_be_what_their_annotations_say() -> None:
     load(f"{__name__}:annotated", {"lr": None, "quick": True, "sizes": "anything"})()
     load(f"{__name__}:unreadable", {"epochs": "3"})()
     assert CALLED == [(1, 1, "", False, [1], 2), (1, None, "", True, "anything", None), ("3",)]
+
+
+def test_where_modules_are_looked_for_is_said_if_the_entrypoints_own_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "needing.py").write_text("import not_there_either\n")
+    with pytest.raises(InvalidJob, match=f"in the current directory, {tmp_path}"):
+        load("not_there.train:main", {})
+    with pytest.raises(InvalidJob) as refused:
+        load("needing:main", {})
+    assert "current directory" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
