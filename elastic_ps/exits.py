@@ -25,6 +25,7 @@ LOST (252)       a worker of which the parameter server was lost, and all checkp
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 
@@ -47,6 +48,8 @@ LOST = 252
 def end_on_request(status: int) -> None:
     """From now on SIGTERM ends this process with `status`, until it has something to do first.
 
-    To be called before what takes long to import: the first process of a container has no default action.
+    And SIGUSR1, which would end it, prints the stacks of its threads. To be called before what takes long to
+    import: the first process of a container has no default action.
     """
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(status))

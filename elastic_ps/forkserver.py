@@ -13,6 +13,7 @@ its forks end, so they would be killed, and a parameter server with them that wr
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import os
 import select
@@ -173,6 +174,7 @@ def _become(order: Mapping[str, Any]) -> None:
 def main() -> int:
     """Serve, or be the process that was forked; returns the exit status."""
     packets = Packets(socket.socket(fileno=int(sys.argv[1])))
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # so that no fork is ever without it
     with _ending_with(packets.sock):
         programs = _programs()
     packets.send({"programs": list(programs)})

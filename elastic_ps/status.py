@@ -157,7 +157,8 @@ class Progress(CamelModel):
 
 LEFT_EARLY = (
     "To stop early, a script must call session.stop(reason) before it leaves the loop over its loader; "
-    "the job then succeeds"
+    "the job then succeeds. A script that makes a step of several batches has to make one for the last "
+    "batches, too: call optimizer.step() for them after the loop, or optimizer.skip()"
 )
 """What to do if all scripts have ended without an error, but records are left."""
 

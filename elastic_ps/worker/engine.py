@@ -47,6 +47,12 @@ _SKIPPED = (
     "batches, run a backward() for each of them, or load larger batches"
 )
 
+_LEFT = (
+    "the script ends, and has made no step with the last %d records that it has computed on; others may "
+    "train them. When a step is made of several batches, call optimizer.step() for the last ones after the "
+    "loop over the loader"
+)
+
 _COUNTED = (
     "this step has no batch: the last one of session.loader(...) has had its step, or was skipped. Each "
     "batch is for one step, and its records count once. Load a batch for each step, or compute all gradients "
@@ -269,6 +275,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        if self.batches.computed and not (self.iterating or self.stopped or self.member.draining):
+            logger.warning(_LEFT, self.batches.samples)
         for call in self.at_close:
             call()
         if self.exchange is not None:

@@ -81,6 +81,11 @@ class Gradients:
         """Whether there is no infinity or NaN among them. Waits for the device."""
         return all(bool(torch.isfinite(gradient).all()) for _, gradient in self._present_ones())
 
+    @property
+    def sent(self) -> bool:
+        """Whether some of the next step's have been taken, so that a change comes too late."""
+        return bool(self._taken)
+
     def present(self) -> bool:
         """Whether a parameter has one: backward() has made it, or the script has assigned it."""
         return any(True for _ in self._present_ones())

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from numbers import Integral
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -89,8 +90,14 @@ class ElasticLoader:
                 "which share a batch (worker.processes); expected as many records at least"
             )
         for name, number in (("epochs", epochs), ("batch_size", source.batch_size)):
-            if not 1 <= number <= MOST:
-                raise UsageError(f"{name} is {number}; expected 1 to {MOST}")
+            if not (isinstance(number, Integral) and 1 <= number <= MOST):
+                raise UsageError(f"{name} is {number}; expected a whole number from 1 to {MOST}")
+        least = engine.spec.consistency.global_batch_size or source.batch_size
+        if source.drop_last and source.records < least:
+            raise UsageError(
+                f"drop_last is set, and the data set has {source.records} records, fewer than the {least} of "
+                "a batch, so there would be none. Leave drop_last out, or make batches smaller"
+            )
         if engine.spec.consistency.global_batch_size and source.options.get("num_workers"):
             source.options["persistent_workers"] = True  # they are asked for one version after another
         self.batch_size = source.batch_size
@@ -182,6 +189,8 @@ class ElasticLoader:
                     engine.leave_if_asked()
                     if engine.stopped:
                         break
+                else:
+                    self._check_end()
                 if engine.stopped:
                     continue
                 if engine.spec.consistency.global_batch_size is not None:
@@ -215,6 +224,15 @@ class ElasticLoader:
         ending = threading.Thread(target=last.clear, name="end of fetching", daemon=True)
         ending.start()
         ending.join(PATIENCE.total_seconds())
+
+    def _check_end(self) -> None:
+        """Raise UsageError if torch's loop over the batches has ended, though some were asked for."""
+        if self._sampler.issued and not self._supply.outdated:
+            raise UsageError(
+                "reading records ended with StopIteration, which Python's loops take for their end: a "
+                f"{type(self.dataset).__name__}, a transform or collate_fn calls next() where there is "
+                "nothing more. Let it raise another error there, or return the record"
+            )
 
     def _end_version(self) -> None:
         """This worker has had all its records of a version: it makes no step with what has had none."""

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_ps.codec.several import Several, parameters_of, parts_of
@@ -35,6 +36,12 @@ _OTHER_GROUPS = (
     "they were then, because its add_param_group() or load_state_dict() was called. The job trains with the "
     "groups of then. Call add_param_group() before session.optimizer(...). To begin with an optimizer's "
     "state, pass it as session.optimizer(..., state=...), or in mode local load it before"
+)
+
+
+_SCALED = (
+    "a GradScaler divides gradients in scaler.step(optimizer), but they had been sent before, during "
+    "backward(). Use session.optimizer(..., overlap=False), which sends them in optimizer.step()"
 )
 
 
@@ -79,11 +86,28 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._trained = {id(part): _ids(part) for part in parts.values()}
         super().__init__(parameters_of(wrapped.param_groups), wrapped.defaults)
         self.param_groups = wrapped.param_groups
+        if not self._steps_here:  # else the wrapped one's step calls its hooks
+            for name, part in parts.items():
+                _take_hooks(self._parts[name], part)
+            _take_hooks(self, *parts_of(wrapped))
         self._groups = self._groups_now()
         self._own = {id(tensor) for tensor in own}
         self._thread = threading.get_ident()
         engine.at_close.append(register_optimizer_step_pre_hook(self._check_other).remove)
         engine.make_step = self._make_step
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by `torch.amp.GradScaler.step`, which takes false for an optimizer that knows of no scale.
+
+        What it does to gradients leaves no trace in their version counters.
+
+        Raises:
+            UsageError: gradients have been sent, with its scale in them.
+        """
+        if self._gradients.sent:
+            raise UsageError(_SCALED)
+        return False
 
     def __getitem__(self, name: str) -> Part:
         """One of several optimizers. Raises UsageError: there is none with this name."""
@@ -156,6 +180,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._gradients.take_rest(None if part is None else self._trained[id(part)])
         self._gradients.reset()
         self._engine.finish_step()
+        for each in parts_of(self._wrapped):  # for a scheduler that was made before `session.optimizer`
+            vars(each)["_opt_called"] = True
         return loss
 
     def _groups_now(self) -> list[dict[str, Any]]:
@@ -198,6 +224,15 @@ class ElasticOptimizer(torch.optim.Optimizer):
             return stepping.step() if closure is None else stepping.step(closure)
         finally:
             self._stepping = False
+
+    def check_scheduler(self, scheduler: LRScheduler) -> None:
+        """Raise UsageError if it schedules the hyperparameters of another optimizer."""
+        scheduled = getattr(scheduler, "optimizer", self).param_groups
+        if not any(group is mine for group in scheduled for mine in self.param_groups):
+            raise UsageError(
+                f"the {type(scheduler).__name__} is of another optimizer, so it would change nothing of the "
+                "job. Make it with the optimizer that session.optimizer(...) returned"
+            )
 
     def assign(self) -> None:
         """See `Session.assign`."""
@@ -314,6 +349,13 @@ class Part(torch.optim.Optimizer):
             super().add_param_group(param_group)
         else:
             self._whole.add_param_group(param_group)
+
+
+def _take_hooks(optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
+    """Have a step of `optimizer` call the hooks, too, that other optimizers have."""
+    for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        for other in others:
+            getattr(optimizer, kind).update(getattr(other, kind))
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:

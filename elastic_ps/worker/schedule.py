@@ -29,6 +29,11 @@ _JUMPING = (LambdaLR, OneCycleLR, CyclicLR)
 
 def check_interval(scheduler: LRScheduler, interval: object) -> None:
     """Raise UsageError unless the scheduler can be stepped so."""
+    if not (hasattr(scheduler, "step") and hasattr(scheduler, "state_dict")):
+        raise UsageError(
+            "session.scheduler(...) takes a learning-rate scheduler, as those of torch.optim.lr_scheduler; "
+            f"got {type(scheduler).__name__}"
+        )
     if isinstance(scheduler, ReduceLROnPlateau):
         if interval is not None:
             raise UsageError(

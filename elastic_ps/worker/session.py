@@ -220,6 +220,11 @@ class Session:
             )
         if isinstance(optimizer, Mapping):
             optimizer = together(optimizer, model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(
+                "session.optimizer(optimizer, model) takes a torch optimizer, or several by their names, and "
+                f"then the model; the first is a {type(optimizer).__name__}"
+            )
         if check_gradients and not self._world.alone:
             raise UsageError(
                 "check_gradients compares gradients with what is sent, and with worker.processes their sum "
@@ -388,11 +393,13 @@ class Session:
                 state.
 
         Raises:
-            UsageError: another interval, or `session.optimizer` was not called before.
+            UsageError: another interval, `session.optimizer` was not called before, or the scheduler is of
+                another optimizer.
         """
         if self._optimizer is None:
             raise UsageError("call session.optimizer(...) before session.scheduler(...)")
         check_interval(scheduler, interval)
+        self._optimizer.check_scheduler(scheduler)
         self._engine.add_scheduler(scheduler, interval)
         return scheduler
 

@@ -19,7 +19,7 @@ from tests.polling import LIMIT, eventually
 )
 def test_it_can_be_asked_before_a_large_library_is_imported(program: str, status: int) -> None:
     """The kernel ignores a signal to a container's first process that this has not asked for."""
-    process = subprocess.Popen([sys.executable, "-m", program], stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", program], stderr=subprocess.PIPE, text=True)
 
     def can_be_asked() -> bool:
         mapped = Path(f"/proc/{process.pid}/maps").read_text()
@@ -33,7 +33,10 @@ def test_it_can_be_asked_before_a_large_library_is_imported(program: str, status
     with process:
         try:
             eventually(can_be_asked, "SIGTERM has a handler")
+            process.send_signal(signal.SIGUSR1)
             process.terminate()
-            assert process.wait(LIMIT) == status
+            _, told = process.communicate(timeout=LIMIT)
+            assert process.returncode == status
+            assert "most recent call first" in told, "it was asked where it is before it was asked to end"
         finally:
             process.kill()

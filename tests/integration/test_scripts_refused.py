@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from elastic_ps.errors import ElasticPSError, InvalidModel, ModelMismatch, UsageError
 from elastic_ps.worker.session import Session
@@ -286,3 +286,92 @@ def test_an_optimizer_whose_result_is_not_used_is_refused(tmp_path: Path) -> Non
             optimizer.step()
 
     failing(tmp_path, script, UsageError, r"Call it on the optimizer that session\.optimizer")
+
+
+def test_a_grad_scaler_is_refused_with_overlap(tmp_path: Path) -> None:
+    """What it does to gradients leaves their version counters as they are."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for x, y in session.loader(Numbers(20), 4):
+            optimizer.zero_grad()
+            scaler.scale(mse(model, x, y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    failing(tmp_path, script, UsageError, "a GradScaler divides gradients .* overlap=False")
+
+
+def test_a_grad_scaler_that_does_nothing_is_not(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        for x, y in session.loader(Numbers(20), 4):
+            optimizer.zero_grad()
+            scaler.scale(mse(model, x, y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    assert len(alone(tmp_path, script)) == 5
+
+
+class Ending(Dataset[torch.Tensor]):
+    """Asks for the next of its items, of which there are too few."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return next(iter([torch.ones(1)] if index < 17 else []))
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_record_that_ends_torchs_loop_is_no_end_of_the_data(tmp_path: Path, processes: int) -> None:
+    """The job would wait for ever: the records were handed out."""
+
+    def script(session: Session) -> None:
+        model = torch.nn.Linear(1, 1)
+        optimizer = session.optimizer(sgd(model), model)
+        for batch in session.loader(Ending(), 4, num_workers=processes):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+
+    failing(tmp_path, script, UsageError, "ended with StopIteration.*Ending, a transform or collate_fn")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"batch_size": 64, "drop_last": True}, "has 20 records, fewer than the 64 of a batch"),
+        ({"batch_size": 8.0}, r"batch_size is 8\.0; expected a whole number"),
+        ({"batch_size": 4, "epochs": 1.5}, r"epochs is 1\.5; expected a whole number"),
+    ],
+)
+def test_batches_that_cannot_be(tmp_path: Path, arguments: dict[str, Any], match: str) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model)
+        session.loader(Numbers(20), **arguments)
+
+    failing(tmp_path, script, UsageError, match)
+
+
+def test_what_is_no_optimizer_or_no_scheduler(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        given: Any = model
+        with pytest.raises(UsageError, match=r"takes a torch optimizer, .* the first is a Sequential"):
+            session.optimizer(given, model)
+        session.optimizer(sgd(model), model)
+        with pytest.raises(UsageError, match=r"takes a learning-rate scheduler, .* got Sequential"):
+            session.scheduler(given, interval="step")
+        other = torch.optim.lr_scheduler.StepLR(sgd(make_mlp()), 1)
+        with pytest.raises(UsageError, match="the StepLR is of another optimizer"):
+            session.scheduler(other, interval="step")
+        session.stop("that was all")
+
+    alone(tmp_path, script)
