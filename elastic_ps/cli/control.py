@@ -18,7 +18,7 @@ from elastic_ps.env import Role
 from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.job import load_job
 from elastic_ps.local import script
-from elastic_ps.local.state import JobDirectory, LocalStatus, known_jobs, start_time
+from elastic_ps.local.state import JobDirectory, LocalStatus, known_jobs, newest_checkpoint, start_time
 
 STOP_LIMIT = timedelta(seconds=60)
 
@@ -79,7 +79,7 @@ def stop(parsed: argparse.Namespace) -> int:
         time.sleep(0.1)
     found = status_of(directory)
     print(f"{directory.job} is stopped")
-    if any(Path(found.checkpoints).glob("version-*/manifest.json")):
+    if newest_checkpoint(Path(found.checkpoints)) is not None:
         print(f"continue from its last checkpoint with: elastic-ps run FILE --resume {found.checkpoints}")
     return 0
 

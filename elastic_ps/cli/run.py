@@ -35,6 +35,7 @@ from elastic_ps.local import (
 )
 from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.processes import processes_of, with_threads
+from elastic_ps.local.state import newest_checkpoint
 
 REFRESH = timedelta(milliseconds=200)
 AT_ONCE = timedelta(milliseconds=100)
@@ -253,7 +254,8 @@ def _tell_failure(outcome: Outcome) -> None:
     if verdict.phase == "Failed":
         print(f"error: job {name!r} failed ({verdict.reason}): {verdict.message}", file=sys.stderr)
         print(f"All output: elastic-ps logs {name}", file=sys.stderr)
-    if verdict.phase != "Succeeded" and any(Path(status.checkpoints).glob("version-*/manifest.json")):
+    begun = status.server is not None  # else what is there may be another job's, or be why it was refused
+    if verdict.phase != "Succeeded" and begun and newest_checkpoint(Path(status.checkpoints)) is not None:
         print(f"Continue from its last checkpoint with --resume {status.checkpoints}", file=sys.stderr)
 
 

@@ -20,6 +20,7 @@ from elastic_ps.job import TrainingJob
 from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.plan import ScaleAt
 from elastic_ps.local.processes import Programs
+from elastic_ps.local.state import newest_checkpoint
 from elastic_ps.schemes import Scheme
 
 CHECK_TIMEOUT = timedelta(minutes=2)
@@ -69,12 +70,15 @@ def check_transport(job: TrainingJob, transport: Scheme | None, *, ranks: bool) 
 def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:
     """Raise UserError where the directory of checkpoints does not fit what is asked for."""
     if resume is not None:
+        if resume.exists() and not resume.is_dir():
+            raise UserError(f"--resume {resume}: this is a file; expected a job's directory of checkpoints")
         if not resume.is_dir():
             raise UserError(f"--resume {resume}: there is no such directory")
-        if not any(resume.glob("version-*/manifest.json")):
-            raise UserError(
-                f"--resume {resume}: no whole checkpoint in it (a directory version-* with a manifest.json)"
-            )
+        if newest_checkpoint(resume) is None:
+            text = "no whole checkpoint in it (a directory version-* with a manifest.json)"
+            if (resume / "manifest.json").is_file():
+                text = f"this is one checkpoint; name the directory of all, {resume.resolve().parent}"
+            raise UserError(f"--resume {resume}: {text}")
         prepare_directory(resume, option="--resume")
         _refuse_running(resume, option="--resume")
         return

@@ -96,6 +96,18 @@ def useful(process: Process, server: ServerStatus | None, ready: Container[int])
     return process.alive and (process.role == "standby" or process.index in ready)
 
 
+def at_the_end(server: ServerStatus | None, newest: int | None) -> ServerStatus | None:
+    """What is known of the job when nothing of it runs: as it was told last, and what is on disk since.
+
+    Args:
+        newest: the newest version of which there is a checkpoint.
+    """
+    if server is None or newest is None or newest <= (server.progress.durable_version or 0):
+        return server
+    progress = server.progress.model_copy(update={"durable_version": newest})
+    return server.model_copy(update={"progress": progress})
+
+
 def phase_of(observed: Observed, server: ServerStatus | None, *, ended: bool) -> Phase:
     """The job's phase; its final one only when nothing of it runs any more."""
     if ended and observed.verdict is not None:

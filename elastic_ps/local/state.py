@@ -288,6 +288,13 @@ def _as_it_is(process: ProcessStatus) -> ProcessStatus:
     return process if runs else process.model_copy(update={"state": "ended"})
 
 
+def newest_checkpoint(directory: Path) -> int | None:
+    """The newest version of which there is a whole checkpoint there; None without one."""
+    whole = directory.glob("version-*/manifest.json")
+    numbers = (manifest.parent.name.removeprefix("version-") for manifest in whole)
+    return max((int(number) for number in numbers if number.isdecimal()), default=None)
+
+
 def start_time(pid: int) -> int | None:
     """When a process was started, in clock ticks since boot; None if it is gone or cannot be looked at."""
     try:

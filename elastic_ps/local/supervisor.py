@@ -45,13 +45,14 @@ from elastic_ps.local.processes import (
     with_threads,
 )
 from elastic_ps.local.record import Record
-from elastic_ps.local.snapshot import overstays, phase_of, process_statuses, stuck, useful
+from elastic_ps.local.snapshot import at_the_end, overstays, phase_of, process_statuses, stuck, useful
 from elastic_ps.local.state import (
     KEEP_RUNS,
     JobDirectory,
     LocalStatus,
     generation_of,
     is_stopped,
+    newest_checkpoint,
     start_time,
 )
 from elastic_ps.local.trace import merge_traces
@@ -548,6 +549,8 @@ class Launcher:
 
     def _build_status(self, *, ended: bool) -> LocalStatus:
         observed, server = self._observed, self.record.last
+        if ended:
+            server = at_the_end(server, newest_checkpoint(self.checkpoints))
         verdict = observed.verdict or Verdict("Running", "", "")
         return LocalStatus(
             job=self.job.name,

@@ -93,15 +93,16 @@ def from_checkpoint(
     state = JobState(term, lease, consistency, data, model=model, initialised=True, custody=custody)
     state.resumed = True
     state.settings = Settings.from_json(saved["settings"])
-    for stay in (Stay(**stay) for stay in saved["members"]):
-        if not stay.outcome:
-            stay.outcome, stay.left_version = "left" if change else "lost", version
-            stay.reason = change
-        stay.ended = None
-        state.members.departed.append(stay)
     state.rounds.version = version
     if saved["ledger"] is not None:
         state.ledger = _restored(saved["ledger"], data, consistency.global_batch_size)
+    in_order = change or (state.ledger is not None and state.ledger.finished)
+    for stay in (Stay(**stay) for stay in saved["members"]):
+        if not stay.outcome:
+            stay.outcome, stay.left_version = "left" if in_order else "lost", version
+            stay.reason = change
+        stay.ended = None
+        state.members.departed.append(stay)
     state.metrics = dict(saved["metrics"])
     state.last_round = saved.get("round", {})
     state.stopped = saved.get("stopped", "")

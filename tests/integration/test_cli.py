@@ -363,6 +363,11 @@ BAD_INPUT = {
     "trace": (["run", "job.yaml", "--trace", "script.py/t.json"], {}, "--trace: cannot write"),
     "trace directory": (["run", "job.yaml", "--trace", "."], {}, "is a directory"),
     "resume": (["run", "job.yaml", "--resume", "."], {}, "no whole checkpoint"),
+    "resume a file": (
+        ["run", "job.yaml", "--resume", "job.yaml"],
+        {},
+        "this is a file; expected",
+    ),
     "resume nowhere": (["run", "job.yaml", "--resume", "nowhere"], {}, "no such directory"),
     "unknown job": (["status", "nobody"], {}, "no job 'nobody' on this machine; none has run yet"),
     "empty file": (["run", os.devnull], {}, "got nothing: it is empty"),

@@ -66,6 +66,26 @@ def test_members_end_with_a_term_because_it_was_lost_or_because_of_a_change(
     assert set(ended) == {(outcome, change, 3)}
 
 
+def test_members_of_a_finished_job_have_left(state: JobState) -> None:
+    """Its last checkpoint is written before its workers say goodbye."""
+    state.ledger = Ledger(records=10, epochs=1, shard_records=10)
+    finish(state, join(state, 0))
+    state.book(state.rounds.begin_commit(), 0, decided=0)
+    assert state.ledger.finished
+    tensors = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
+    state.model = Model(partition(tensors, bucket_bytes=1024, shards=1), "SGD")
+    again = kept.from_checkpoint(
+        kept.to_checkpoint(state),
+        term=2,
+        lease=timedelta(seconds=10),
+        consistency=Consistency(),
+        data=Data(),
+        version=3,
+        model=state.model,
+    )
+    assert [stay.outcome for stay in again.members.departed] == ["left"]
+
+
 @pytest.mark.parametrize(
     ("data", "match"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,8 +14,8 @@ from elastic_ps.cli import words
 from elastic_ps.cli.view import frame
 from elastic_ps.local import LocalStatus
 from elastic_ps.local.plan import Process
-from elastic_ps.local.snapshot import state_of
-from elastic_ps.local.state import ProcessStatus
+from elastic_ps.local.snapshot import at_the_end, state_of
+from elastic_ps.local.state import ProcessStatus, newest_checkpoint
 from elastic_ps.status import EvaluationStatus, Member, Phase, Progress, ServerStatus, Traffic
 
 
@@ -44,6 +45,36 @@ def test_what_is_on_disk_and_since_when(version: int | None, phase: Phase, text:
     )
     status = LocalStatus.model_construct(phase=phase, server=server)
     assert words.on_disk(status) == text
+
+
+@pytest.mark.parametrize(("newest", "shown"), [(None, 20), (20, 20), (25, 25)])
+def test_at_the_end_what_is_on_disk_is_looked_up(newest: int | None, shown: int) -> None:
+    """The last checkpoint is written when the parameter server answers no more."""
+    progress = Progress(version=25, durable_version=20)
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress)
+    ended = at_the_end(server, newest)
+    assert ended is not None
+    assert ended.progress.durable_version == shown
+    assert at_the_end(None, newest) is None
+
+
+def test_which_checkpoint_is_the_newest(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "missing") is None
+    for name in ("version-0000000009", "version-0000000010", "version-0000000011.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").touch()
+    (tmp_path / "version-0000000012").mkdir()
+    assert newest_checkpoint(tmp_path) == 10
+
+
+@pytest.mark.parametrize(("phase", "shown"), [("Running", True), ("Suspended", False), ("Failed", False)])
+def test_how_long_it_takes_is_said_of_a_job_that_runs(phase: Phase, shown: bool) -> None:
+    progress = Progress(version=3, records_expected=10, records_applied=5, eta_seconds=5)
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress)
+    status = LocalStatus(job="j", phase=phase, launcher_pid=1, started=0, updated=0, workers=1, server=server)
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(frame(status))
+    assert ("left" in console.export_text()) is shown
 
 
 @pytest.mark.parametrize("ready", [True, False])
