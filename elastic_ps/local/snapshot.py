@@ -96,6 +96,17 @@ def useful(process: Process, server: ServerStatus | None, ready: Container[int])
     return process.alive and (process.role == "standby" or process.index in ready)
 
 
+def was_finished(status: ServerStatus, last: ServerStatus | None, was: bool) -> bool:
+    """Whether a job that continues from a checkpoint had been finished there, and has trained nothing since.
+
+    Args:
+        last, was: the answer before `status`, and what was known then.
+    """
+    if last is None or not last.begun:
+        return status.progress.finished
+    return was and status.progress.finished and status.progress.version == last.progress.version
+
+
 def at_the_end(server: ServerStatus | None, newest: int | None) -> ServerStatus | None:
     """What is known of the job when nothing of it runs: as it was told last, and what is on disk since.
 

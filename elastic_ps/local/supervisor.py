@@ -45,7 +45,15 @@ from elastic_ps.local.processes import (
     with_threads,
 )
 from elastic_ps.local.record import Record
-from elastic_ps.local.snapshot import at_the_end, overstays, phase_of, process_statuses, stuck, useful
+from elastic_ps.local.snapshot import (
+    at_the_end,
+    overstays,
+    phase_of,
+    process_statuses,
+    stuck,
+    useful,
+    was_finished,
+)
 from elastic_ps.local.state import (
     KEEP_RUNS,
     JobDirectory,
@@ -378,8 +386,7 @@ class Launcher:
 
     def _note_whether_finished_before(self, status: ServerStatus) -> None:
         """A job that continues from a checkpoint may have nothing left to do."""
-        begins = self.record.last is None or not self.record.last.begun
-        was = status.progress.finished and (begins or self._observed.was_finished)
+        was = was_finished(status, self.record.last, self._observed.was_finished)
         if was and not self._observed.was_finished:
             epochs = status.progress.epochs
             self._event(

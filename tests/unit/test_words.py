@@ -14,7 +14,7 @@ from elastic_ps.cli import words
 from elastic_ps.cli.view import frame
 from elastic_ps.local import LocalStatus
 from elastic_ps.local.plan import Process
-from elastic_ps.local.snapshot import at_the_end, state_of
+from elastic_ps.local.snapshot import at_the_end, state_of, was_finished
 from elastic_ps.local.state import ProcessStatus, newest_checkpoint
 from elastic_ps.status import EvaluationStatus, Member, Phase, Progress, ServerStatus, Traffic
 
@@ -56,6 +56,20 @@ def test_at_the_end_what_is_on_disk_is_looked_up(newest: int | None, shown: int)
     assert ended is not None
     assert ended.progress.durable_version == shown
     assert at_the_end(None, newest) is None
+
+
+def test_a_job_that_has_trained_more_epochs_was_not_finished_before() -> None:
+    """They may be trained between two answers, which both say that training is over."""
+
+    def answer(version: int, *, term: int = 1) -> ServerStatus:
+        progress = Progress(version=version, finished=True)
+        return ServerStatus(job="j", shard=0, shards=1, term=term, ready=True, progress=progress)
+
+    assert was_finished(answer(24), None, False)
+    assert was_finished(answer(24), answer(24, term=0), False)
+    assert was_finished(answer(24), answer(24), True)
+    assert not was_finished(answer(32), answer(24), True)
+    assert not was_finished(answer(32), answer(32), False)
 
 
 def test_which_checkpoint_is_the_newest(tmp_path: Path) -> None:
