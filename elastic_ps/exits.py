@@ -28,6 +28,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 
 INVALID = 78
 """EX_CONFIG of sysexits.h."""
@@ -51,5 +52,6 @@ def end_on_request(status: int) -> None:
     And SIGUSR1, which would end it, prints the stacks of its threads. To be called before what takes long to
     import: the first process of a container has no default action.
     """
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    if sys.stderr is not None:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(status))

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from elastic_ps import manifest
 from elastic_ps.cli.run import run_job
 from elastic_ps.cli.train_flags import ARGUMENTS
 from elastic_ps.env import started_by_mpirun
@@ -83,7 +82,7 @@ def _tell(notes: list[str]) -> None:
 
 
 def _print(document: Mapping[str, Any]) -> int:
-    print(yaml.safe_dump(document, sort_keys=False), end="")
+    print(manifest.write(document), end="")
     return 0
 
 
@@ -103,7 +102,7 @@ def _apply(document: Mapping[str, Any], parsed: argparse.Namespace) -> int:
             "pip install 'elastic-ps[operator]'. Or use --dry-run, and kubectl apply"
         )
     where = [] if parsed.namespace is None else ["--namespace", parsed.namespace]
-    text = yaml.safe_dump(document, sort_keys=False)
+    text = manifest.write(document)
     command = [sys.executable, "-m", SUBMIT, *where]
     code = subprocess.run(command, input=text, text=True, check=False).returncode
     if code == 0 and parsed.train_claim is None:

@@ -283,9 +283,9 @@ def known_jobs(root: Path | None = None) -> list[JobDirectory]:
 
 
 def _as_it_is(process: ProcessStatus) -> ProcessStatus:
-    """Nobody has seen it end. Its exit status is not known."""
-    runs = process.start_time is not None and start_time(process.pid) == process.start_time
-    return process if runs else process.model_copy(update={"state": "ended"})
+    """Nobody has seen it end, so its exit status is not known. One on another host has no `start_time`."""
+    ended = process.start_time is not None and start_time(process.pid) != process.start_time
+    return process.model_copy(update={"state": "ended"}) if ended else process
 
 
 def newest_checkpoint(directory: Path) -> int | None:

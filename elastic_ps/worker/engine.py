@@ -78,6 +78,10 @@ class LocalGradients(Protocol):
     def present(self) -> bool:
         """Whether there are some."""
 
+    @property
+    def trains_buffers(self) -> bool:
+        """Whether steps are about the model's buffers: there are some, and backward() has never run."""
+
     def set_by_hand(self) -> bool:
         """Whether there are some, though backward() never made any: the script assigns them."""
 
@@ -334,13 +338,14 @@ class Engine:
     def has_no_step(self) -> bool:
         """Whether the script has made no gradients of its batches, which are skipped if it makes none later.
 
+        A script without any backward() may train buffers, as those of BatchNorm are estimated anew.
         Of several processes of a worker this one cannot know that: another may have made some.
         """
         return (
             self.batches.undecided
             and not self.batches.computed
             and self.world.alone
-            and not self.gradients.present()
+            and not (self.gradients.present() or self.gradients.trains_buffers)
         )
 
     def _require_batch(self) -> None:

@@ -80,17 +80,21 @@ def _check_arguments(
 
 def _check_kinds(function: Callable[..., Any], arguments: Mapping[str, Any], field: str) -> None:
     """Raise InvalidJob if a parameter is annotated with plain types, and the value is of another one."""
+    if hasattr(function, "__wrapped__"):  # what it is wrapped in may make something else of them
+        return
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
     except Exception:  # noqa: BLE001 (an annotation that only type checkers can read)
         return
     for name, value in arguments.items():
-        annotation = parameters[name].annotation if name in parameters else Any
+        if name not in parameters or value is parameters[name].default:
+            continue
+        annotation = parameters[name].annotation
         several = get_origin(annotation) in (Union, UnionType)
         kinds = get_args(annotation) if several else (annotation,)
         if not all(kind in _PLAIN for kind in kinds):
             continue
-        if type(value) not in kinds and not (type(value) is int and float in kinds):
+        if not isinstance(value, (*kinds, int) if float in kinds else kinds):
             wanted = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
             raise InvalidJob(
                 f"{field}: {name} has to be {wanted}, as the entrypoint says; it is {json.dumps(value)}"

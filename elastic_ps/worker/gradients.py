@@ -90,6 +90,11 @@ class Gradients:
         """Whether a parameter has one: backward() has made it, or the script has assigned it."""
         return any(True for _ in self._present_ones())
 
+    @property
+    def trains_buffers(self) -> bool:
+        """Whether steps are about the model's buffers: there are some, and backward() has never run."""
+        return not self._hooked and bool(self._buffers)
+
     def set_by_hand(self) -> bool:
         """Whether there are some, though backward() never made any: the script assigns them."""
         return not self._hooked and self.present()

@@ -88,8 +88,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self.param_groups = wrapped.param_groups
         if not self._steps_here:  # else the wrapped one's step calls its hooks
             for name, part in parts.items():
-                _take_hooks(self._parts[name], part)
-            _take_hooks(self, *parts_of(wrapped))
+                _call_hooks_of(part, self._parts[name])
+            for part in parts_of(wrapped):
+                _call_hooks_of(part, self)
         self._groups = self._groups_now()
         self._own = {id(tensor) for tensor in own}
         self._thread = threading.get_ident()
@@ -207,8 +208,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
             closure = self._averaged.of(closure)
         elif self._averaged is not None:
             self._averaged.take()
+        before = closure is None and self._engine.has_no_step
         loss = self._make_step(closure, part)
-        if self._engine.has_no_step:
+        if before or (closure is not None and self._engine.has_no_step):
             return loss
         self._gradients.reset()
         local.step_made()
@@ -351,11 +353,19 @@ class Part(torch.optim.Optimizer):
             self._whole.add_param_group(param_group)
 
 
-def _take_hooks(optimizer: torch.optim.Optimizer, *others: torch.optim.Optimizer) -> None:
-    """Have a step of `optimizer` call the hooks, too, that other optimizers have."""
-    for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        for other in others:
-            getattr(optimizer, kind).update(getattr(other, kind))
+def _call_hooks_of(other: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Have each step of `optimizer` call the hooks that the other one has then."""
+
+    def before(*given: Any) -> None:
+        for hook in list(other._optimizer_step_pre_hooks.values()):  # noqa: SLF001 (torch has no other way)
+            hook(*given)
+
+    def after(*given: Any) -> None:
+        for hook in list(other._optimizer_step_post_hooks.values()):  # noqa: SLF001
+            hook(*given)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
 
 
 def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:

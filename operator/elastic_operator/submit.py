@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from kubernetes import config
 
 from elastic_operator.api import Api, ApiError
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         print(submit(manifest.read(sys.stdin.read()), namespace=given.namespace))
-    except UserError as error:
+    except (UserError, yaml.YAMLError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except ConnectionLost as error:

@@ -34,7 +34,9 @@ def test_hooks_of_the_torch_optimizer_run_once_in_each_step(
         wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
         wrapped.register_step_pre_hook(drop)
         wrapped.register_step_post_hook(lambda *_: called.append("after"))
+        removed = wrapped.register_step_post_hook(lambda *_: called.append("removed"))
         optimizer = session.optimizer(wrapped, model, overlap=False)
+        removed.remove()
         for x, y in session.loader(Numbers(20), 4):
             optimizer.zero_grad()
             mse(model, x, y).backward()

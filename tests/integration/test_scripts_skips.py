@@ -244,6 +244,41 @@ def test_a_local_step_without_gradients_skips_its_batch(tmp_path: Path) -> None:
     assert check(read(tmp_path / "history"), Data(RECORDS, 1)) == []
 
 
+def test_a_local_step_that_drops_its_gradients_is_one(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = Pair()
+        wrapped = torch.optim.SGD(model.parameters(), lr=1.0)
+        wrapped.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
+        optimizer = session.optimizer(wrapped, model)
+        parameters = list(model.parameters())
+        for batch in session.loader(Indexes(RECORDS), BATCH):
+            gradients = torch.autograd.grad(model(batch), parameters)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+
+    with running_job(tmp_path, consistency={"mode": "local", "steps": 2}) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().progress.records_applied == RECORDS
+
+
+def test_a_script_without_backward_may_train_buffers(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for batch in session.loader(Indexes(RECORDS), BATCH):
+            with torch.no_grad():
+                model(batch.reshape(-1, 1).float())
+            optimizer.step()
+        assert model[1].num_batches_tracked == RECORDS // BATCH
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.join()
+        assert job.status().progress.records_applied == RECORDS
+
+
 def test_one_of_several_optimizers_makes_no_step_without_gradients(tmp_path: Path) -> None:
     """Both have none for a batch, and each has some for the others."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ps import manifest
 from elastic_ps.errors import InvalidJob
 from elastic_ps.job import load_job
 
@@ -89,10 +90,19 @@ def test_a_field_s_error_says_what_was_given(tmp_path: Path) -> None:
     ("text", "value"),
     [
         ("1e-3", 0.001),
-        ("1E5", 100_000.0),
-        ("-2e+3", -2000.0),
-        ("1.5e3", 1500.0),
-        ("1.", 1.0),
+        ("1E5", 100_000),
+        ("-2e+3", -2000),
+        ("1.5e3", 1500),
+        ("1.", 1),
+        ("10.0", 10),
+        ("08", 8),
+        ("+1", 1),
+        ("-0b1", -1),
+        ("0X1F", 31),
+        ("1e400", "1e400"),
+        ("1e30", 1e30),
+        ("0o_", "0o_"),
+        ("0x_", "0x_"),
         (".5", 0.5),
         ("7", 7),
         ("1_000", 1000),
@@ -113,3 +123,10 @@ def test_a_value_is_what_it_is_for_kubectl(tmp_path: Path, text: str, value: obj
     arguments = load(tmp_path, JOB + f"  arguments: {{given: {text}}}\n").spec.arguments  # type: ignore[attr-defined]
     assert arguments["given"] == value
     assert type(arguments["given"]) is type(value)
+
+
+def test_a_document_that_is_written_is_read_as_it_was() -> None:
+    texts = ["1e3", "1e-3", "08", "0o17", "10.0", "2026-01-31", "12:30:45", "on", "null", ".5", "x", "0x_"]
+    document = {"texts": texts, "numbers": [1, 0.001, 1e30], "b": True, "a": None}
+    assert manifest.read(manifest.write(document)) == document
+    assert list(manifest.read(manifest.write(document))) == list(document)
