@@ -219,9 +219,11 @@ class Jobs:
         )
 
     def wait_condition(self, name: str, kind: str, reason: str, *, timeout: timedelta = LIMIT) -> str:
-        """Wait until the condition is True for that reason; its message."""
+        """Wait until the condition is True for that reason; its message then. It may be over soon after."""
+        found: dict[str, Any] = {}
 
         def reached() -> bool:
+            nonlocal found
             found = self.condition(name, kind)
             return (found.get("status"), found.get("reason")) == ("True", reason)
 
@@ -231,7 +233,7 @@ class Jobs:
             timeout=timeout,
             explain=lambda: str(self.job(name).get("status")),
         )
-        return str(self.condition(name, kind)["message"])
+        return str(found["message"])
 
     def wait_gone(self, *names: str, timeout: timedelta = LIMIT) -> None:
         """Wait until nothing of these jobs exists any more."""
