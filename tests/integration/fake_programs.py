@@ -13,6 +13,7 @@ a POST to the server. `spec.arguments` says how the run goes:
 
 from __future__ import annotations
 
+import faulthandler
 import http.client
 import importlib
 import json
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ps import env, exits
-from elastic_ps.process import Alarm
+from elastic_ps.process import Alarm, end_now
 from elastic_ps.status import Member, Progress, ServerStatus
 
 BATCH = 8
@@ -217,4 +218,5 @@ def check(entrypoint: str) -> int:
 if __name__ == "__main__":
     if sys.argv[1:3] == ["worker", "--check"]:
         sys.exit(check(json.loads(sys.argv[3])["entrypoint"]))
-    sys.exit((run_server if sys.argv[1] == "ps" else run_worker)(env.read()))
+    faulthandler.register(signal.SIGUSR1)
+    end_now((run_server if sys.argv[1] == "ps" else run_worker)(env.read()))

@@ -23,7 +23,7 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
 from tests.integration.harness import Indexes, Tally, running_job
-from tests.integration.trained import failing
+from tests.integration.trained import alone, failing
 
 RECORDS = 21
 
@@ -78,16 +78,19 @@ def test_only_the_end_of_an_epoch_makes_a_smaller_batch(tmp_path: Path, drop_las
 
 
 def test_any_number_of_batches_may_be_left_out_in_a_row(tmp_path: Path) -> None:
-    """With `drop_last`, of a data set that is smaller than a batch. Each of them was a call in a call."""
-    source = DataLoader(Indexes(3), batch_size=4, drop_last=True)
+    """With `drop_last`, of a version that cannot be whole. Each of them was a call in a call."""
+    whole = 1200
+    batches: list[torch.Tensor] = []
+    source = DataLoader(Indexes(2 * whole - 1), batch_size=1, drop_last=True)
 
     def script(session: Session) -> None:
-        model = Tally(RECORDS)
+        model = Tally(2 * whole)
         session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
-        for _ in session.loader(source, epochs=1200):
-            pytest.fail("there is no batch")
+        batches.extend(session.loader(source))
 
-    failing(tmp_path, script, UsageError, "all records were skipped")
+    with pytest.raises(UsageError, match="all records were skipped"):
+        alone(tmp_path, script, consistency={"globalBatchSize": whole})
+    assert len(batches) == whole
 
 
 @pytest.mark.parametrize(("epochs", "batch_size"), [(0, 4), (2**32, 4), (1, 2**32)])
@@ -97,7 +100,7 @@ def test_more_than_a_call_can_say_is_refused(tmp_path: Path, epochs: int, batch_
         session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
         session.loader(Indexes(RECORDS), batch_size, epochs=epochs)
 
-    failing(tmp_path, script, UsageError, "expected 1 to 4294967295")
+    failing(tmp_path, script, UsageError, "expected a whole number from 1 to 4294967295")
 
 
 def test_worker_processes_of_a_loader_may_persist(tmp_path: Path) -> None:
