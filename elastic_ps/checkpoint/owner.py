@@ -67,6 +67,11 @@ def _is_held(directory: Path) -> bool:
     return lock is None
 
 
+def used_by(owner: Owner, directory: Path) -> InvalidJob:
+    """What to raise where another job, or another run, is to have a directory whose owner is `running`."""
+    return InvalidJob(f"{directory} belongs to {owner}, which is running. {WAY_OUT}")
+
+
 class Claim:
     """A run's claim to a directory. Not thread-safe, except that `hold` may be called from any one thread."""
 
@@ -113,7 +118,7 @@ class Claim:
         if self._lock is None and same and wait:
             raise StorageUnavailable(f"{self._directory} is still used by an earlier run of {before}")
         if self._lock is None:
-            raise InvalidJob(f"{self._directory} belongs to {before}, which is running. {WAY_OUT}")
+            raise used_by(before, self._directory)
         if not same and not adopt:
             raise InvalidJob(
                 f"{self._directory} holds the checkpoints of {before}, which has ended. {WAY_OUT}, or delete "

@@ -10,7 +10,7 @@ from functools import partial
 
 from elastic_ps import scales
 from elastic_ps.checkpoint.manifest import Manifest
-from elastic_ps.checkpoint.owner import running
+from elastic_ps.checkpoint.owner import running, used_by
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
@@ -183,12 +183,9 @@ class ParameterServer:
         """Make the checkpoint directory this job's, and count this start there. A refusal changes nothing."""
         wait, resume = self._patience.until_done, environment.resume
         versions = wait(store.versions)
-        if resume == "no" and versions and (owner := running(store.directory)) is not None:
-            raise InvalidJob(
-                f"{store.directory} belongs to {owner}, which is running; stop it first, or name another "
-                "directory"
-            )
         if resume == "no" and versions:
+            if (owner := wait(partial(running, store.directory))) is not None:
+                raise used_by(owner, store.directory)
             raise InvalidJob(
                 f"{store.directory} holds checkpoints of an earlier run, up to version {versions[-1]}. "
                 "Continue from them with --resume, or name an empty directory"
