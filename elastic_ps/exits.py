@@ -46,12 +46,17 @@ LOST = 252
 """Not in the range of failures: the worker could only go on with a model that nobody has any more."""
 
 
+def print_stacks_on_request() -> None:
+    """From now on this process, and its forks, print the stacks of their threads on SIGUSR1, and continue."""
+    if sys.stderr is not None:
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
 def end_on_request(status: int) -> None:
     """From now on SIGTERM ends this process with `status`, until it has something to do first.
 
-    And SIGUSR1, which would end it, prints the stacks of its threads. To be called before what takes long to
-    import: the first process of a container has no default action.
+    SIGUSR1, which would end it, prints its stacks. To be called before what takes long to import: the first
+    process of a container has no default action.
     """
-    if sys.stderr is not None:
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    print_stacks_on_request()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(status))

@@ -13,7 +13,6 @@ its forks end, so they would be killed, and a parameter server with them that wr
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import fcntl
 import os
 import select
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_ps import process
+from elastic_ps import exits, process
 from elastic_ps.env import THREAD_VARIABLES, disable_grpc_fork_hooks
 from elastic_ps.packets import Packets
 
@@ -174,7 +173,7 @@ def _become(order: Mapping[str, Any]) -> None:
 def main() -> int:
     """Serve, or be the process that was forked; returns the exit status."""
     packets = Packets(socket.socket(fileno=int(sys.argv[1])))
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # so that no fork is ever without it
+    exits.print_stacks_on_request()  # so that no fork is ever without it
     with _ending_with(packets.sock):
         programs = _programs()
     packets.send({"programs": list(programs)})

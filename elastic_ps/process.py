@@ -162,11 +162,9 @@ def end_now(status: int) -> NoReturn:
 def begin(environment: ProcessEnvironment) -> None:
     """What every process does first.
 
-    From then on the process ends when its starter dies. On SIGUSR1 it prints the stacks of its threads and
-    continues. It logs to stderr, one line for each event.
+    From then on the process ends when its starter dies. It logs to stderr, one line for each event.
     """
     _watch_lifeline(environment.lifeline)
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     name = f"{environment.role}-{environment.index}"
     if environment.links:
         name += f"/{environment.local_rank}"

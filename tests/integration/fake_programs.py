@@ -13,7 +13,6 @@ a POST to the server. `spec.arguments` says how the run goes:
 
 from __future__ import annotations
 
-import faulthandler
 import http.client
 import importlib
 import json
@@ -218,5 +217,5 @@ def check(entrypoint: str) -> int:
 if __name__ == "__main__":
     if sys.argv[1:3] == ["worker", "--check"]:
         sys.exit(check(json.loads(sys.argv[3])["entrypoint"]))
-    faulthandler.register(signal.SIGUSR1)
+    exits.print_stacks_on_request()
     end_now((run_server if sys.argv[1] == "ps" else run_worker)(env.read()))
