@@ -174,8 +174,7 @@ def _list(states: list[LocalStatus]) -> None:
         loss = "" if progress is None or progress.loss is None else f"{progress.loss:.4f}"
         percent, version = (f"{progress.percent} %", str(progress.version)) if progress else ("", "")
         live = sum(process.role == "worker" and process.exit is None for process in state.processes)
-        running = state.phase in ("Pending", "Running")
-        workers = f"{live} of {state.workers}" if running else ""
+        workers = f"{live} of {state.workers}" if state.goes_on else ""
         took = words.duration(state.elapsed)
         table.add_row(state.job, state.phase, workers, version, percent, loss, took)
     Console(highlight=False).print(table)

@@ -162,7 +162,7 @@ def _bar(status: LocalStatus) -> RenderableType:
     progress = status.server.progress
     row = Table.grid(padding=(0, 2, 0, 0), expand=False)
     percent = Text(f"{progress.percent:3d} %")
-    remaining = words.eta(progress) if status.phase in ("Pending", "Running") else ""
+    remaining = words.eta(progress) if status.goes_on else ""
     after = Text(f"{remaining} left" if remaining else "", style="dim")
     row.add_row(ProgressBar(total=100, completed=progress.percent, width=48), percent, after)
     return row

@@ -70,10 +70,10 @@ def check_transport(job: TrainingJob, transport: Scheme | None, *, ranks: bool) 
 def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:
     """Raise UserError where the directory of checkpoints does not fit what is asked for."""
     if resume is not None:
-        if resume.exists() and not resume.is_dir():
-            raise UserError(f"--resume {resume}: this is a file; expected a job's directory of checkpoints")
-        if not resume.is_dir():
+        if not resume.exists():
             raise UserError(f"--resume {resume}: there is no such directory")
+        if not resume.is_dir():
+            raise UserError(f"--resume {resume}: this is a file; expected a job's directory of checkpoints")
         if newest_checkpoint(resume) is None:
             text = "no whole checkpoint in it (a directory version-* with a manifest.json)"
             if (resume / "manifest.json").is_file():

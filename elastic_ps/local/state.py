@@ -79,6 +79,11 @@ class LocalStatus(_Model):
     processes: list[ProcessStatus] = Field(default_factory=list)
     server: ServerStatus | None = Field(default=None, description="As shard 0 last told it.")
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the job has begun and not ended, as far as its launcher has written."""
+        return self.phase in ("Pending", "Running")
+
 
 class JobDirectory:
     """The directory of one job on this machine."""
@@ -232,7 +237,7 @@ class JobDirectory:
             status = LocalStatus.model_validate_json(self._status_file.read_text())
         except (FileNotFoundError, ValidationError):
             return None
-        if status.phase in ("Pending", "Running") and self.launcher() is None:
+        if status.goes_on and self.launcher() is None:
             message = f"the launcher (pid {status.launcher_pid}) is gone"
             lost = {"phase": "Failed", "reason": "LauncherLost", "message": message}
             return status.model_copy(update={**lost, "processes": list(map(_as_it_is, status.processes))})
