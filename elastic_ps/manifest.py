@@ -22,12 +22,12 @@ _FLOAT = re.compile(
 )
 
 
-class DuplicateKey(yaml.YAMLError):
-    """A mapping has the same key twice. YAML's own loader would drop the first value."""
-
-
 _LARGEST = 2**63
 """Integers of JSON are below it, for Kubernetes."""
+
+
+class DuplicateKey(yaml.YAMLError):
+    """A mapping has the same key twice. YAML's own loader would drop the first value."""
 
 
 class _Loader(yaml.SafeLoader):

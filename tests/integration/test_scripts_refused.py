@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -288,34 +288,27 @@ def test_an_optimizer_whose_result_is_not_used_is_refused(tmp_path: Path) -> Non
     failing(tmp_path, script, UsageError, r"Call it on the optimizer that session\.optimizer")
 
 
-def test_a_grad_scaler_is_refused_with_overlap(tmp_path: Path) -> None:
-    """What it does to gradients leaves their version counters as they are."""
-
+def scaling(scaler: torch.amp.GradScaler) -> Callable[[Session], None]:
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for x, y in session.loader(Numbers(20), 4):
             optimizer.zero_grad()
             scaler.scale(mse(model, x, y)).backward()
             scaler.step(optimizer)
             scaler.update()
 
+    return script
+
+
+def test_a_grad_scaler_is_refused_with_overlap(tmp_path: Path) -> None:
+    """What it does to gradients leaves their version counters as they are."""
+    script = scaling(torch.amp.GradScaler("cpu", init_scale=8.0))
     failing(tmp_path, script, UsageError, "a GradScaler divides gradients .* overlap=False")
 
 
 def test_a_grad_scaler_that_does_nothing_is_not(tmp_path: Path) -> None:
-    def script(session: Session) -> None:
-        model = make_mlp()
-        optimizer = session.optimizer(sgd(model), model)
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        for x, y in session.loader(Numbers(20), 4):
-            optimizer.zero_grad()
-            scaler.scale(mse(model, x, y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-    assert len(alone(tmp_path, script)) == 5
+    assert len(alone(tmp_path, scaling(torch.amp.GradScaler("cpu", enabled=False)))) == 5
 
 
 class Ending(Dataset[torch.Tensor]):

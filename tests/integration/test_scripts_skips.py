@@ -59,6 +59,15 @@ def steps_without_gradients(session: Session, model: Pair, optimizer: torch.opti
         optimizer.step()
 
 
+def assigns_gradients(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
+    parameters = list(model.parameters())
+    for batch in session.loader(Indexes(RECORDS), BATCH):
+        gradients = torch.autograd.grad(model(batch), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+
+
 def zeroes(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
     for batch in session.loader(Indexes(RECORDS), BATCH):
         model(batch).backward()
@@ -211,12 +220,7 @@ def test_gradients_that_a_script_assigns_are_trained(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = Pair()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
-        parameters = list(model.parameters())
-        for batch in session.loader(Indexes(RECORDS), BATCH):
-            gradients = torch.autograd.grad(model(batch), parameters)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            optimizer.step()
+        assigns_gradients(session, model, optimizer)
         assert model.first.weight.tolist() == [-1.0] * RECORDS
 
     with running_job(tmp_path) as job:
@@ -249,13 +253,7 @@ def test_a_local_step_that_drops_its_gradients_is_one(tmp_path: Path) -> None:
         model = Pair()
         wrapped = torch.optim.SGD(model.parameters(), lr=1.0)
         wrapped.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
-        optimizer = session.optimizer(wrapped, model)
-        parameters = list(model.parameters())
-        for batch in session.loader(Indexes(RECORDS), BATCH):
-            gradients = torch.autograd.grad(model(batch), parameters)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            optimizer.step()
+        assigns_gradients(session, model, session.optimizer(wrapped, model))
 
     with running_job(tmp_path, consistency={"mode": "local", "steps": 2}) as job:
         job.start(0, script)

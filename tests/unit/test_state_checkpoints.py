@@ -27,19 +27,24 @@ def state() -> JobState:
     return training()
 
 
-def test_a_checkpoint_knows_what_scripts_have_asked_for(state: JobState) -> None:
-    tensors = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
-    model = state.model = Model(partition(tensors, bucket_bytes=1024, shards=1), "SGD")
-    state.stopped, state.assigned = "no improvement", 3
-    again = kept.from_checkpoint(
-        kept.to_checkpoint(state),
+def next_term(saved: dict[str, Any], *, version: int, data: Data | None = None, change: str = "") -> JobState:
+    """The state that the job goes on with from a checkpoint of its first term."""
+    return kept.from_checkpoint(
+        saved,
         term=2,
         lease=timedelta(seconds=10),
         consistency=Consistency(),
-        data=Data(),
-        version=0,
-        model=model,
+        data=data or Data(),
+        version=version,
+        model=MODEL,
+        change=change,
     )
+
+
+def test_a_checkpoint_knows_what_scripts_have_asked_for(state: JobState) -> None:
+    state.model = MODEL
+    state.stopped, state.assigned = "no improvement", 3
+    again = next_term(kept.to_checkpoint(state), version=0)
     assert again.stopped == "no improvement"
     assert again.finished
     assert again.assigned == 3
@@ -50,18 +55,8 @@ def test_members_end_with_a_term_because_it_was_lost_or_because_of_a_change(
     state: JobState, change: str, outcome: str
 ) -> None:
     join(state, 0)
-    tensors = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
-    state.model = Model(partition(tensors, bucket_bytes=1024, shards=1), "SGD")
-    again = kept.from_checkpoint(
-        kept.to_checkpoint(state),
-        term=2,
-        lease=timedelta(seconds=10),
-        consistency=Consistency(),
-        data=Data(),
-        version=3,
-        model=state.model,
-        change=change,
-    )
+    state.model = MODEL
+    again = next_term(kept.to_checkpoint(state), version=3, change=change)
     ended = [(stay.outcome, stay.reason, stay.left_version) for stay in again.members.departed]
     assert set(ended) == {(outcome, change, 3)}
 
@@ -69,20 +64,10 @@ def test_members_end_with_a_term_because_it_was_lost_or_because_of_a_change(
 def test_members_of_a_finished_job_have_left(state: JobState) -> None:
     """Its last checkpoint is written before its workers say goodbye."""
     state.ledger = Ledger(records=10, epochs=1, shard_records=10)
-    finish(state, join(state, 0))
-    state.book(state.rounds.begin_commit(), 0, decided=0)
+    committed(state, [contribution(state, join(state, 0))])
     assert state.ledger.finished
-    tensors = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
-    state.model = Model(partition(tensors, bucket_bytes=1024, shards=1), "SGD")
-    again = kept.from_checkpoint(
-        kept.to_checkpoint(state),
-        term=2,
-        lease=timedelta(seconds=10),
-        consistency=Consistency(),
-        data=Data(),
-        version=3,
-        model=state.model,
-    )
+    state.model = MODEL
+    again = next_term(kept.to_checkpoint(state), version=3)
     assert [stay.outcome for stay in again.members.departed] == ["left"]
 
 
@@ -97,29 +82,15 @@ def test_a_checkpoint_goes_on_in_the_order_of_records_that_it_was_made_with(
     data: dict[str, Any], match: str
 ) -> None:
     """In another order records would be trained twice, and others never, in the epoch that is under way."""
-    model = Model(
-        partition((TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),), bucket_bytes=1024, shards=1), "SGD"
-    )
-    lease = timedelta(seconds=10)
-    state = JobState(1, lease, data=Data(seed=1, shard_records=16), model=model, initialised=True)
+    order = Data(seed=1, shard_records=16)
+    state = JobState(1, timedelta(seconds=10), data=order, model=MODEL, initialised=True)
     state.open_ledger(100, 1, lanes=0)
-
-    def restored(data: Data) -> JobState:
-        return kept.from_checkpoint(
-            kept.to_checkpoint(state),
-            term=2,
-            lease=lease,
-            consistency=Consistency(),
-            data=data,
-            version=7,
-            model=model,
-        )
-
-    ledger = restored(Data(seed=1, shard_records=8)).ledger
+    saved = kept.to_checkpoint(state)
+    ledger = next_term(saved, version=7, data=Data(seed=1, shard_records=8)).ledger
     assert isinstance(ledger, Ledger)
     assert ledger.shard_records == 8, "what may change"
     with pytest.raises(InvalidJob, match=match):
-        restored(Data(**data))
+        next_term(saved, version=7, data=Data(**data))
 
 
 def committed(state: JobState, contributions: list[Contribution], now: float = 0.0) -> None:
@@ -142,15 +113,7 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
     state.drop(0, "left")
     state.chiefs = {0: 1, 1: 0}
     saved = json.loads(json.dumps(kept.to_checkpoint(state)))
-    again = kept.from_checkpoint(
-        saved,
-        term=2,
-        lease=timedelta(seconds=10),
-        consistency=Consistency(),
-        data=Data(shard_records=10),
-        version=1,
-        model=MODEL,
-    )
+    again = next_term(saved, version=1, data=Data(shard_records=10))
     assert (again.version, again.term, again.initialised, again.resumed) == (1, 2, True, True)
     assert again.settings == state.settings
     assert (again.chiefs, again.stopped) == ({0: 1, 1: 0}, "")
