@@ -41,8 +41,8 @@ from elastic_operator.settings import Settings
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.errors import ConnectionLost
 from elastic_ps.status import Member, Progress, ServerStatus
-from tests.e2e.operator_process import requests
-from tests.unit.simulation import job_document
+from tests.testing.operator_process import requests
+from tests.testing.simulation import job_document
 
 ROOT = Path(__file__).parents[1]
 INSIDE = "ELASTIC_PS_FLEET_NAMESPACE"

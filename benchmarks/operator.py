@@ -25,7 +25,7 @@ from elastic_operator import builders
 from elastic_operator.wiring import HEADLESS
 from elastic_ps.job import TrainingJobSpec
 from tests.e2e.cluster import GivenCluster, wait_for
-from tests.e2e.operator_process import OperatorProcess, requests, sleeper
+from tests.testing.operator_process import OperatorProcess, requests, sleeper
 
 UNSCHEDULABLE = {"template": {"spec": {"nodeSelector": {"elastic-ps.dev/benchmark": "no-such-node"}}}}
 

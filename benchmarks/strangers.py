@@ -38,7 +38,7 @@ from elastic_ps.transport.line import HEAD, Kind
 from elastic_ps.transport.stream import GREETING
 from elastic_ps.transport.tcp import TcpServer
 from elastic_ps.transport.wire import messages
-from tests.certificates import HOUR, JOB, authority, write
+from tests.testing.certificates import HOUR, JOB, authority, write
 
 THREADS = 4
 SECONDS = 20.0

@@ -27,7 +27,7 @@ from tests.e2e.cluster import (
     host,
     wait_for,
 )
-from tests.e2e.operator_process import OperatorProcess
+from tests.testing.operator_process import OperatorProcess
 from tools.load_images import load_images
 
 IMAGES_LOADED = pytest.StashKey[Future[None]]()

@@ -13,8 +13,8 @@ import yaml
 from elastic_operator.names import SECRET_TYPE
 from tests.e2e.cluster import GivenCluster, wait_for
 from tests.e2e.conftest import minor_version
-from tests.e2e.operator_process import sleeper
-from tests.templates import FORBIDDEN, PERMITTED, volume
+from tests.testing.operator_process import sleeper
+from tests.testing.templates import FORBIDDEN, PERMITTED, volume
 from tools.render_install import render
 
 pytestmark = pytest.mark.usefixtures("definition")

@@ -21,7 +21,7 @@ import pytest
 
 from elastic_ps.job import API_VERSION, KIND
 from tests.e2e.cluster import Cluster, wait_for
-from tests.e2e.operator_process import Jobs, OperatorProcess
+from tests.testing.operator_process import Jobs, OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("definition")
 

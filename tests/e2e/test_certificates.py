@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import GivenCluster, wait_for
-from tests.e2e.operator_process import TRAINING_IMAGE, Jobs, OperatorProcess, digits
+from tests.testing.operator_process import TRAINING_IMAGE, Jobs, OperatorProcess, digits
 
 pytestmark = pytest.mark.usefixtures("definition", "training_images")
 

@@ -11,8 +11,8 @@ import pytest
 from elastic_ps.drill.history import Data, check, consistencies
 from elastic_ps.job import API_VERSION, KIND
 from tests.e2e.cluster import Cluster, wait_for
-from tests.e2e.operator_process import HISTORIES, TRAINING_IMAGE, Jobs, OperatorProcess
-from tests.e2e.recorded_job import CONFIG, histories, hurry, template
+from tests.testing.operator_process import HISTORIES, TRAINING_IMAGE, Jobs, OperatorProcess
+from tests.testing.recorded_job import CONFIG, histories, hurry, template
 
 pytestmark = pytest.mark.usefixtures("definition", "training_images")
 

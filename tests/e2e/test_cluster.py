@@ -25,7 +25,7 @@ from tests.e2e.cluster import (
 )
 from tests.e2e.cluster.processes import marked
 from tests.e2e.conftest import install_definition, unavailable
-from tests.e2e.operator_process import Jobs, OperatorProcess
+from tests.testing.operator_process import Jobs, OperatorProcess
 
 MINUTE = timedelta(minutes=1)
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.e2e.cluster import GivenCluster, wait_for
-from tests.e2e.operator_process import LIMIT, Jobs, OperatorProcess
+from tests.testing.operator_process import LIMIT, Jobs, OperatorProcess
 from tools.render_install import render
 
 pytestmark = pytest.mark.usefixtures("definition")

@@ -12,7 +12,7 @@ from elastic_operator.crd import crd
 from elastic_operator.merging import merge
 from tests.e2e.cluster import GivenCluster
 from tests.e2e.conftest import minor_version
-from tests.e2e.operator_process import sleeper
+from tests.testing.operator_process import sleeper
 
 pytestmark = pytest.mark.usefixtures("definition")
 

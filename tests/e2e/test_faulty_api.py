@@ -14,8 +14,8 @@ from typing import get_args
 import pytest
 
 from tests.e2e.cluster import Cluster, GivenCluster, wait_for
-from tests.e2e.faulty_api import FAULTS, Fault, FaultyApi
-from tests.e2e.operator_process import Jobs, OperatorProcess
+from tests.testing.faulty_api import FAULTS, Fault, FaultyApi
+from tests.testing.operator_process import Jobs, OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("definition")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.network import Hosts, address
-from tests.integration import mpirun
-from tests.polling import LIMIT
+from tests.testing import mpirun
+from tests.testing.polling import LIMIT
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +63,7 @@ def test_workers_on_other_hosts_train(hosts: Hosts, tmp_path: Path, options: str
         "kind": "TrainingJob",
         "metadata": {"name": "hostfile"},
         "spec": {
-            "entrypoint": "tests.integration.scripts.steady:main",
+            "entrypoint": "tests.testing.scripts.steady:main",
             "arguments": {"records": 300, "widths": [6, 16, 1]},
         },
     }

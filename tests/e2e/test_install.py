@@ -18,7 +18,7 @@ from helm_python import Config, HelmError
 from tests.e2e.cluster import GivenCluster, wait_for
 from tests.e2e.cluster.shell import run
 from tests.e2e.conftest import restrict
-from tests.e2e.operator_process import HISTORIES, ROOT, TRAINING_IMAGE, Jobs, digits, requests
+from tests.testing.operator_process import HISTORIES, ROOT, TRAINING_IMAGE, Jobs, digits, requests
 
 CHART = ROOT / "charts" / "elastic-ps"
 SYSTEM = "elastic-ps-system"

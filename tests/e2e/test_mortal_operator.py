@@ -11,7 +11,7 @@ import pytest
 
 from elastic_operator.api import EXIT_TEST
 from tests.e2e.cluster import GivenCluster, wait_for
-from tests.e2e.operator_process import LIMIT, Jobs, OperatorProcess
+from tests.testing.operator_process import LIMIT, Jobs, OperatorProcess
 
 CLAIM = {"checkpoint": {"volumeClaim": {"storage": "10Mi"}}}
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.cluster import Cluster, ClusterError, GivenCluster, wait_for
 from tests.e2e.cluster.layout import NODE
-from tests.e2e.operator_process import LIMIT, Jobs, OperatorProcess, requests, writes
+from tests.testing.operator_process import LIMIT, Jobs, OperatorProcess, requests, writes
 
 CLAIM = {"checkpoint": {"volumeClaim": {"storage": "10Mi"}}}
 

@@ -17,8 +17,8 @@ from tests.e2e.cluster.apt import fetch_binaries, require_debian
 from tests.e2e.cluster.errors import ClusterUnavailable
 from tests.e2e.cluster.shell import run
 from tests.e2e.conftest import unavailable
-from tests.integration import mpirun
-from tests.polling import LIMIT
+from tests.testing import mpirun
+from tests.testing.polling import LIMIT
 
 PACKAGES = (
     *("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins"),
@@ -114,7 +114,7 @@ def test_srun_starts_a_job_on_three_nodes(slurm: Path, tmp_path: Path) -> None:
         "kind": "TrainingJob",
         "metadata": {"name": "under-slurm"},
         "spec": {
-            "entrypoint": "tests.integration.scripts.steady:main",
+            "entrypoint": "tests.testing.scripts.steady:main",
             "arguments": {"records": 300, "widths": [6, 16, 1]},
         },
     }

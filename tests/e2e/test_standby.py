@@ -16,7 +16,7 @@ import yaml
 
 from tests.e2e.cluster import Cluster, GivenCluster, wait_for
 from tests.e2e.cluster.base import find_kubectl
-from tests.e2e.operator_process import HISTORIES, ROOT, TRAINING_IMAGE, Jobs, OperatorProcess, digits
+from tests.testing.operator_process import HISTORIES, ROOT, TRAINING_IMAGE, Jobs, OperatorProcess, digits
 
 pytestmark = pytest.mark.usefixtures("definition", "training_images")
 

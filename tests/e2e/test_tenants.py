@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.cluster import GivenCluster, wait_for
-from tests.e2e.operator_process import Jobs, OperatorProcess, sleeper
-from tests.templates import FORBIDDEN
+from tests.testing.operator_process import Jobs, OperatorProcess, sleeper
+from tests.testing.templates import FORBIDDEN
 
 pytestmark = pytest.mark.usefixtures("definition")
 

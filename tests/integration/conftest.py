@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.certificates import remove_pair
-from tests.integration.transports import TRANSPORTS, World
-from tests.polling import eventually
+from tests.testing.certificates import remove_pair
+from tests.testing.polling import eventually
+from tests.testing.transports import TRANSPORTS, World
 
 
 @pytest.fixture(scope="session")

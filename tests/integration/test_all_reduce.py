@@ -26,19 +26,19 @@ from elastic_ps.worker.client import Client
 from elastic_ps.worker.group import Broken, Group, Store, host_towards, require_safe
 from elastic_ps.worker.replica import Replica
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, make_spec, running_job
-from tests.integration.histories import check_histories
-from tests.integration.launching import make_job, version_of, wait_for_end, wait_for_workers
-from tests.integration.oracle import (
+from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job
+from tests.testing.histories import check_histories
+from tests.testing.launching import make_job, version_of, wait_for_end, wait_for_workers
+from tests.testing.oracle import (
     assert_each_record_once,
     assert_equal_up_to_round_off,
     mse,
     ranges_of,
     replay,
 )
-from tests.polling import LIMIT, eventually
+from tests.testing.polling import LIMIT, eventually
 
-STEADY = "tests.integration.scripts.steady:main"
+STEADY = "tests.testing.scripts.steady:main"
 Models = dict[int, torch.nn.Module]
 Make = Callable[[torch.nn.Module], torch.optim.Optimizer]
 

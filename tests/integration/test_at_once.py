@@ -17,10 +17,10 @@ from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.dialogue import Answers, Step
 from elastic_ps.worker.encoder import Payload
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, events, make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
-from tests.integration.trained import Models, sgd
-from tests.polling import eventually
+from tests.testing.harness import Numbers, events, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.testing.polling import eventually
+from tests.testing.trained import Models, sgd
 
 
 class Counting(Connection):

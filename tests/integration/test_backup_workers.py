@@ -14,10 +14,10 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused, UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, events, make_mlp, make_spec, running_job
-from tests.integration.oracle import assert_each_record_once, mse
-from tests.integration.trained import alone, check_against_replay, sgd
-from tests.polling import eventually
+from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
+from tests.testing.oracle import assert_each_record_once, mse
+from tests.testing.polling import eventually
+from tests.testing.trained import alone, check_against_replay, sgd
 
 BACKUP = {"backupWorkers": 1}
 ACCUMULATE = {"mode": "accumulate", "gradients": 2}

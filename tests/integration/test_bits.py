@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job
-from tests.integration.transports import BY_NAME
-from tests.polling import eventually
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.polling import eventually
+from tests.testing.transports import BY_NAME
 
 WORKERS, EPOCHS, RECORDS, BATCH = 3, 9, 60, 4
 

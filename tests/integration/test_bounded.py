@@ -23,10 +23,10 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused
 from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, events, make_mlp, make_spec, running_job
-from tests.integration.oracle import assert_each_record_once, mse, ranges_of
-from tests.integration.trained import adam, sgd, training
-from tests.polling import eventually
+from tests.testing.harness import Job, Numbers, events, make_mlp, make_spec, running_job
+from tests.testing.oracle import assert_each_record_once, mse, ranges_of
+from tests.testing.polling import eventually
+from tests.testing.trained import adam, sgd, training
 
 MOST = 6
 

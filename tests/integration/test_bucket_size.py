@@ -14,16 +14,16 @@ from elastic_ps.errors import ConnectionLost
 from elastic_ps.worker import client
 from elastic_ps.worker.probe import measure
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job
-from tests.integration.oracle import (
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.oracle import (
     assert_each_record_once,
     assert_equal_up_to_round_off,
     mse,
     of_the_end,
     replay,
 )
-from tests.integration.trained import Models, sgd
-from tests.polling import LIMIT
+from tests.testing.polling import LIMIT
+from tests.testing.trained import Models, sgd
 
 WIDTHS = (6, 200, 200, 1)
 """A model of 168 kB."""

@@ -22,10 +22,10 @@ from elastic_ps.local.state import write_atomically
 from elastic_ps.training import Compression
 from elastic_ps.tuning import Tuning
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, events, make_mlp, running_job
-from tests.integration.launching import wait_for_workers
-from tests.integration.oracle import assert_each_record_once, mse
-from tests.polling import eventually
+from tests.testing.harness import Job, Numbers, events, make_mlp, running_job
+from tests.testing.launching import wait_for_workers
+from tests.testing.oracle import assert_each_record_once, mse
+from tests.testing.polling import eventually
 
 SYNC: dict[str, Any] = {"mode": "sync"}
 BOUNDED: dict[str, Any] = {"mode": "bounded", "maxStaleness": 3}
@@ -328,7 +328,7 @@ def test_a_running_job_is_changed_and_begins_so_when_its_parameter_server_is_kil
             "kind": "TrainingJob",
             "metadata": {"name": "changing"},
             "spec": {
-                "entrypoint": "tests.integration.scripts.steady:main",
+                "entrypoint": "tests.testing.scripts.steady:main",
                 "arguments": {"records": 1_000_000, "seconds": 0.02},
                 "worker": {"replicas": 2},
             },

@@ -16,8 +16,8 @@ from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.errors import CheckpointCorrupt
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
 
 SERVER = {"checkpoint": {"interval": "1h", "everyVersions": 2, "keep": 2}}
 

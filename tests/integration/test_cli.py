@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from elastic_ps.cli.run import AT_ONCE
-from tests.integration.launching import FAKE, gone, job_document
-from tests.polling import LIMIT, eventually
+from tests.testing.launching import FAKE, gone, job_document
+from tests.testing.polling import LIMIT, eventually
 
 FOREVER = 10_000_000
 COMMAND = f"""

@@ -16,7 +16,7 @@ from elastic_ps.checkpoint import files
 from elastic_ps.cli.commands import command_of
 from elastic_ps.cli.view import PlainDisplay
 from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
-from tests.integration.launching import PROGRAMS, job_document
+from tests.testing.launching import PROGRAMS, job_document
 
 
 @pytest.fixture

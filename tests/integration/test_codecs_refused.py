@@ -16,10 +16,10 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.errors import InvalidJob, Refused
 from elastic_ps.training import Compression
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
-from tests.integration.trained import Models, sgd
-from tests.polling import LIMIT
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.testing.polling import LIMIT
+from tests.testing.trained import Models, sgd
 
 
 class Longer(Codec):

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from elastic_ps.local.processes import free_ports
-from tests.integration import mpirun
-from tests.integration.scripts import together
+from tests.testing import mpirun
+from tests.testing.scripts import together
 
 CHECKS = [name for name in vars(together) if name.startswith("check_")]
 LIMIT = 300

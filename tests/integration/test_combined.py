@@ -14,12 +14,12 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
 from tests.integration.test_global_batch import check_sets, difference
 from tests.integration.test_unreliable import Network, Unreliable
-from tests.integration.trained import sgd
-from tests.polling import eventually
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
+from tests.testing.polling import eventually
+from tests.testing.trained import sgd
 
 LIMIT = 0.8
 Models = dict[tuple[int, int], torch.nn.Module]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.datafiles import write_mnist
+from tests.testing.datafiles import write_mnist
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()

@@ -19,17 +19,17 @@ from elastic_ps.errors import InvalidJob
 from elastic_ps.models import accuracy
 from elastic_ps.server.deltas import make_delta
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import (
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import (
     assert_each_record_once,
     assert_equal_up_to_round_off,
     mse,
     of_the_end,
     replay,
 )
-from tests.integration.trained import Models, alone, sgd, training
-from tests.integration.transports import BY_NAME
-from tests.polling import LIMIT, eventually
+from tests.testing.polling import LIMIT, eventually
+from tests.testing.trained import Models, alone, sgd, training
+from tests.testing.transports import BY_NAME
 from tests.unit.test_codecs import Negative
 
 NEGATIVE = "tests.unit.test_codecs:Negative"

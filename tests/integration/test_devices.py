@@ -15,12 +15,12 @@ import torch
 from elastic_ps.worker import staging
 from elastic_ps.worker.session import Session
 from elastic_ps.worker.tuner import Tuner
-from tests.integration.devices import LateDevice, Said
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
-from tests.integration.trained import Models, sgd
-from tests.integration.transports import BY_NAME
-from tests.polling import eventually
+from tests.testing.devices import LateDevice, Said
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.testing.polling import eventually
+from tests.testing.trained import Models, sgd
+from tests.testing.transports import BY_NAME
 
 BUCKETS = {"bucketBytes": 1024}
 

@@ -17,9 +17,9 @@ from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
-from tests.integration.trained import Models, alone, sgd
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.testing.trained import Models, alone, sgd
 
 FIELDS: dict[str, Any] = {"parameterServer": {"replicas": 2, "bucketBytes": 1024}}
 

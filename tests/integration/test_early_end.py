@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ps import exits
-from tests.polling import LIMIT, eventually
+from tests.testing.polling import LIMIT, eventually
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import torch
 import elastic_ps
 from elastic_ps.engine import Engine, State
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.trained import sgd
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.trained import sgd
 
 RECORDS, BATCH, EPOCHS = 20, 5, 2
 STEP = ["on_sample", "on_forward", "on_backward", "on_update"]

@@ -13,16 +13,16 @@ import torch
 
 from elastic_ps.core.settings import ALLOWED
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job
-from tests.integration.oracle import (
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.oracle import (
     MakeOptimizer,
     assert_each_record_once,
     assert_equal_up_to_round_off,
     mse,
     replay,
 )
-from tests.integration.transports import BY_NAME
-from tests.polling import eventually
+from tests.testing.polling import eventually
+from tests.testing.transports import BY_NAME
 
 Models = dict[int, torch.nn.Module]
 CLASSES: dict[str, dict[str, Any]] = {
@@ -235,7 +235,7 @@ def test_workers_join_leave_and_vanish(tmp_path: Path, name: str, shards: int) -
 
 def pushes(history: Path, worker: int, step: int) -> int:
     """How many buckets of this step a worker has begun to push."""
-    from tests.integration.harness import events
+    from tests.testing.harness import events
 
     return sum(e["event"] == "push" and e["step"] == step for e in events(history, f"worker-{worker}"))
 

@@ -23,10 +23,10 @@ from elastic_ps.evaluator.remote import JobSource
 from elastic_ps.models import LeNet
 from elastic_ps.worker.session import Session
 from examples.digits import evaluate
-from tests.integration.harness import Job, Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
-from tests.integration.trained import sgd
-from tests.polling import LIMIT
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
+from tests.testing.polling import LIMIT
+from tests.testing.trained import sgd
 
 EVERY, STEPS = 5, 22
 EVALUATOR = {

@@ -16,14 +16,14 @@ import torch
 
 from elastic_ps.local import Launcher, Options
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, events, make_mlp, running_job
-from tests.integration.histories import check_histories, worker_steps
-from tests.integration.launching import make_job, version_of, wait_for_end, wait_for_workers
-from tests.integration.oracle import mse
-from tests.integration.transports import BY_NAME
-from tests.polling import eventually
+from tests.testing.harness import Numbers, events, make_mlp, running_job
+from tests.testing.histories import check_histories, worker_steps
+from tests.testing.launching import make_job, version_of, wait_for_end, wait_for_workers
+from tests.testing.oracle import mse
+from tests.testing.polling import eventually
+from tests.testing.transports import BY_NAME
 
-STEADY = "tests.integration.scripts.steady:main"
+STEADY = "tests.testing.scripts.steady:main"
 
 
 class Crash(Exception):

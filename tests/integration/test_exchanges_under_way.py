@@ -23,12 +23,12 @@ from elastic_ps.errors import InvalidJob
 from elastic_ps.training import Consistency
 from elastic_ps.worker.flight import Flight
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, make_spec, running_job
-from tests.integration.oracle import Commit, assert_equal_up_to_round_off, mse
 from tests.integration.test_fragments import fragments_of
 from tests.integration.test_local_steps import BATCH, Dying, adamw, check_histories, local, steps_on, train
-from tests.integration.trained import alone
-from tests.polling import LIMIT, eventually
+from tests.testing.harness import Numbers, make_mlp, make_spec, running_job
+from tests.testing.oracle import Commit, assert_equal_up_to_round_off, mse
+from tests.testing.polling import LIMIT, eventually
+from tests.testing.trained import alone
 
 WIDTHS = (6, 16, 16, 16, 1)
 

@@ -19,7 +19,7 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.errors import CheckpointCorrupt, InvalidModel, ModelMismatch, UserError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import running_job
+from tests.testing.harness import running_job
 
 SERVER = {"replicas": 2, "bucketBytes": 1024, "checkpoint": {"interval": "1h", "everyVersions": 4, "keep": 9}}
 TOKENS = torch.randint(0, 50, (60, 8), generator=torch.Generator().manual_seed(1))

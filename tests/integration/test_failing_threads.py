@@ -10,8 +10,8 @@ import torch
 
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
 
 
 @pytest.mark.parametrize(

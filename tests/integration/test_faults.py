@@ -37,8 +37,8 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, unary
 from elastic_ps.transport.grpc import GrpcConnection
 from elastic_ps.transport.wire import messages
-from tests.integration.launching import version_of
-from tests.polling import eventually
+from tests.testing.launching import version_of
+from tests.testing.polling import eventually
 
 LIMIT = timedelta(seconds=120)
 MIB = 1024 * 1024
@@ -60,7 +60,7 @@ def job(
     """A job that is slow until `hurry` in the directory exists; `server`: fields of its parameter server."""
     pace = {"seconds": 0.4, "hurry": str(directory / "hurry")}
     spec = {
-        "entrypoint": "tests.integration.scripts.steady:main",
+        "entrypoint": "tests.testing.scripts.steady:main",
         "arguments": {"records": RECORDS, "widths": [6, 64, 64, 1], **pace, **arguments},
         "parameterServer": {"bucketBytes": 4096, "checkpoint": {"interval": "300ms"}, **(server or {})},
         "worker": {"replicas": 2, "leaseDuration": "2s"},
@@ -172,7 +172,7 @@ def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(
 def test_workers_parameter_server_and_evaluator_are_killed_in_other_modes(
     tmp_path: Path, consistency: dict[str, Any]
 ) -> None:
-    evaluator = {"entrypoint": "tests.integration.scripts.evaluates:main", "every": 20, "backlog": 100}
+    evaluator = {"entrypoint": "tests.testing.scripts.evaluates:main", "every": 20, "backlog": 100}
     kinds: list[Kind] = ["kill-worker", "kill-ps", "kill-evaluator"]
     result = drill(tmp_path, kinds, seed=1, consistency=consistency, evaluator=evaluator)
     assert [each.state for each in result.injections] == ["recovered"] * 3

@@ -13,9 +13,9 @@ import torch
 from elastic_ps.codec.optimizers import Entry
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
-from tests.integration.trained import adam, failing, sgd
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
+from tests.testing.trained import adam, failing, sgd
 
 RECORDS, BATCH = 40, 4
 HALF = RECORDS // BATCH // 2

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
-from tests.polling import eventually
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
+from tests.testing.polling import eventually
 
 
 class Child:

@@ -23,14 +23,14 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options, Programs
 from elastic_ps.local.forks import ForkServer
-from tests.forked import forked
-from tests.integration.launching import gone, version_of, wait_for_workers
-from tests.polling import eventually
+from tests.testing.forked import forked
+from tests.testing.launching import gone, version_of, wait_for_workers
+from tests.testing.polling import eventually
 
 
 def job(name: str = "forks", **spec: Any) -> TrainingJob:
     described = {
-        "entrypoint": "tests.integration.scripts.steady:main",
+        "entrypoint": "tests.testing.scripts.steady:main",
         "arguments": {"records": 1_000_000, "seconds": 0.02},
         "worker": {"replicas": 2},
         "parameterServer": {"checkpoint": {"everyVersions": 1}},

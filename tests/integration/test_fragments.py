@@ -21,14 +21,14 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.training import Consistency
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, make_spec, running_job
-from tests.integration.oracle import (
+from tests.integration.test_local_steps import BATCH, Dying, adamw, local, steps_on, train
+from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job
+from tests.testing.oracle import (
     Commit,
     assert_equal_up_to_round_off,
     mse,
 )
-from tests.integration.test_local_steps import BATCH, Dying, adamw, local, steps_on, train
-from tests.integration.trained import alone
+from tests.testing.trained import alone
 
 RULES = pytest.mark.parametrize("outer", ["diloco", "average", "easgd", "downpour"])
 

@@ -11,7 +11,7 @@ import torch
 
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, running_job
+from tests.testing.harness import Numbers, running_job
 
 EPOCHS = 2
 

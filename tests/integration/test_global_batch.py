@@ -17,10 +17,10 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, InvalidModel, UsageError
 from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, events, make_mlp, make_spec, running_job
-from tests.integration.oracle import Commit, mse, ranges_of
-from tests.integration.trained import alone, sgd
-from tests.polling import eventually
+from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
+from tests.testing.oracle import Commit, mse, ranges_of
+from tests.testing.polling import eventually
+from tests.testing.trained import alone, sgd
 
 DATA = Numbers(100)
 

@@ -17,11 +17,11 @@ from elastic_ps.local import Launcher, LocalStatus, Options
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.transport.grpc import GrpcConnection
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, make_spec, running_job
-from tests.integration.launching import make_job, wait_for_end
-from tests.integration.oracle import mse, ranges_of
-from tests.integration.trained import training
-from tests.polling import LIMIT, eventually
+from tests.testing.harness import Numbers, make_mlp, make_spec, running_job
+from tests.testing.launching import make_job, wait_for_end
+from tests.testing.oracle import mse, ranges_of
+from tests.testing.polling import LIMIT, eventually
+from tests.testing.trained import training
 
 MB = 1e6
 
@@ -30,7 +30,7 @@ def test_two_thousand_steps(tmp_path: Path) -> None:
     """Between step 400 and the end, no process gains a thread, or more than a few megabytes."""
     job = make_job(
         workers=1,
-        spec={"entrypoint": "tests.integration.scripts.steady:main"},
+        spec={"entrypoint": "tests.testing.scripts.steady:main"},
         records=2400,
         batch_size=1,
         widths=[6, 8, 1],

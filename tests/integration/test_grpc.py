@@ -29,7 +29,7 @@ from elastic_ps.transport.base import Frame, Incoming, Limits, unary
 from elastic_ps.transport.grpc import WINDOW, GrpcConnection, GrpcServer
 from elastic_ps.transport.wire import messages
 from elastic_ps.worker import client
-from tests.polling import LIMIT, eventually
+from tests.testing.polling import LIMIT, eventually
 
 LONG = timedelta(seconds=60)
 MIB = 1024 * 1024

@@ -13,9 +13,9 @@ import torch
 from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once, mse
-from tests.polling import LIMIT
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once, mse
+from tests.testing.polling import LIMIT
 
 PARTS = 3
 

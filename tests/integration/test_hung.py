@@ -23,9 +23,9 @@ from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
 from elastic_ps.server import shard as shard_module
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
-from tests.polling import eventually
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
+from tests.testing.polling import eventually
 
 LIMIT = timedelta(seconds=120)
 WAITED = r"the others have waited for its step for \d+\.\d s"
@@ -120,7 +120,7 @@ def test_who_waits_for_its_turn_waits_for_as_long_as_it_takes(
 
 def hanging_job(tmp_path: Path, how: str, *, limit: str = "4s") -> TrainingJob:
     spec = {
-        "entrypoint": "tests.integration.scripts.steady:main",
+        "entrypoint": "tests.testing.scripts.steady:main",
         "arguments": {
             "records": 1200 if how == "looping" else 4000,  # who is killed when all is trained has not failed
             "seconds": 0.01,

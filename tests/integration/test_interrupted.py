@@ -16,10 +16,10 @@ from elastic_ps.worker.client import Client
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.model import Flat
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once, mse
-from tests.integration.trained import alone, sgd
-from tests.polling import eventually
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once, mse
+from tests.testing.polling import eventually
+from tests.testing.trained import alone, sgd
 
 
 def test_while_it_asks_again_for_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

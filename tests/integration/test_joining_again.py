@@ -11,9 +11,9 @@ import torch
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.worker.dialogue import Wanted
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once, mse
-from tests.polling import LIMIT, eventually
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once, mse
+from tests.testing.polling import LIMIT, eventually
 
 
 def instance_of(job: Job, worker: int) -> str:

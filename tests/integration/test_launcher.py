@@ -26,9 +26,9 @@ from elastic_ps.local.report import build_report
 from elastic_ps.local.state import JobDirectory
 from elastic_ps.process import usable_cores
 from elastic_ps.status import Member
-from tests.forked import forked
-from tests.integration.launching import PROGRAMS, gone, make_job, wait_for_end, wait_for_workers, workers_of
-from tests.polling import LIMIT, eventually
+from tests.testing.forked import forked
+from tests.testing.launching import PROGRAMS, gone, make_job, wait_for_end, wait_for_workers, workers_of
+from tests.testing.polling import LIMIT, eventually
 
 FOREVER = 10_000_000
 

@@ -19,14 +19,14 @@ from elastic_ps.core.balance import Balance
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.local import Launcher, Options
 from elastic_ps.worker.session import Session
-from tests.integration import histories
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.launching import gone, make_job, version_of, wait_for_end, wait_for_workers
-from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse
 from tests.integration.test_local_steps import BATCH, adamw, check_histories, local, reference
-from tests.polling import eventually
+from tests.testing import histories
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.launching import gone, make_job, version_of, wait_for_end, wait_for_workers
+from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse
+from tests.testing.polling import eventually
 
-STEADY = "tests.integration.scripts.steady:main"
+STEADY = "tests.testing.scripts.steady:main"
 Place = tuple[int, int]
 """A worker, and which one of its processes."""
 

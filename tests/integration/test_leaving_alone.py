@@ -18,8 +18,8 @@ from elastic_ps.errors import TransportError
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.worker import client
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, events, make_mlp, make_spec, running_job
-from tests.polling import LIMIT, eventually
+from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
+from tests.testing.polling import LIMIT, eventually
 
 
 @pytest.mark.parametrize("server", [{}, {"bucketBytes": 1024}, {"replicas": 2, "bucketBytes": 1024}])
@@ -67,7 +67,7 @@ class Processes:
         self._address, self._http = free_addresses(2)
         self._history = path
         self._spec = make_spec(
-            entrypoint="tests.integration.scripts.steady:main",
+            entrypoint="tests.testing.scripts.steady:main",
             arguments={"records": 4000, "seconds": 0.2, "hurry": str(path / "never"), "widths": [6, 4, 1]},
         )
 

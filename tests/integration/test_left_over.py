@@ -15,9 +15,9 @@ import torch
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, events, running_job
-from tests.integration.oracle import assert_each_record_once
-from tests.polling import eventually
+from tests.testing.harness import Job, Numbers, events, running_job
+from tests.testing.oracle import assert_each_record_once
+from tests.testing.polling import eventually
 
 ELEMENTS, BATCH = 512, 4
 TOPK = {"codec": "topk", "options": {"ratio": 0.125}}

@@ -11,9 +11,9 @@ import torch
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Indexes, Job, Numbers, Tally, make_mlp, running_job
-from tests.integration.oracle import mse
-from tests.integration.trained import sgd
+from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, running_job
+from tests.testing.oracle import mse
+from tests.testing.trained import sgd
 
 
 def lose_server_in_request(number: int, session: Session, job: Job, lost: list[int]) -> None:

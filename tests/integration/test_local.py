@@ -24,8 +24,8 @@ from elastic_ps.transport.base import Frame, Incoming, Server, unary
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.local import LocalServer
 from elastic_ps.transport.memory import Mapped, SharedMemory, place_of, shared_if_possible
-from tests.integration.transports import LONG, Reading, echo, read
-from tests.polling import LIMIT, eventually
+from tests.testing.polling import LIMIT, eventually
+from tests.testing.transports import LONG, Reading, echo, read
 
 LARGE = line.SMALL + 1
 NUMBERS = itertools.count(os.getpid() * 1000 + 500)

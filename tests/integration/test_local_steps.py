@@ -24,16 +24,16 @@ from elastic_ps.errors import InvalidJob, InvalidModel, UsageError
 from elastic_ps.training import Consistency
 from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Indexes, Job, Numbers, Tally, make_mlp, make_spec, running_job
-from tests.integration.oracle import (
+from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, make_spec, running_job
+from tests.testing.oracle import (
     Commit,
     MakeOptimizer,
     assert_each_record_once,
     assert_equal_up_to_round_off,
     mse,
 )
-from tests.integration.trained import alone, sgd, training
-from tests.polling import eventually
+from tests.testing.polling import eventually
+from tests.testing.trained import alone, sgd, training
 
 BATCH = 4
 

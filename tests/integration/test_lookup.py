@@ -13,7 +13,7 @@ from elastic_ps.errors import ConnectionLost
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.transport import tcp, ways
 from elastic_ps.transport.base import Frame, Incoming, unary
-from tests.integration.transports import LONG
+from tests.testing.transports import LONG
 
 NAME = "digits-ps-0.digits-servers"
 

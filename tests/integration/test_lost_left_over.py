@@ -12,7 +12,7 @@ from elastic_ps.server.decoder import Decoder
 from elastic_ps.training import Compression
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.encoder import Encoder
-from tests.unit.shard_rig import Body
+from tests.testing.shard import Body
 
 ELEMENTS = 65 * 10
 SPEC = TensorSpec("weight", (ELEMENTS,), "float32", Rule.GRADIENT, 0)

@@ -13,8 +13,8 @@ import torch
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Report
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
 
 
 def computing(job: Job) -> set[int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.mortal import Fate, Mortals
+from tests.testing.mortal import Fate, Mortals
 
 BUCKETS = 5
 """Of the workers' model."""

@@ -23,8 +23,8 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.local import JobDirectory
 from elastic_ps.local.state import LocalStatus
-from tests.integration import mpirun
-from tests.polling import LIMIT, eventually
+from tests.testing import mpirun
+from tests.testing.polling import LIMIT, eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ class Ranks:
 
     def job(self, **spec: Any) -> Path:
         """A job of one worker, if nothing else is said."""
-        given = {"entrypoint": "tests.integration.scripts.steady:main", **spec}
+        given = {"entrypoint": "tests.testing.scripts.steady:main", **spec}
         document = {
             "apiVersion": "elastic-ps.dev/v1alpha1",
             "kind": "TrainingJob",
@@ -182,7 +182,7 @@ def test_through_mpi_a_worker_and_a_parameter_server_that_die_are_replaced_and_n
     server = {"replicas": 2, "checkpoint": checkpoint}
     job = ranks.job(worker={"replicas": 2}, parameterServer=server, **slow(600))
     history = ranks.directory / "history"
-    run = ranks.start_module(3, "tests.integration.scripts.relayed", job, history)
+    run = ranks.start_module(3, "tests.testing.scripts.relayed", job, history)
     for name in ("worker-1", "ps-0", "worker-0", "ps-1"):
         status = ranks.trains(3)
         assert status.server is not None
@@ -224,7 +224,7 @@ def test_what_ends_mpirun_ends_everything_and_the_job_goes_on_with_resume(ranks:
 def test_a_script_that_uses_mpi_itself_is_alone_there(ranks: Ranks) -> None:
     (ranks.directory / "alone.py").write_text(
         "from mpi4py import MPI\n"
-        "from tests.integration.scripts.steady import main as train\n"
+        "from tests.testing.scripts.steady import main as train\n"
         "def main(**arguments):\n"
         "    assert MPI.COMM_WORLD.Get_size() == 1\n"
         "    train(**arguments)\n"
@@ -237,7 +237,7 @@ def test_a_script_that_uses_mpi_itself_is_alone_there(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_fails_ends_all_ranks(ranks: Ranks) -> None:
-    module = "tests.integration.scripts.failing_rank"
+    module = "tests.testing.scripts.failing_rank"
     run = ranks.start_module(3, module, "run", ranks.job(**slow(2000)))
     status = ranks.trains()
     os.kill(ranks.pids()["worker-0"], signal.SIGKILL)
@@ -248,7 +248,7 @@ def test_a_rank_that_fails_ends_all_ranks(ranks: Ranks) -> None:
 
 
 def test_an_order_and_an_answer_that_are_both_large_do_not_wait_for_each_other(ranks: Ranks) -> None:
-    run = ranks.start_module(2, "tests.integration.scripts.orders")
+    run = ranks.start_module(2, "tests.testing.scripts.orders")
     out, err = run.communicate(timeout=LIMIT)
     assert run.returncode == 0, err
     assert out == "closed\n"

@@ -15,11 +15,11 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.partition import partition
 from elastic_ps.server.saved import require_usable
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
 from tests.integration.test_frozen import Adapted
 from tests.integration.test_scripts_parameters import Odd, Quantised
-from tests.integration.trained import adam, sgd
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
+from tests.testing.trained import adam, sgd
 
 BUCKET, SHARDS = 1024, 2
 SERVER = {

@@ -23,8 +23,8 @@ from elastic_ps.transport import tcp
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
 from elastic_ps.transport.credentials import Credentials, of_process
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
-from tests.integration.transports import LONG
-from tests.unit.api_server import JOBS, ApiServer
+from tests.testing.api_server import JOBS, ApiServer
+from tests.testing.transports import LONG
 from tests.unit.test_operator_cluster import Operator
 
 PLACE = ("system", "authority")

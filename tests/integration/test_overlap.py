@@ -15,9 +15,9 @@ from elastic_ps.core.partition import Layout
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.worker.sending import SENDERS
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
-from tests.integration.transports import BY_NAME
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
+from tests.testing.transports import BY_NAME
 
 Event = dict[str, Any]
 WIDTHS = (6, *[320] * 10, 1)

@@ -14,19 +14,19 @@ import elastic_ps
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.worker.session import Session
-from tests.integration import optimizers
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.optimizers import Counted, Lion
-from tests.integration.oracle import (
+from tests.testing import optimizers
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.optimizers import Counted, Lion
+from tests.testing.oracle import (
     assert_each_record_once,
     assert_equal_up_to_round_off,
     mse,
     of_the_end,
     replay,
 )
-from tests.integration.trained import Models, failing
+from tests.testing.trained import Models, failing
 
-OWN = ["tests.integration.optimizers:Lion", "tests.integration.optimizers:Counted"]
+OWN = ["tests.testing.optimizers:Lion", "tests.testing.optimizers:Counted"]
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Lion": lambda model: Lion(
         [{"params": model[0].parameters(), "decay": 0.1}, {"params": model[2:].parameters()}], lr=0.001

@@ -20,14 +20,14 @@ from elastic_ps.errors import ModelMismatch, UsageError
 from elastic_ps.local import Launcher, Options
 from elastic_ps.worker import local_world
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.histories import check_histories
-from tests.integration.launching import gone, make_job, version_of, wait_for_end, wait_for_workers
-from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
-from tests.polling import LIMIT, eventually
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.histories import check_histories
+from tests.testing.launching import gone, make_job, version_of, wait_for_end, wait_for_workers
+from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.testing.polling import LIMIT, eventually
 
 ROOT = Path(__file__).parents[2]
-STEADY = "tests.integration.scripts.steady:main"
+STEADY = "tests.testing.scripts.steady:main"
 Models = dict[tuple[int, int], torch.nn.Module]
 
 

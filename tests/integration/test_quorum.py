@@ -10,8 +10,6 @@ import torch
 
 from elastic_ps.errors import InvalidJob
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, make_spec, running_job
-from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse
 from tests.integration.test_local_steps import (
     BATCH,
     Dying,
@@ -21,8 +19,10 @@ from tests.integration.test_local_steps import (
     reference,
     train,
 )
-from tests.integration.trained import training
-from tests.polling import eventually
+from tests.testing.harness import Numbers, make_mlp, make_spec, running_job
+from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse
+from tests.testing.polling import eventually
+from tests.testing.trained import training
 
 
 @pytest.mark.parametrize("outer", ["diloco", "average"])

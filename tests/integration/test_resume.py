@@ -19,8 +19,8 @@ from elastic_ps.errors import CheckpointCorrupt, InvalidJob, InvalidModel, Model
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport.inproc import InprocServer, connect
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job
-from tests.integration.oracle import (
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.oracle import (
     Commit,
     MakeOptimizer,
     assert_each_record_once,

@@ -13,8 +13,8 @@ import torch
 import elastic_ps
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job
-from tests.integration.oracle import (
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.oracle import (
     Loss,
     MakeOptimizer,
     assert_each_record_once,
@@ -23,7 +23,7 @@ from tests.integration.oracle import (
     ranges_of,
     replay,
 )
-from tests.integration.trained import Models, adam, alone, failing, sgd, training
+from tests.testing.trained import Models, adam, alone, failing, sgd, training
 
 SERVERS = [
     pytest.param({"bucketBytes": 1024}, id="one shard"),

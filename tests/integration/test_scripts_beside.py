@@ -11,9 +11,9 @@ import torch
 
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
-from tests.integration.trained import adam, alone, failing, sgd
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
+from tests.testing.trained import adam, alone, failing, sgd
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["before the step", "after the step"])

@@ -12,9 +12,9 @@ import torch
 
 from elastic_ps.errors import InvalidModel, Refused, UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
-from tests.integration.trained import Models, failing, sgd, training
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
+from tests.testing.trained import Models, failing, sgd, training
 
 Change = Callable[[torch.nn.Module], None]
 

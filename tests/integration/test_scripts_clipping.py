@@ -11,9 +11,9 @@ import torch
 
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_equal_up_to_round_off, mse, replay
-from tests.integration.transports import BY_NAME
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_equal_up_to_round_off, mse, replay
+from tests.testing.transports import BY_NAME
 
 LIMIT = 0.8
 

@@ -9,8 +9,8 @@ import torch
 
 import elastic_ps
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_equal_up_to_round_off, mse, replay
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_equal_up_to_round_off, mse, replay
 
 
 def test_compiled_and_plain_workers_train_one_model(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from torch.nn.utils import prune
 
 from elastic_ps.errors import InvalidModel
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
-from tests.integration.trained import Models, alone, check_against_replay, failing, sgd
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.testing.trained import Models, alone, check_against_replay, failing, sgd
 
 SERVERS = [
     pytest.param({"bucketBytes": 1024}, id="one shard"),

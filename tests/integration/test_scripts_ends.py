@@ -11,9 +11,9 @@ import torch
 
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Indexes, Job, Tally, running_job
-from tests.integration.trained import failing
-from tests.polling import LIMIT
+from tests.testing.harness import Indexes, Job, Tally, running_job
+from tests.testing.polling import LIMIT
+from tests.testing.trained import failing
 
 RECORDS = 240
 REASON = "the validation loss has not improved"

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp
-from tests.integration.oracle import mse
-from tests.integration.trained import adam, alone, sgd
+from tests.testing.harness import Numbers, make_mlp
+from tests.testing.oracle import mse
+from tests.testing.trained import adam, alone, sgd
 
 
 @pytest.mark.parametrize("consistency", [{}, {"mode": "local", "steps": 2}], ids=["sync", "local"])

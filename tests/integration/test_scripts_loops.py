@@ -11,18 +11,18 @@ from torch.utils.data import DataLoader
 
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import (
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import (
     assert_each_record_once,
     mse,
 )
-from tests.integration.trained import (
+from tests.testing.polling import eventually
+from tests.testing.trained import (
     alone,
     failing,
     sgd,
 )
-from tests.integration.transports import BY_NAME
-from tests.polling import eventually
+from tests.testing.transports import BY_NAME
 
 Stopping = Callable[[Session, Callable[[], None] | None], None]
 """A script. With a function as second argument, its loop is left; the function waits for the other worker."""

@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, events, make_mlp, running_job
-from tests.integration.oracle import assert_equal_up_to_round_off, mse, replay
-from tests.integration.trained import Models, alone, sgd, training
-from tests.polling import LIMIT, eventually
+from tests.testing.harness import Job, Numbers, events, make_mlp, running_job
+from tests.testing.oracle import assert_equal_up_to_round_off, mse, replay
+from tests.testing.polling import LIMIT, eventually
+from tests.testing.trained import Models, alone, sgd, training
 
 Seen = dict[int, dict[str, float]]
 """By version: the job's metrics then."""

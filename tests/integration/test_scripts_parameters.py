@@ -12,13 +12,13 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import MASTER
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import (
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import (
     MakeOptimizer,
     mse,
     replay,
 )
-from tests.integration.trained import (
+from tests.testing.trained import (
     Models,
     adam,
     alone,

@@ -12,8 +12,8 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Indexes, Numbers, Tally, make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once, mse
+from tests.testing.harness import Indexes, Numbers, Tally, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once, mse
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

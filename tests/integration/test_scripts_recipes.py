@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from elastic_ps.worker.session import Session
-from tests.integration.harness import make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once
+from tests.testing.harness import make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once
 
 DOCS = Path(__file__).parents[2] / "docs" / "scripts.md"
 

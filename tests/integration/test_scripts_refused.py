@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from elastic_ps.errors import ElasticPSError, InvalidModel, ModelMismatch, UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import (
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import (
     MakeOptimizer,
     assert_each_record_once,
     mse,
 )
-from tests.integration.trained import (
+from tests.testing.trained import (
     MakeModel,
     adam,
     alone,

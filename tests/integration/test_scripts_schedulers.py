@@ -13,14 +13,14 @@ from torch.optim import lr_scheduler
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.schedule import Interval
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import (
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import (
     MakeOptimizer,
     assert_equal_up_to_round_off,
     mse,
     replay,
 )
-from tests.integration.trained import (
+from tests.testing.trained import (
     Models,
     Scheduler,
     adam,

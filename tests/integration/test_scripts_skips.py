@@ -13,8 +13,8 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Indexes, Tally, running_job
-from tests.integration.trained import failing
+from tests.testing.harness import Indexes, Tally, running_job
+from tests.testing.trained import failing
 
 RECORDS, BATCH = 20, 4
 SKIPPED = [4, 5, 6, 7, 16, 17, 18, 19]

@@ -13,8 +13,8 @@ import torch
 from elastic_ps.checkpoint.plain import export, load_checkpoint
 from elastic_ps.errors import InvalidModel, ModelMismatch, UsageError
 from elastic_ps.worker.session import Session
-from tests.integration import gan
-from tests.integration.gan import (
+from tests.testing import gan
+from tests.testing.gan import (
     DATA,
     RECORDS,
     Networks,
@@ -24,10 +24,10 @@ from tests.integration.gan import (
     same_bits,
     trainer,
 )
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.optimizers import Lion
-from tests.integration.oracle import assert_each_record_once, mse
-from tests.integration.trained import adam, sgd
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.optimizers import Lion
+from tests.testing.oracle import assert_each_record_once, mse
+from tests.testing.trained import adam, sgd
 
 FIXED: dict[str, Any] = {
     "consistency": {"deterministic": True},
@@ -295,7 +295,7 @@ def test_one_of_them_is_a_class_of_the_users(tmp_path: Path) -> None:
         return {**adam_and_sgd(both), "generator": Lion(both["generator"].parameters(), lr=0.001)}
 
     networks: Networks = {}
-    fields = server(2, optimizers=["tests.integration.optimizers:Lion"])
+    fields = server(2, optimizers=["tests.testing.optimizers:Lion"])
     with running_job(tmp_path, parameterServer=fields) as job:
         run(job, 1, trainer(networks, make))
         plain, _ = gan.alone(job.commits(), job, make)

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from elastic_ps import env
-from tests.polling import LIMIT
+from tests.testing.polling import LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 

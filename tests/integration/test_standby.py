@@ -17,8 +17,8 @@ from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, OrderId, Report
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, make_mlp, running_job
-from tests.integration.oracle import mse
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
 
 RECORDS, EPOCHS, BATCH = 96, 8, 4
 

@@ -16,8 +16,8 @@ from elastic_ps.env import ProcessEnvironment, inherited
 from elastic_ps.local.poller import fetch, fetch_status
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.status import ServerStatus
-from tests.integration.harness import make_spec
-from tests.polling import LIMIT, eventually
+from tests.testing.harness import make_spec
+from tests.testing.polling import LIMIT, eventually
 
 FULL = """
 import errno, os, sys

@@ -23,9 +23,9 @@ from elastic_ps.errors import UsageError
 from elastic_ps.local import Launcher, Options
 from elastic_ps.worker import loader
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, Tally, events, make_mlp, running_job
-from tests.integration.launching import make_job, version_of, wait_for_end, wait_for_workers
-from tests.integration.oracle import (
+from tests.testing.harness import Job, Numbers, Tally, events, make_mlp, running_job
+from tests.testing.launching import make_job, version_of, wait_for_end, wait_for_workers
+from tests.testing.oracle import (
     Commit,
     assert_each_record_once,
     assert_equal_up_to_round_off,
@@ -33,12 +33,12 @@ from tests.integration.oracle import (
     ranges_of,
     replay,
 )
-from tests.integration.scripts.streamed import Counted, Sought
-from tests.integration.trained import failing, sgd
-from tests.polling import eventually
+from tests.testing.polling import eventually
+from tests.testing.scripts.streamed import Counted, Sought
+from tests.testing.trained import failing, sgd
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-STREAMED = "tests.integration.scripts.streamed:main"
+STREAMED = "tests.testing.scripts.streamed:main"
 IN_ORDER = {"shuffle": False, "shardRecords": 10}
 
 

@@ -25,10 +25,10 @@ from elastic_ps.transport.base import Connection, Frame, Incoming, Server
 from elastic_ps.worker import tensors
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.session import Session
-from tests.integration.harness import make_spec, running_job
 from tests.integration.test_unreliable import FATES, Network, Unreliable
-from tests.integration.transports import TRANSPORTS, InprocTransport, Transport
-from tests.polling import LIMIT, eventually
+from tests.testing.harness import make_spec, running_job
+from tests.testing.polling import LIMIT, eventually
+from tests.testing.transports import TRANSPORTS, InprocTransport, Transport
 
 SHARDS = 2
 BUCKET = 1024

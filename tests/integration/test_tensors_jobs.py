@@ -17,11 +17,11 @@ from elastic_ps.local import Launcher, Options
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.schemes import Scheme
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.launching import wait_for_end
-from tests.integration.oracle import mse
-from tests.integration.scripts import last_pushes
-from tests.polling import eventually
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.launching import wait_for_end
+from tests.testing.oracle import mse
+from tests.testing.polling import eventually
+from tests.testing.scripts import last_pushes
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "tensors.md").read_text()
@@ -29,7 +29,7 @@ DOCS = (ROOT / "docs" / "tensors.md").read_text()
 
 def job(script: str, *, bucket_bytes: int = 1024, **arguments: Any) -> TrainingJob:
     spec = {
-        "entrypoint": f"tests.integration.scripts.{script}:main",
+        "entrypoint": f"tests.testing.scripts.{script}:main",
         "arguments": arguments,
         "parameterServer": {"replicas": 2, "bucketBytes": bucket_bytes},
         "worker": {"replicas": 2},

@@ -26,9 +26,9 @@ from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
 from elastic_ps.transport.credentials import Credentials
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.tcp import TcpServer
-from tests.certificates import HOUR, JOB, authority, write
-from tests.integration.transports import LONG, read
-from tests.polling import eventually
+from tests.testing.certificates import HOUR, JOB, authority, write
+from tests.testing.polling import eventually
+from tests.testing.transports import LONG, read
 
 SOON = timedelta(seconds=8)
 

@@ -25,10 +25,10 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport import ways
 from elastic_ps.transport.base import Frame
 from elastic_ps.transport.credentials import Credentials
-from tests.certificates import write
-from tests.integration.launching import version_of, wait_for_workers
 from tests.integration.test_faults import LIMIT, RECORDS, job
-from tests.polling import eventually
+from tests.testing.certificates import write
+from tests.testing.launching import version_of, wait_for_workers
+from tests.testing.polling import eventually
 
 SOON = timedelta(seconds=20)
 VICTIM = 0

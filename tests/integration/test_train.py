@@ -17,8 +17,8 @@ from elastic_ps.datasets import digits
 from elastic_ps.job import parse_job
 from elastic_ps.models import LeNet
 from elastic_ps.zoo.scores import evaluate
-from tests.datafiles import write_cifar10, write_mnist
-from tests.integration import mpirun
+from tests.testing import mpirun
+from tests.testing.datafiles import write_cifar10, write_mnist
 
 LIMIT = 300
 """Seconds that a program may take; it only ends a test that has failed."""

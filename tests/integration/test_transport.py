@@ -18,7 +18,7 @@ from elastic_ps.errors import (
 )
 from elastic_ps.transport.base import Frame, Incoming, Limits, unary
 from elastic_ps.transport.wire import CHUNK
-from tests.integration.transports import LONG, World, echo, read
+from tests.testing.transports import LONG, World, echo, read
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 20_000_000])

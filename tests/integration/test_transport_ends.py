@@ -19,8 +19,8 @@ from elastic_ps.errors import (
 )
 from elastic_ps.transport.base import Frame, Incoming, unary
 from elastic_ps.transport.wire import CHUNK
-from tests.integration.transports import LONG, SHORT, Reading, World, close, echo, read
-from tests.polling import LIMIT, eventually
+from tests.testing.polling import LIMIT, eventually
+from tests.testing.transports import LONG, SHORT, Reading, World, close, echo, read
 
 
 def test_deadline_while_the_handler_blocks(world: World) -> None:

@@ -19,10 +19,10 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import ConnectionLost, ElasticPSError
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, running_job
-from tests.integration.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
-from tests.integration.trained import Models, sgd
-from tests.integration.transports import BY_NAME
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
+from tests.testing.trained import Models, sgd
+from tests.testing.transports import BY_NAME
 
 Fate: TypeAlias = Literal["lost", "answer lost", "late", "twice", "again later"]
 FATES: tuple[Fate, ...] = get_args(Fate)

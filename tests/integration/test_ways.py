@@ -28,8 +28,8 @@ from elastic_ps.transport import line, shares, stream, tcp, ways
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.tcp import TcpServer, data_address
-from tests.integration.transports import LONG, Reading
-from tests.polling import eventually
+from tests.testing.polling import eventually
+from tests.testing.transports import LONG, Reading
 
 
 def name_the_way(method: str, incoming: Incoming) -> Iterator[Frame]:
@@ -521,7 +521,7 @@ def test_a_firewall_in_front_of_the_data_port_leaves_grpc(how: str) -> None:
 def test_a_job_may_name_its_transport(tmp_path: Path, transport: str) -> None:
     """It is named in the summary and in the status of each member."""
     spec = {
-        "entrypoint": "tests.integration.scripts.steady:main",
+        "entrypoint": "tests.testing.scripts.steady:main",
         "arguments": {"records": 200, "widths": [6, 64, 64, 1]},
         "parameterServer": {"replicas": 2, "bucketBytes": 1024},
         "worker": {"replicas": 2},

@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from elastic_ps.core.accumulate import AccumulateRounds
 from elastic_ps.core.consistency import Contribution, Entry, SyncRounds
 from elastic_ps.errors import RefusalCode, Refused
-from tests.unit.rounds_rig import RoundsMachine, step
+from tests.testing.rounds import RoundsMachine, step
 
 
 def opened(*workers: int, wanted: int) -> AccumulateRounds:

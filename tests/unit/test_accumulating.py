@@ -13,8 +13,8 @@ from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server.coordinator import Begun, Coordinator
 from elastic_ps.server.state import Taken
 from elastic_ps.transport import messages_pb2 as pb
-from tests.unit.coordinator_rig import Notes, finish, running, start, take
-from tests.unit.service_rig import Worker, environment, serving
+from tests.testing.coordinator import Notes, finish, running, start, take
+from tests.testing.service import Worker, environment, serving
 
 
 @pytest.fixture(autouse=True)

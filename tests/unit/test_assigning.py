@@ -14,7 +14,7 @@ from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server.coordinator import Assigning, Coordinator
 from elastic_ps.server.orders import Advance
-from tests.unit.coordinator_rig import Notes, finish, running, start, take
+from tests.testing.coordinator import Notes, finish, running, start, take
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from elastic_ps.core.backup import BackupRounds
 from elastic_ps.core.consistency import Entry
 from elastic_ps.errors import RefusalCode, Refused
-from tests.unit.rounds_rig import RoundsMachine, step
+from tests.testing.rounds import RoundsMachine, step
 
 
 def opened(*workers: int, spare: int = 1) -> BackupRounds:

@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from elastic_ps.core.bounded import BoundedRounds
 from elastic_ps.core.consistency import Entry, SyncRounds
 from elastic_ps.errors import RefusalCode, Refused
-from tests.unit.rounds_rig import RoundsMachine, step
+from tests.testing.rounds import RoundsMachine, step
 
 
 def opened(*workers: int, most: int = 2) -> BoundedRounds:

@@ -19,7 +19,7 @@ from elastic_operator.desired import TUNABLE
 from elastic_operator.permissions import Permissions
 from elastic_operator.wiring import HEADLESS
 from elastic_ps.job import TrainingJobSpec, load_job
-from tests.unit.simulation import job_document
+from tests.testing.simulation import job_document
 from tools.render_install import CHART, ROOT, TARGET, install_manifest, render
 
 VERSION = "1.34"

@@ -23,9 +23,9 @@ from elastic_ps.server.node import Node
 from elastic_ps.server.state import Taken
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.training import Consistency
-from tests.polling import eventually
-from tests.unit.coordinator_rig import finish, start, take
-from tests.unit.shard_rig import Body
+from tests.testing.coordinator import finish, start, take
+from tests.testing.polling import eventually
+from tests.testing.shard import Body
 
 
 class Server:

@@ -20,8 +20,8 @@ from elastic_ps.server.coordinator import Begun, Coordinator, Joined, NotYet
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.orders import Advance, Report
 from elastic_ps.server.state import Taken
-from tests.polling import eventually
-from tests.unit.coordinator_rig import Notes, finish, join, running, start, take
+from tests.testing.coordinator import Notes, finish, join, running, start, take
+from tests.testing.polling import eventually
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from elastic_ps.datasets import cifar10, cifar100, mnist, text
 from elastic_ps.datasets.images import Images
 from elastic_ps.errors import InvalidModel, UserError
 from elastic_ps.zoo.catalog import find_dataset
-from tests.datafiles import python2_pickle, write_cifar10, write_cifar100, write_mnist
+from tests.testing.datafiles import python2_pickle, write_cifar10, write_cifar100, write_mnist
 
 
 @pytest.mark.parametrize("packed", [False, True])

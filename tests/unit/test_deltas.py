@@ -28,7 +28,7 @@ from elastic_ps.worker.ahead import Ahead
 from elastic_ps.worker.model import Flat
 from elastic_ps.worker.traffic import Traffic
 from elastic_ps.worker.values import Values
-from tests.unit.shard_rig import TERM, Body, Rig, ones, tensor
+from tests.testing.shard import TERM, Body, Rig, ones, tensor
 
 LAYOUT = partition([tensor("w", 60, 10)], bucket_bytes=1 << 20, shards=1)
 (BUCKET,) = LAYOUT.buckets

@@ -23,8 +23,8 @@ from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
 from elastic_ps.telemetry import History
-from tests.polling import eventually
-from tests.unit.coordinator_rig import Notes, finish, join, start, take
+from tests.testing.coordinator import Notes, finish, join, start, take
+from tests.testing.polling import eventually
 
 
 class Part(Notes):

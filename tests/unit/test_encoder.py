@@ -24,7 +24,7 @@ from elastic_ps.training import Compression
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.encoder import Encoder, Payload
 from elastic_ps.worker.traffic import Traffic
-from tests.unit.shard_rig import Body
+from tests.testing.shard import Body
 
 TENSORS = tuple(TensorSpec(name, (4,), "float32", Rule.GRADIENT, 0) for name in ("weight", "bias"))
 BUCKET = Bucket(0, 0, "float32", Rule.GRADIENT, tuple(Piece(tensor=i, start=0, length=4) for i in range(2)))

@@ -25,8 +25,8 @@ from elastic_ps.telemetry import Trace
 from elastic_ps.training import Consistency
 from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.inproc import InprocServer, connect
-from tests.polling import eventually
-from tests.unit.shard_rig import Body, one_bucket, tensor
+from tests.testing.polling import eventually
+from tests.testing.shard import Body, one_bucket, tensor
 
 ADAM = Settings(groups=({"lr": 0.01},))
 MIB = 1 << 20

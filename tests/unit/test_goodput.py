@@ -29,7 +29,7 @@ from benchmarks.goodput import (
 from benchmarks.goodput_found import Fault, Measured, rival
 from benchmarks.goodput_machines import ROOT, kill_all_of, variables
 from benchmarks.goodput_systems import CLEAN, Kind, System, make_job, modes
-from tests.polling import eventually
+from tests.testing.polling import eventually
 
 
 def test_the_faults_follow_from_the_seed() -> None:

@@ -23,7 +23,7 @@ from benchmarks.goodput_machines import (
     signal_to,
 )
 from benchmarks.goodput_torchrun import TUNED, command, last_error
-from tests.polling import eventually
+from tests.testing.polling import eventually
 
 WITH_A_SESSION = (
     "import subprocess, sys, time\n"

@@ -24,7 +24,7 @@ from elastic_ps.errors import (
 from elastic_ps.server import keeper as keeper_module
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.orders import Written
-from tests.polling import eventually
+from tests.testing.polling import eventually
 
 STATE = {"tensors": [], "optimizer": "SGD"}
 

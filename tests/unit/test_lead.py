@@ -30,8 +30,8 @@ from elastic_ps.server.orders import Advance, Configuration, Report, Written
 from elastic_ps.server.state import Taken
 from elastic_ps.status import Member
 from elastic_ps.telemetry import History
-from tests.polling import LIMIT, eventually
-from tests.unit.coordinator_rig import SETTINGS, Notes, finish, join, start, take
+from tests.testing.coordinator import SETTINGS, Notes, finish, join, start, take
+from tests.testing.polling import LIMIT, eventually
 
 
 @contextmanager

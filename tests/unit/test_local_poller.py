@@ -10,7 +10,7 @@ import pytest
 from elastic_ps.local import gone, poller
 from elastic_ps.local.poller import Poller
 from elastic_ps.transport import ways
-from tests.polling import eventually
+from tests.testing.polling import eventually
 
 
 def unforeseen(*_: Any, **__: Any) -> Any:

@@ -24,7 +24,7 @@ from elastic_ps.local.record import MAX_POINTS, member_changes
 from elastic_ps.local.report import change_labels, worker_steps
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.status import Member, Progress, ServerStatus
-from tests.forked import forked
+from tests.testing.forked import forked
 
 
 def member(worker: int, *, state: str = "training", joined: int = 0, left: int | None = None) -> Member:

@@ -12,7 +12,7 @@ import pytest
 from elastic_ps.errors import ElasticPSError, UsageError
 from elastic_ps.worker import local_world
 from elastic_ps.worker.local_world import Links, LocalWorld
-from tests.polling import LIMIT
+from tests.testing.polling import LIMIT
 
 
 def test_the_others_learn_that_process_0_has_failed() -> None:

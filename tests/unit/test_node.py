@@ -28,8 +28,8 @@ from elastic_ps.server.orders import Advance, Application, Configuration, OrderI
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.training import Consistency
-from tests.polling import eventually
-from tests.unit.shard_rig import Body, tensor
+from tests.testing.polling import eventually
+from tests.testing.shard import Body, tensor
 
 
 class InstantStore(Store):

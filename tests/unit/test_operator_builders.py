@@ -11,7 +11,7 @@ from elastic_operator.manifests import owner
 from elastic_operator.wiring import HEADLESS
 from elastic_ps import env
 from elastic_ps.job import TrainingJobSpec
-from tests.unit.simulation import job_document
+from tests.testing.simulation import job_document
 
 
 def build(role: env.Role, index: int = 0, **spec: Any) -> dict[str, Any]:

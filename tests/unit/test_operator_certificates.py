@@ -23,8 +23,8 @@ from elastic_ps.certificates import identity_of, issue, make_authority, validity
 from elastic_ps.identity import Identity
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.status import CertificatesStatus
-from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
-from tests.unit.simulation import Simulation, job_document
+from tests.testing.api_server import JOBS, ApiServer, Refusal, Request
+from tests.testing.simulation import Simulation, job_document
 from tests.unit.test_certificates import root_of
 from tests.unit.test_operator_cluster import Operator
 

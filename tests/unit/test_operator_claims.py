@@ -13,8 +13,8 @@ from elastic_operator import builders, names
 from elastic_operator.manifests import owner
 from elastic_ps import env
 from elastic_ps.job import TrainingJobSpec
-from tests.unit.api_server import JOBS, ApiServer
-from tests.unit.simulation import Simulation, job_document
+from tests.testing.api_server import JOBS, ApiServer
+from tests.testing.simulation import Simulation, job_document
 from tests.unit.test_operator_cluster import Operator
 
 RETAINED: dict[str, Any] = {"checkpoint": {"volumeClaim": {"storage": "1Gi", "retain": True}}}

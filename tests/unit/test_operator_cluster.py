@@ -29,9 +29,9 @@ from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.errors import ConnectionLost, UsageError
 from elastic_ps.server.status import StatusServer
 from elastic_ps.status import Progress, ServerStatus, TrainingJobStatus
-from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
-from tests.unit.simulation import job_document
-from tests.unit.talking import Server, Talk, dripping, saying
+from tests.testing.api_server import JOBS, ApiServer, Refusal, Request
+from tests.testing.simulation import job_document
+from tests.testing.talking import Server, Talk, dripping, saying
 
 KEY: Key = ("default", "digits")
 SERVER_ADDRESS = f"127.91.{os.getpid() // 250 % 250}.{os.getpid() % 250 + 1}"

@@ -13,7 +13,7 @@ from elastic_operator.pods import read
 from elastic_ps import env
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.status import EvaluationStatus, Progress
-from tests.unit.simulation import Simulation, finish, job_document, running, tell
+from tests.testing.simulation import Simulation, finish, job_document, running, tell
 
 EVALUATOR = {"entrypoint": "examples.digits.evaluate:main", "every": 10}
 NAME = "digits-evaluator-0"

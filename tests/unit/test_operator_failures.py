@@ -10,7 +10,7 @@ import pytest
 from elastic_operator.plan import DeletePod, stamp
 from elastic_ps import exits
 from elastic_ps.status import Member, Progress, ServerStatus
-from tests.unit.simulation import Simulation, finish, job_document, named, running, tell
+from tests.testing.simulation import Simulation, finish, job_document, named, running, tell
 
 
 @pytest.mark.parametrize(

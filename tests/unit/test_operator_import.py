@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.polling import LIMIT
+from tests.testing.polling import LIMIT
 
 ROOT = Path(__file__).parents[2]
 

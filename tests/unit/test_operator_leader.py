@@ -14,8 +14,8 @@ from elastic_operator.api import Api
 from elastic_operator.leader import DURATION, GIVE_UP, RENEW, Leadership, Record, may_take
 from elastic_operator.metrics import Metrics
 from elastic_operator.settings import Settings
-from tests.polling import LIMIT, eventually
-from tests.unit.api_server import ApiServer, Refusal, Request
+from tests.testing.api_server import ApiServer, Refusal, Request
+from tests.testing.polling import LIMIT, eventually
 from tests.unit.test_operator_process import Process, start
 
 LEASE = ("--lease", "system/operator")

@@ -9,7 +9,7 @@ import pytest
 from elastic_operator import builders
 from elastic_operator.merging import merge
 from elastic_ps.job import TrainingJobSpec
-from tests.unit.simulation import job_document
+from tests.testing.simulation import job_document
 
 STANDBY: dict[str, Any] = {"durability": "standby", "checkpoint": {"volumeClaim": {"storage": "1Gi"}}}
 

@@ -14,8 +14,8 @@ from helm_python import Chart
 from elastic_operator import network
 from elastic_operator.plan import Create, Options
 from elastic_operator.settings import parse
-from tests.unit.api_server import ApiServer
-from tests.unit.simulation import Simulation, job_document, running
+from tests.testing.api_server import ApiServer
+from tests.testing.simulation import Simulation, job_document, running
 from tests.unit.test_chart import EVERYTHING, VERSION, documents
 from tests.unit.test_operator_cluster import Operator
 from tools.render_install import CHART

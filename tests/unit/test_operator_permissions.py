@@ -10,8 +10,8 @@ from elastic_operator.permissions import Permissions, Policy, read_policy
 from elastic_operator.plan import Options
 from elastic_operator.settings import parse
 from elastic_ps.errors import UsageError
-from tests.templates import FORBIDDEN, PERMITTED, volume
-from tests.unit.simulation import Simulation, job_document, running
+from tests.testing.simulation import Simulation, job_document, running
+from tests.testing.templates import FORBIDDEN, PERMITTED, volume
 
 
 def simulated(template: dict[str, Any], policy: Policy | None = None, role: str = "worker") -> Simulation:

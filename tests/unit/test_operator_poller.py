@@ -22,9 +22,9 @@ from elastic_operator.pods import Pod
 from elastic_operator.poller import Poller, Server, ask, essence, server_of
 from elastic_operator.queue import Key
 from elastic_ps.status import Member, Progress, ServerStatus
-from tests.polling import LIMIT
-from tests.unit import talking
-from tests.unit.virtual import Clock
+from tests.testing import talking
+from tests.testing.polling import LIMIT
+from tests.testing.virtual import Clock
 
 HERE = "127.0.0.1"
 FAST = ("default", "fast")

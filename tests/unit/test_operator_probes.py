@@ -13,7 +13,7 @@ from elastic_operator import probes
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.server.status import StatusServer
 from elastic_ps.status import ServerStatus
-from tests.polling import eventually
+from tests.testing.polling import eventually
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ import pytest
 
 from elastic_operator import handlers, settings
 from elastic_operator.metrics import HealthServer, Metrics
-from tests.impatient import Slow, assert_only_what_fails_is_told, broken
-from tests.polling import eventually
-from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
+from tests.testing.api_server import JOBS, ApiServer, Refusal, Request
+from tests.testing.impatient import Slow, assert_only_what_fails_is_told, broken
+from tests.testing.polling import eventually
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ import pytest
 from elastic_operator import queue as queue_module
 from elastic_operator.queue import Key, Queue
 from elastic_operator.watches import WatchMonitor
-from tests.unit.virtual import Clock
+from tests.testing.virtual import Clock
 
 JOB: Key = ("default", "digits")
 SOON = timedelta(milliseconds=1)

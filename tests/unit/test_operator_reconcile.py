@@ -18,7 +18,7 @@ from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status
 from elastic_ps.fields import MOST_SECONDS, parse_duration
 from elastic_ps.status import Progress, ServerStatus
-from tests.unit.simulation import Simulation, finish, job_document, named, running, tell
+from tests.testing.simulation import Simulation, finish, job_document, named, running, tell
 
 
 def test_job_becomes_services_claims_and_pods() -> None:

@@ -11,7 +11,7 @@ import pytest
 from elastic_operator import names
 from elastic_operator.plan import DeletePod, stamp
 from elastic_ps.status import Member, Progress, ServerStatus
-from tests.unit.simulation import Simulation, job_document
+from tests.testing.simulation import Simulation, job_document
 
 CLAIM: dict[str, Any] = {"checkpoint": {"volumeClaim": {"storage": "1Gi"}}}
 STANDBY: dict[str, Any] = {**CLAIM, "durability": "standby"}

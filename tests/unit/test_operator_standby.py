@@ -14,7 +14,7 @@ from elastic_operator.wiring import HEADLESS
 from elastic_ps import env
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.status import Progress, ServerStatus
-from tests.unit.simulation import Simulation, job_document
+from tests.testing.simulation import Simulation, job_document
 
 CLAIM: dict[str, Any] = {"volumeClaim": {"storage": "1Gi"}}
 STANDBY: dict[str, Any] = {"durability": "standby", "checkpoint": CLAIM}

@@ -18,7 +18,7 @@ from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status, holds, turned, with_counts
 from elastic_ps.status import Member, Progress, ServerStatus, Traffic, TrainingJobStatus, WorkerStatus
-from tests.unit.simulation import START, Simulation, finish, job_document, running, tell
+from tests.testing.simulation import START, Simulation, finish, job_document, running, tell
 
 ENDED = "2026-01-01T00:00:00Z"
 

@@ -22,10 +22,10 @@ from elastic_operator.queue import Key
 from elastic_operator.reflector import Reflectors
 from elastic_operator.settings import Settings
 from elastic_operator.store import Resource, Store
-from tests.polling import eventually
-from tests.unit.api_server import JOBS, ApiServer, Refusal, Request
-from tests.unit.simulation import job_document
-from tests.unit.virtual import Clock
+from tests.testing.api_server import JOBS, ApiServer, Refusal, Request
+from tests.testing.polling import eventually
+from tests.testing.simulation import job_document
+from tests.testing.virtual import Clock
 
 KEY: Key = ("default", "digits")
 

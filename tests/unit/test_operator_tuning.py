@@ -14,7 +14,7 @@ from elastic_ps.job import parse_spec
 from elastic_ps.status import ServerStatus, TuningStatus
 from elastic_ps.training import Compression
 from elastic_ps.tuning import Tuning, read_tuning
-from tests.unit.simulation import Simulation, running
+from tests.testing.simulation import Simulation, running
 
 BOUNDED = {"mode": "bounded", "maxStaleness": 8}
 

@@ -11,7 +11,7 @@ from elastic_operator.wiring import HEADLESS, Wiring
 from elastic_ps import env
 from elastic_ps.env import Role
 from elastic_ps.job import TrainingJobSpec
-from tests.unit.simulation import Simulation, job_document, named, running
+from tests.testing.simulation import Simulation, job_document, named, running
 
 CLAIM = {"volumeClaim": {"storage": "1Gi", "accessMode": "ReadWriteMany"}}
 SERVERS = {"parameterServer": {"replicas": 2, "durability": "standby", "checkpoint": CLAIM}}

@@ -28,7 +28,7 @@ from elastic_ps.server.orders import (
 )
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.tuning import Tuning
-from tests.unit.shard_rig import one_bucket, tensor
+from tests.testing.shard import one_bucket, tensor
 
 SETTINGS = Settings(({"lr": 0.5},))
 APPLICATION = Application(2, [(0, 10, 3), (4, 14, 9)], 640, SETTINGS, assigns=True)

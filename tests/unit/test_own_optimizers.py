@@ -10,9 +10,9 @@ import torch
 from elastic_ps.codec.optimizers import Optimizers, try_out, usual_numbers, usual_state, with_numbers
 from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.job import parse_spec
-from tests.integration import optimizers
+from tests.testing import optimizers
 
-OWN = "tests.integration.optimizers"
+OWN = "tests.testing.optimizers"
 LION = f"{OWN}:Lion"
 
 

@@ -16,7 +16,7 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.errors import InvalidJob, StorageUnavailable, UserError
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import preflight
-from tests.forked import forked
+from tests.testing.forked import forked
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from elastic_ps.server.process import ParameterServer, waiting_status
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.inproc import connect
-from tests.polling import eventually
-from tests.unit.service_rig import Worker, code, environment, serving
-from tests.unit.shard_rig import one_bucket, tensor
+from tests.testing.polling import eventually
+from tests.testing.service import Worker, code, environment, serving
+from tests.testing.shard import one_bucket, tensor
 
 
 def test_the_best_checkpoint_is_kept_although_the_evaluations_cannot_be_read_at_first(

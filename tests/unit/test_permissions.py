@@ -29,7 +29,7 @@ from elastic_ps.server.tensor_service import TensorService
 from elastic_ps.server.tensors import Tensors
 from elastic_ps.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
-from tests.unit.shard_rig import SYNC, Body
+from tests.testing.shard import SYNC, Body
 
 ORDERS = {"Configure", "Advance", "State", "Sum", "Held"}
 EVERYTHING = OF_WORKERS | OF_EVALUATORS | OF_OPERATORS | ORDERS

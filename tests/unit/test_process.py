@@ -15,7 +15,7 @@ import pytest
 from elastic_ps import process
 from elastic_ps.errors import InvalidJob
 from elastic_ps.process import import_own
-from tests.polling import LIMIT
+from tests.testing.polling import LIMIT
 
 
 @pytest.mark.parametrize("failure", ["raise MemoryError('no room')", "raise RecursionError('no room')"])

@@ -20,7 +20,7 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.model import Flat
 from elastic_ps.worker.traffic import Traffic
 from elastic_ps.worker.values import Values
-from tests.unit.shard_rig import Body, Rig
+from tests.testing.shard import Body, Rig
 
 KINDS = {
     "weight": ("float32", Rule.GRADIENT, False),

@@ -13,8 +13,8 @@ from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.quorum import QuorumRounds
 from elastic_ps.server.state import JobState
 from elastic_ps.training import Consistency
-from tests.unit.rounds_rig import RoundsMachine, step
-from tests.unit.state_rig import finish, join, training
+from tests.testing.rounds import RoundsMachine, step
+from tests.testing.state import finish, join, training
 
 
 def opened(*workers: int, quorum: int = 2) -> QuorumRounds:

@@ -15,8 +15,8 @@ import pytest
 from elastic_ps.local import relay as relays
 from elastic_ps.local.relay import HEAD, Relay, pause
 from elastic_ps.transport import local, mpi
-from tests.integration.relays import two
-from tests.polling import LIMIT
+from tests.testing.polling import LIMIT
+from tests.testing.relays import two
 
 PORT = os.getpid() % 50_000
 MUCH = 64 * 1024 * 1024

@@ -27,7 +27,7 @@ from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.rescue import held, rescue
 from elastic_ps.telemetry import Trace
 from elastic_ps.training import Consistency
-from tests.unit.shard_rig import LR, Body, one_bucket, ones, tensor
+from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 
 TENSOR = {"name": "w", "shape": [4], "dtype": "float32", "rule": 0, "group": 0}
 STATE = json.dumps({"tensors": [TENSOR], "optimizer": "SGD"})

@@ -32,7 +32,7 @@ from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.state import Model
 from elastic_ps.telemetry import Trace
 from elastic_ps.training import Consistency
-from tests.unit.shard_rig import LR, one_bucket, tensor
+from tests.testing.shard import LR, one_bucket, tensor
 
 LAYOUT = one_bucket(tensor("w", 4))
 RECORDS = 4

@@ -24,7 +24,7 @@ from elastic_ps.server.saved import require_usable
 from elastic_ps.server.state import Model
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message
-from tests.unit.service_rig import TENSORS, Worker, environment, serving
+from tests.testing.service import TENSORS, Worker, environment, serving
 
 SPEC = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
 

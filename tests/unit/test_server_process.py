@@ -18,7 +18,7 @@ from elastic_ps.env import ProcessEnvironment
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.status import Progress, ServerStatus
-from tests.polling import eventually
+from tests.testing.polling import eventually
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,7 +23,7 @@ from elastic_ps.server import shard as shard_module
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
 from elastic_ps.transport.inproc import InprocServer
-from tests.unit.service_rig import Worker, code, environment, serving
+from tests.testing.service import Worker, code, environment, serving
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 from elastic_ps.errors import Refused
 from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.transport import messages_pb2 as pb
-from tests.polling import eventually
-from tests.unit.service_rig import Worker, environment, serving
+from tests.testing.polling import eventually
+from tests.testing.service import Worker, environment, serving
 
 
 def test_with_backup_workers_a_step_that_begins_too_late_is_refused() -> None:

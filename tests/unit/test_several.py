@@ -13,7 +13,7 @@ from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.several import Several, kinds_of
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidModel
-from tests.unit.shard_rig import Rig, one_bucket, ones, tensor
+from tests.testing.shard import Rig, one_bucket, ones, tensor
 
 
 def parameter(*shape: int) -> torch.nn.Parameter:

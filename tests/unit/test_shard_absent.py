@@ -11,7 +11,7 @@ from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.settings import CLAMP, Settings
 from elastic_ps.errors import Refused
 from elastic_ps.server.pulls import Pulled
-from tests.unit.shard_rig import LR, TERM, Body, Rig, one_bucket, ones, tensor
+from tests.testing.shard import LR, TERM, Body, Rig, one_bucket, ones, tensor
 
 NOTHING = Body(torch.empty(0))
 ABSENT = (False, False)

@@ -14,7 +14,7 @@ from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.pulls import Pulled, RestartedAs
-from tests.unit.shard_rig import TERM, Rig, one_bucket, ones, tensor
+from tests.testing.shard import TERM, Rig, one_bucket, ones, tensor
 
 TWO = partition([tensor("a", 400), tensor("b", 400)], bucket_bytes=1600, shards=1)
 

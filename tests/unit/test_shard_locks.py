@@ -15,7 +15,7 @@ from elastic_ps.core.partition import partition
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.pulls import Pulled
 from elastic_ps.server.values import BucketValues
-from tests.unit.shard_rig import LR, TERM, Rig, one_bucket, ones, refusal, tensor
+from tests.testing.shard import LR, TERM, Rig, one_bucket, ones, refusal, tensor
 
 Hold = Callable[[str, int], "Held"]
 

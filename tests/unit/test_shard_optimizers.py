@@ -14,7 +14,7 @@ from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Bucket, Rule, TensorSpec, partition
 from elastic_ps.core.settings import ALLOWED, Settings, plain_group
 from elastic_ps.errors import InvalidModel
-from tests.unit.shard_rig import Rig, one_bucket, ones, tensor
+from tests.testing.shard import Rig, one_bucket, ones, tensor
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": {"momentum": 0.9}},

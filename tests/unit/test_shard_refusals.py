@@ -13,7 +13,7 @@ from elastic_ps.core.partition import Rule
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.server import receiving
 from elastic_ps.server.orders import Application
-from tests.unit.shard_rig import LR, Body, Rig, one_bucket, ones, refusal, tensor
+from tests.testing.shard import LR, Body, Rig, one_bucket, ones, refusal, tensor
 
 
 def test_a_repeated_push_is_added_once() -> None:

@@ -18,7 +18,7 @@ from elastic_ps.server.pulls import Pulled, RestartedAs
 from elastic_ps.server.shard import SMALL
 from elastic_ps.server.values import BucketValues
 from elastic_ps.training import Consistency
-from tests.unit.shard_rig import LR, TERM, Body, Rig, one_bucket, ones, refusal, tensor
+from tests.testing.shard import LR, TERM, Body, Rig, one_bucket, ones, refusal, tensor
 
 
 def test_nothing_is_applied_unless_the_sums_are_exactly_the_contributions() -> None:

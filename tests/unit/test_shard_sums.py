@@ -13,8 +13,8 @@ from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.training import Consistency
-from tests.polling import eventually
-from tests.unit.shard_rig import Rig, one_bucket, ones, refusal, tensor
+from tests.testing.polling import eventually
+from tests.testing.shard import Rig, one_bucket, ones, refusal, tensor
 
 
 def test_a_round_is_the_mean_weighted_by_samples() -> None:

@@ -17,8 +17,8 @@ from elastic_ps.server.process import ParameterServer
 from elastic_ps.server.status import StatusServer
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.inproc import InprocServer, connect
-from tests.polling import eventually
-from tests.unit.service_rig import Worker, code, environment
+from tests.testing.polling import eventually
+from tests.testing.service import Worker, code, environment
 
 SHARDS = range(2)
 ELEMENTS = 512

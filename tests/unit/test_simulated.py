@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.polling import LIMIT
+from tests.testing.polling import LIMIT
 
 COMMAND = [sys.executable, "-m", "tests.simulator", "--seed", "1", "--schedules", "30", "--stop"]
 

@@ -38,8 +38,8 @@ from elastic_ps.server.service import PROBE
 from elastic_ps.training import Compression
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.probe import BODIES, BODY_CALLS, EMPTY_CALLS, LONG, measure
-from tests.unit.coordinator_rig import Notes
-from tests.unit.service_rig import Worker, environment, serving
+from tests.testing.coordinator import Notes
+from tests.testing.service import Worker, environment, serving
 from tests.unit.test_lead import leading
 
 KIB = 1024

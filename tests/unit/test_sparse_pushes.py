@@ -18,7 +18,7 @@ from elastic_ps.server.decoder import Decoder
 from elastic_ps.training import Compression
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.encoder import Encoder, Payload
-from tests.unit.shard_rig import Body, Rig
+from tests.testing.shard import Body, Rig
 
 WEIGHT, BIAS = 2000, 20
 BY_NAME = {"rules": [{"match": "bias", "codec": "none"}]}

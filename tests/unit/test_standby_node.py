@@ -15,7 +15,7 @@ from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration
 from elastic_ps.telemetry import Trace
 from elastic_ps.training import Consistency
-from tests.unit.shard_rig import LR, Body, one_bucket, ones, tensor
+from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 
 
 @pytest.fixture

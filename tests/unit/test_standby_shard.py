@@ -19,7 +19,7 @@ from elastic_ps.server.orders import Advance, Application
 from elastic_ps.server.shard import Shard
 from elastic_ps.telemetry import Trace
 from elastic_ps.training import Consistency
-from tests.unit.shard_rig import TERM, Body, Rig, one_bucket, tensor
+from tests.testing.shard import TERM, Body, Rig, one_bucket, tensor
 
 ADAM = Settings(groups=({"lr": 0.01},))
 

@@ -19,7 +19,7 @@ from elastic_ps.job import Data
 from elastic_ps.server import kept, reported
 from elastic_ps.server.state import JobState, Model
 from elastic_ps.training import Consistency
-from tests.unit.state_rig import MODEL, contribution, finish, join, training, two
+from tests.testing.state import MODEL, contribution, finish, join, training, two
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from elastic_ps.errors import CannotListen
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.server.status import StatusServer, metrics
 from elastic_ps.status import EvaluationStatus, Member, Progress, ServerStatus, Staleness
-from tests.impatient import Slow, assert_only_what_fails_is_told, broken
+from tests.testing.impatient import Slow, assert_only_what_fails_is_told, broken
 
 
 def status_of(*, ready: bool) -> ServerStatus:

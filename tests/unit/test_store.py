@@ -23,7 +23,7 @@ from elastic_ps.core.partition import Layout, Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint, StorageUnavailable
 from elastic_ps.server.values import BucketValues
-from tests.unit.store_rig import (
+from tests.testing.store import (
     SHARDS,
     TENSORS,
     TERM,

@@ -14,7 +14,7 @@ import pytest
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.errors import CheckpointError
-from tests.unit.store_rig import (
+from tests.testing.store import (
     TENSORS,
     TERM,
     broken_is_refused_and_the_one_before_is_used,

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_operator import submit
 from elastic_ps.job import parse_job
-from tests.unit.api_server import ApiServer, Refusal, Request
+from tests.testing.api_server import ApiServer, Refusal, Request
 
 ROOT = Path(__file__).parents[2]
 JOB = """

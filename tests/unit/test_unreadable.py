@@ -14,8 +14,8 @@ import pytest
 
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.errors import StorageUnavailable
-from tests.polling import eventually
-from tests.unit.coordinator_rig import finish, start, take
+from tests.testing.coordinator import finish, start, take
+from tests.testing.polling import eventually
 from tests.unit.test_chief import Server
 
 

@@ -18,7 +18,7 @@ from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker import client as client_module
 from elastic_ps.worker import current
 from elastic_ps.worker.client import Client
-from tests.unit.service_rig import environment
+from tests.testing.service import environment
 
 
 class Refusing(Connection):

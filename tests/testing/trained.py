@@ -11,8 +11,8 @@ import torch
 
 from elastic_ps.worker.schedule import Interval
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, Numbers, running_job
-from tests.integration.oracle import (
+from tests.testing.harness import Job, Numbers, running_job
+from tests.testing.oracle import (
     Loss,
     MakeOptimizer,
     assert_each_record_once,

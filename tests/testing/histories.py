@@ -7,8 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tests.integration.harness import events
-from tests.integration.oracle import assert_each_record_once
+from tests.testing.harness import events
+from tests.testing.oracle import assert_each_record_once
 
 Key = tuple[int, int, int]
 """(worker, incarnation, step)"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import elastic_ps
-from tests.integration.harness import make_mlp
+from tests.testing.harness import make_mlp
 
 
 def main(widths: tuple[int, ...] = (6, 64, 64, 1)) -> None:

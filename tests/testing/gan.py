@@ -10,8 +10,8 @@ import torch
 from elastic_ps.core.ledger import Range
 from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Job, make_mlp
-from tests.integration.oracle import Commit
+from tests.testing.harness import Job, make_mlp
+from tests.testing.oracle import Commit
 
 RECORDS, BATCH = 96, 4
 Networks = dict[int, torch.nn.ModuleDict]

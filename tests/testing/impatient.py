@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-from tests.polling import LIMIT, eventually
+from tests.testing.polling import LIMIT, eventually
 
 
 class Slow:

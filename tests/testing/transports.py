@@ -17,8 +17,8 @@ from elastic_ps.transport.inproc import InprocConnection, InprocServer
 from elastic_ps.transport.local import LocalServer
 from elastic_ps.transport.mpi import MpiServer
 from elastic_ps.transport.tcp import TcpServer
-from tests import certificates
-from tests.integration.relays import Relayed
+from tests.testing import certificates
+from tests.testing.relays import Relayed
 
 _NUMBERS = itertools.count(os.getpid() * 1000)
 """They need not be ports."""

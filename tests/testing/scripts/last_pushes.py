@@ -10,7 +10,7 @@ import torch
 
 import elastic_ps
 from elastic_ps.worker import tensors
-from tests.polling import eventually
+from tests.testing.polling import eventually
 
 ELEMENTS = 2_000_000
 PUSHES = 30

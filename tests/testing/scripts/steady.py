@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 import elastic_ps
-from tests.integration.harness import Numbers, make_mlp
-from tests.integration.oracle import mse
+from tests.testing.harness import Numbers, make_mlp
+from tests.testing.oracle import mse
 
 
 def main(

@@ -27,8 +27,8 @@ from elastic_ps.transport.base import Connection, Server
 from elastic_ps.tuning import Tuning
 from elastic_ps.worker.local_world import Links, LocalWorld
 from elastic_ps.worker.session import Session
-from tests.integration.transports import BY_NAME
-from tests.polling import LIMIT, eventually, while_moving
+from tests.testing.polling import LIMIT, eventually, while_moving
+from tests.testing.transports import BY_NAME
 
 
 def make_spec(**fields: Any) -> TrainingJobSpec:

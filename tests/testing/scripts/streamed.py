@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 import elastic_ps
-from tests.integration.harness import Tally
-from tests.polling import LIMIT
+from tests.testing.harness import Tally
+from tests.testing.polling import LIMIT
 
 
 class Counted(IterableDataset[int]):

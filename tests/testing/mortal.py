@@ -29,8 +29,8 @@ from elastic_ps.local.processes import free_addresses
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.worker.session import Session
-from tests.integration.harness import Numbers, make_mlp, make_spec
-from tests.polling import LIMIT
+from tests.testing.harness import Numbers, make_mlp, make_spec
+from tests.testing.polling import LIMIT
 
 Fate: TypeAlias = tuple[str, int]
 

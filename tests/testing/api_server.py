@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from tests.unit.simulation import job_document
+from tests.testing.simulation import job_document
 
 JOBS = "trainingjobs"
 _KINDS = {

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.polling import LIMIT
+from tests.testing.polling import LIMIT
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import psutil
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, LocalStatus, Programs
 from elastic_ps.local.poller import fetch_status
-from tests.polling import eventually, while_moving
+from tests.testing.polling import eventually, while_moving
 
 FAKE = str(Path(__file__).with_name("fake_programs.py"))
 PROGRAMS = Programs(server=(sys.executable, FAKE, "ps"), worker=(sys.executable, FAKE, "worker"))

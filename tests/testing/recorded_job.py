@@ -12,7 +12,7 @@ from typing import Any
 
 from elastic_ps.drill import recorded
 from elastic_ps.drill.history import Histories
-from tests.e2e.operator_process import Jobs
+from tests.testing.operator_process import Jobs
 
 SCRIPT = """
 import pathlib, time, torch, elastic_ps
