@@ -2,27 +2,36 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+LOWEST := build/lowest
+TIER ?= not nightly
+UNIT ?= $(LOWEST)
+INTEGRATION ?= $(VENV)
+# A test that hangs fails after 10 minutes: it prints where its threads are, and is tried again, with the others.
+PYTEST = -m pytest -m '$(TIER)' --durations=50 --durations-min=1 -o faulthandler_timeout=600 \
+  -o faulthandler_exit_on_timeout=true
+PARALLEL := --numprocesses=logical --maxprocesses=4 --dist=loadscope --max-worker-restart=2
 SCALE ?= --scale 100:4 --scale 1700:2
 MINUTES ?= 30
 SIMULATOR_SECONDS ?= 3600
 
-.PHONY: run test test-here test-cluster check check-bounds mutants bench soak proto manifests format cluster cluster-down install uninstall clean
+.PHONY: run test test-all test-here test-cluster check mutants bench soak proto manifests format cluster cluster-down install uninstall clean
 
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
 
-# The tests on the cluster mostly wait, so the others run beside them. Each half is printed when it is over.
-test: $(VENV)/ready  ## Every test
+# The tests on the cluster mostly wait, so the others run beside them. Each part is printed when it is over.
+test: $(VENV)/ready $(LOWEST)/ready  ## The tests that judge a change
 	$(MAKE) --jobs=2 --keep-going --output-sync=target test-here test-cluster
 
-# A test that hangs fails after 10 minutes: it prints where its threads are, and is tried again, with the others.
-test-here: $(VENV)/ready  ## The tests that need no cluster
-	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadscope \
-	  -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true --max-worker-restart=2 \
-	  tests/unit tests/integration
+test-all:  ## Every test, with the versions swapped: unit tests the newest, integration tests the lowest
+	$(MAKE) test TIER='nightly or not nightly' UNIT=$(VENV) INTEGRATION=$(LOWEST)
+
+test-here: $(VENV)/ready $(LOWEST)/ready  ## The tests that need no cluster
+	PYTHONPATH=.:operator $(UNIT)/bin/python $(PYTEST) $(PARALLEL) tests/unit
+	PYTHONPATH=.:operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) tests/integration
 
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
-	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python $(PYTEST) tests/e2e
 
 check: $(VENV)/ready  ## Format, lint, types, layers, generated files
 	$(BIN)/ruff format --check .
@@ -32,9 +41,6 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files
 	$(BIN)/python tools/generate_protobuf.py --check
 	PYTHONPATH=.:operator $(BIN)/python -m elastic_operator.crd --check
 	PYTHONPATH=. $(BIN)/python tools/render_install.py --check
-
-check-bounds: $(VENV)/ready  ## The unit tests with the oldest versions that pyproject.toml allows
-	$(BIN)/python tools/check_bounds.py
 
 mutants: $(VENV)/ready  ## Small changes of the code by chance: do the unit tests notice? Takes long
 	$(BIN)/python tools/mutants.py core --least 0.95
@@ -79,6 +85,13 @@ uninstall: $(VENV)/ready
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# The lowest versions that pyproject.toml allows.
+$(LOWEST)/ready: pyproject.toml constraints.txt tools/lowest.py | $(VENV)/ready
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(BIN)/python tools/lowest.py >$(LOWEST)/requirements.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(LOWEST)/requirements.txt
 	touch $@
 
 clean:

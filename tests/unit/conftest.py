@@ -1,4 +1,4 @@
-"""What unit tests share: properties without a time limit for an example, which a busy machine would miss."""
+"""What unit tests share."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from hypothesis import settings
 
 from elastic_ps.server import shard as shard_module
-
-settings.register_profile("unit", deadline=None, max_examples=50)
-settings.load_profile("unit")
 
 
 @pytest.fixture
