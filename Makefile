@@ -27,8 +27,8 @@ test-all:  ## Every test, with the versions swapped: unit tests the newest, inte
 	$(MAKE) test TIER='nightly or not nightly' UNIT=$(VENV) INTEGRATION=$(LOWEST)
 
 test-here: $(VENV)/ready $(LOWEST)/ready  ## The tests that need no cluster
-	PYTHONPATH=.:operator $(UNIT)/bin/python $(PYTEST) $(PARALLEL) tests/unit
-	PYTHONPATH=.:operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) tests/integration
+	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(UNIT)/bin/python $(PYTEST) $(PARALLEL) tests/unit
+	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) tests/integration
 
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
 	$(BIN)/python $(PYTEST) tests/e2e

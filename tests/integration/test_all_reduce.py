@@ -28,7 +28,7 @@ from elastic_ps.worker.replica import Replica
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job
 from tests.testing.histories import check_histories
-from tests.testing.launching import make_job, version_of, wait_for_end, wait_for_workers
+from tests.testing.launching import forks, make_job, version_of, wait_for_end, wait_for_workers
 from tests.testing.oracle import (
     assert_each_record_once,
     assert_equal_up_to_round_off,
@@ -678,7 +678,7 @@ def test_workers_are_killed_and_their_number_changes(tmp_path: Path) -> None:
     """Nobody starts again but who was killed, and each record is in the model once."""
     hurry, records = tmp_path / "hurry", 3000
     with Launcher(
-        steady(hurry, records), Options(root=tmp_path / "state", history=tmp_path / "history")
+        steady(hurry, records), Options(forks=forks(), root=tmp_path / "state", history=tmp_path / "history")
     ) as launcher:
         launcher.start()
         two = wait_for_workers(launcher, lambda w: len(w) == 2, "two workers train")
@@ -714,7 +714,7 @@ def test_all_workers_are_killed_and_the_parameter_server_too(tmp_path: Path) -> 
     """The job goes back to a checkpoint: what it had of later versions is undone, and trained again."""
     hurry, records = tmp_path / "hurry", 1500
     with Launcher(
-        steady(hurry, records), Options(root=tmp_path / "state", history=tmp_path / "history")
+        steady(hurry, records), Options(forks=forks(), root=tmp_path / "state", history=tmp_path / "history")
     ) as launcher:
         launcher.start()
         two = wait_for_workers(launcher, lambda w: len(w) == 2, "two workers train")

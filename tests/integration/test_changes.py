@@ -23,7 +23,7 @@ from elastic_ps.training import Compression
 from elastic_ps.tuning import Tuning
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, make_mlp, running_job
-from tests.testing.launching import wait_for_workers
+from tests.testing.launching import forks, wait_for_workers
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import eventually
 
@@ -339,7 +339,7 @@ def test_a_running_job_is_changed_and_begins_so_when_its_parameter_server_is_kil
     def training(launcher: Launcher) -> dict[int, int]:
         return wait_for_workers(launcher, lambda workers: len(workers) == 2, "both workers train")
 
-    with Launcher(job, Options(root=tmp_path)) as launcher:
+    with Launcher(job, Options(forks=forks(), root=tmp_path)) as launcher:
         launcher.start()
         before = training(launcher)
         launcher.directory.edit(change("consistency.mode=bounded consistency.maxStaleness=3"))

@@ -18,7 +18,7 @@ from elastic_ps.local import Launcher, Options
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, events, make_mlp, running_job
 from tests.testing.histories import check_histories, worker_steps
-from tests.testing.launching import make_job, version_of, wait_for_end, wait_for_workers
+from tests.testing.launching import forks, make_job, version_of, wait_for_end, wait_for_workers
 from tests.testing.oracle import mse
 from tests.testing.polling import eventually
 from tests.testing.transports import BY_NAME
@@ -119,7 +119,7 @@ def launched(
     tmp_path: Path, *, workers: int, spec: dict[str, Any] | None = None, **arguments: Any
 ) -> Iterator[Launcher]:
     job = make_job(workers=workers, spec={"entrypoint": STEADY, **(spec or {})}, **arguments)
-    options = Options(root=tmp_path / "state", history=tmp_path / "history")
+    options = Options(forks=forks(), root=tmp_path / "state", history=tmp_path / "history")
     with Launcher(job, options) as launcher:
         launcher.start()
         yield launcher

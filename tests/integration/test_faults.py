@@ -37,7 +37,7 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, unary
 from elastic_ps.transport.grpc import GrpcConnection
 from elastic_ps.transport.wire import messages
-from tests.testing.launching import version_of
+from tests.testing.launching import forks, version_of
 from tests.testing.polling import eventually
 
 LIMIT = timedelta(seconds=120)
@@ -89,7 +89,7 @@ def drill(
             (directory / "hurry").touch()
 
     wanted = job("faults", directory, **fields)
-    options = Options(root=directory, transport=transport)
+    options = Options(forks=forks(), root=directory, transport=transport)
     result = run(wanted, faults, options=options, history=history, tell=tell, limit=LIMIT)
     test = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
     lines = [f"again: python -m pytest '{test}'", *map(str, result.injections), *map(str, result.violations)]
@@ -191,7 +191,8 @@ def test_strangers_and_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
     """
     poisoned, history = tmp_path / "poisoned", tmp_path / "history"
     flooded = job("flooded", tmp_path, records=1200, poisoned=str(poisoned))
-    options = Options(root=tmp_path, history=history, tls=False)  # the strangers know the job's name, too
+    # The strangers know the job's name, too.
+    options = Options(forks=forks(), root=tmp_path, history=history, tls=False)
     with Launcher(flooded, options) as launcher, contextlib.ExitStack() as half_open:
         launcher.start()
         eventually(lambda: poisoned.exists() and launcher.status().failures, "a NaN, and its worker ends")

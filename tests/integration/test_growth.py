@@ -18,7 +18,7 @@ from elastic_ps.local.processes import free_addresses
 from elastic_ps.transport.grpc import GrpcConnection
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, make_spec, running_job
-from tests.testing.launching import make_job, wait_for_end
+from tests.testing.launching import forks, make_job, wait_for_end
 from tests.testing.oracle import mse, ranges_of
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.trained import training
@@ -51,7 +51,7 @@ def test_two_thousand_steps(tmp_path: Path) -> None:
                     seen = psutil.Process(process.pid)
                     latest[process.pid] = (seen.memory_info().rss, seen.num_threads())
 
-    with Launcher(job, Options(root=tmp_path)) as launcher:
+    with Launcher(job, Options(forks=forks(), root=tmp_path)) as launcher:
         launcher.start()
         wait_for_end(launcher, look)
         outcome = launcher.outcome()

@@ -24,6 +24,7 @@ from elastic_ps.local import Launcher, Options
 from elastic_ps.server import shard as shard_module
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.launching import forks
 from tests.testing.oracle import mse
 from tests.testing.polling import eventually
 
@@ -136,7 +137,7 @@ def hanging_job(tmp_path: Path, how: str, *, limit: str = "4s") -> TrainingJob:
 
 def test_a_process_says_on_request_where_its_threads_are(tmp_path: Path) -> None:
     job = hanging_job(tmp_path, "looping", limit="600s")
-    with Launcher(job, Options(root=tmp_path)) as launcher:
+    with Launcher(job, Options(forks=forks(), root=tmp_path)) as launcher:
         launcher.start()
         eventually((tmp_path / "stuck").exists, "worker 1 is in its loop")
         pids = {(p.role, p.index): p.pid for p in launcher.status().processes}
@@ -151,7 +152,7 @@ def test_a_process_says_on_request_where_its_threads_are(tmp_path: Path) -> None
 @pytest.mark.parametrize("how", ["looping", "frozen"])
 def test_its_process_is_replaced(tmp_path: Path, how: str) -> None:
     """It ends itself, and says where it hung; if no thread of it can run, the launcher kills it."""
-    options = Options(root=tmp_path, history=tmp_path / "history")
+    options = Options(forks=forks(), root=tmp_path, history=tmp_path / "history")
     with Launcher(hanging_job(tmp_path, how), options) as launcher:
         launcher.start()
         assert launcher.wait(LIMIT), launcher.status()

@@ -22,7 +22,7 @@ from elastic_ps.worker.session import Session
 from tests.integration.test_local_steps import BATCH, adamw, check_histories, local, reference
 from tests.testing import histories
 from tests.testing.harness import Numbers, make_mlp, running_job
-from tests.testing.launching import gone, make_job, version_of, wait_for_end, wait_for_workers
+from tests.testing.launching import forks, gone, make_job, version_of, wait_for_end, wait_for_workers
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse
 from tests.testing.polling import eventually
 
@@ -444,7 +444,9 @@ def test_a_process_that_is_killed_ends_its_learner_whose_records_others_train(tm
         seconds=0.4,
         hurry=str(hurry),
     )
-    with Launcher(job, Options(root=tmp_path / "state", history=tmp_path / "history")) as launcher:
+    with Launcher(
+        job, Options(forks=forks(), root=tmp_path / "state", history=tmp_path / "history")
+    ) as launcher:
         launcher.start()
         first = wait_for_workers(launcher, lambda w: len(w) == 2, "both train")
         eventually(lambda: version_of(launcher) > 1, "two exchanges")

@@ -22,7 +22,7 @@ from elastic_ps.worker import local_world
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.histories import check_histories
-from tests.testing.launching import gone, make_job, version_of, wait_for_end, wait_for_workers
+from tests.testing.launching import forks, gone, make_job, version_of, wait_for_end, wait_for_workers
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.testing.polling import LIMIT, eventually
 
@@ -413,7 +413,9 @@ def test_a_process_that_dies_ends_its_worker_which_is_replaced(tmp_path: Path) -
         seconds=0.1,
         hurry=str(hurry),
     )
-    with Launcher(job, Options(root=tmp_path / "state", history=tmp_path / "history")) as launcher:
+    with Launcher(
+        job, Options(forks=forks(), root=tmp_path / "state", history=tmp_path / "history")
+    ) as launcher:
         launcher.start()
         first = wait_for_workers(launcher, lambda w: len(w) == 1, "the worker trains")[0]
         eventually(lambda: version_of(launcher), "a step")

@@ -24,7 +24,7 @@ from elastic_ps.local import Launcher, Options
 from elastic_ps.worker import loader
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, Tally, events, make_mlp, running_job
-from tests.testing.launching import make_job, version_of, wait_for_end, wait_for_workers
+from tests.testing.launching import forks, make_job, version_of, wait_for_end, wait_for_workers
 from tests.testing.oracle import (
     Commit,
     assert_each_record_once,
@@ -428,7 +428,7 @@ def test_a_worker_is_killed_and_the_job_continues_from_a_checkpoint(
         seconds=0.05,
         hurry=str(hurry),
     )
-    with Launcher(job, Options(root=tmp_path / "state", history=tmp_path / "1")) as launcher:
+    with Launcher(job, Options(forks=forks(), root=tmp_path / "state", history=tmp_path / "1")) as launcher:
         launcher.start()
         workers = wait_for_workers(launcher, lambda w: len(w) == 3, "3 workers train")
         eventually(lambda: version_of(launcher) > 5, "some steps")
@@ -441,7 +441,7 @@ def test_a_worker_is_killed_and_the_job_continues_from_a_checkpoint(
     first = [e for e in events(tmp_path / "1", "ps-0") if e["event"] == "commit"]
     hurry.touch()
     with Launcher(
-        job, Options(root=tmp_path / "state", history=tmp_path / "2", resume=checkpoints)
+        job, Options(forks=forks(), root=tmp_path / "state", history=tmp_path / "2", resume=checkpoints)
     ) as launcher:
         launcher.start()
         wait_for_end(launcher)

@@ -18,7 +18,7 @@ from elastic_ps.local.poller import fetch_status
 from elastic_ps.schemes import Scheme
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
-from tests.testing.launching import wait_for_end
+from tests.testing.launching import forks, wait_for_end
 from tests.testing.oracle import mse
 from tests.testing.polling import eventually
 from tests.testing.scripts import last_pushes
@@ -42,7 +42,7 @@ def job(script: str, *, bucket_bytes: int = 1024, **arguments: Any) -> TrainingJ
 @pytest.mark.parametrize(("transport", "shard"), [("shm", 0), ("tcp", 1), ("grpc", 0)])
 def test_a_server_is_killed_and_the_job_succeeds(tmp_path: Path, transport: Scheme, shard: int) -> None:
     """With certificates, as every job: all of it is a worker's right."""
-    options = Options(root=tmp_path / "state", transport=transport)
+    options = Options(forks=forks(), root=tmp_path / "state", transport=transport)
     with Launcher(job("counted", until=str(tmp_path / "enough")), options) as launcher:
         launcher.start()
 
@@ -78,7 +78,7 @@ def test_a_server_is_killed_and_the_job_succeeds(tmp_path: Path, transport: Sche
 def test_what_a_script_has_pushed_last_is_carried_out(tmp_path: Path, exits: bool) -> None:
     """It comes to its end, or calls sys.exit, while its pushes are on their way."""
     ending = job("last_pushes", bucket_bytes=1 << 20, exits=exits)
-    with Launcher(ending, Options(root=tmp_path, transport="tcp")) as launcher:
+    with Launcher(ending, Options(forks=forks(), root=tmp_path, transport="tcp")) as launcher:
         launcher.start()
         wait_for_end(launcher)
         outcome = launcher.outcome()
@@ -92,7 +92,9 @@ def test_elastic_averaging_by_hand_learns_the_digits(tmp_path: Path) -> None:
     example = load_job(ROOT / "examples" / "easgd" / "job.yaml")
     server = example.spec.parameter_server.model_copy(update={"bucket_bytes": 4096})
     spec = example.spec.model_copy(update={"parameter_server": server})
-    with Launcher(example.model_copy(update={"spec": spec}), Options(root=tmp_path)) as launcher:
+    with Launcher(
+        example.model_copy(update={"spec": spec}), Options(forks=forks(), root=tmp_path)
+    ) as launcher:
         launcher.start()
         wait_for_end(launcher)
         outcome = launcher.outcome()

@@ -27,7 +27,7 @@ from elastic_ps.transport.base import Frame
 from elastic_ps.transport.credentials import Credentials
 from tests.integration.test_faults import LIMIT, RECORDS, job
 from tests.testing.certificates import write
-from tests.testing.launching import version_of, wait_for_workers
+from tests.testing.launching import forks, version_of, wait_for_workers
 from tests.testing.polling import eventually
 
 SOON = timedelta(seconds=20)
@@ -97,7 +97,7 @@ def running(wanted: TrainingJob, options: Options) -> Iterator[Launcher]:
 def test_a_thief_of_a_workers_certificate_harms_that_worker_only(tmp_path: Path, transport: Scheme) -> None:
     history = tmp_path / "history"
     wanted = job("besieged", tmp_path, server={"replicas": 2, "durability": "standby"}, records=RECORDS)
-    options = Options(root=tmp_path, history=history, transport=transport)
+    options = Options(forks=forks(), root=tmp_path, history=history, transport=transport)
     with running(wanted, options) as launcher:
         tls = launcher.directory.tls
         modes = {stat.S_IMODE(path.stat().st_mode) for path in tls.glob("*/*")}
@@ -138,7 +138,7 @@ def test_certificates_end_during_a_run_and_nobody_notices(tmp_path: Path) -> Non
         while not over.wait(1.0):
             renew(launcher)
 
-    with running(wanted, Options(root=tmp_path, history=history, transport="tcp")) as launcher:
+    with running(wanted, Options(forks=forks(), root=tmp_path, history=history, transport="tcp")) as launcher:
         renewing = threading.Thread(target=renew_always, args=(launcher,))
         assert renew(launcher) >= 3
         (_, first) = validity_of((launcher.directory.tls / "server-0" / "tls.crt").read_bytes())
@@ -166,7 +166,7 @@ def test_certificates_end_during_a_run_and_nobody_notices(tmp_path: Path) -> Non
 
 def test_an_insecure_job_has_no_certificates_and_trains(tmp_path: Path) -> None:
     wanted = job("open", tmp_path, records=RECORDS)
-    with running(wanted, Options(root=tmp_path, transport="tcp", tls=False)) as launcher:
+    with running(wanted, Options(forks=forks(), root=tmp_path, transport="tcp", tls=False)) as launcher:
         assert not launcher.directory.tls.exists()
         (tmp_path / "hurry").touch()
     assert launcher.outcome().verdict.phase == "Succeeded"

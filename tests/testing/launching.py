@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 import time
@@ -12,9 +13,12 @@ from typing import Any
 
 import psutil
 
+from elastic_ps.env import inherited
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, LocalStatus, Programs
+from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.poller import fetch_status
+from elastic_ps.local.processes import with_threads
 from tests.testing.polling import eventually, while_moving
 
 FAKE = str(Path(__file__).with_name("fake_programs.py"))
@@ -34,6 +38,12 @@ def make_job(*, workers: int = 2, spec: dict[str, Any] | None = None, **argument
     document = job_document(workers=workers, **arguments)
     document["spec"] |= spec or {}
     return parse_job(document, source="test")
+
+
+@functools.cache
+def forks() -> ForkServer:
+    """Starts the processes of real jobs, with torch imported once for all. It ends with this process."""
+    return ForkServer(with_threads(inherited(), processes=3))
 
 
 def wait_for_workers(
