@@ -57,6 +57,9 @@ IDENTITIES: dict[Role, identity.Role] = {
 JOB_LABEL, ROLE_LABEL, INDEX_LABEL = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/index"
 """On a cluster, on every pod of a job: the job's name, the pod's role, and its index."""
 
+DURABLE = PREFIX + "DURABLE"
+"""The variable of `ProcessEnvironment.durable`. On a cluster it changes while a pod lives."""
+
 CONTAINER: dict[Role, str] = {
     "ps": "parameter-server",
     "standby": "parameter-server",
@@ -82,6 +85,8 @@ class ProcessEnvironment:
         http: `host:port` on which a PS or standby serves /status, /healthz and /metrics.
         checkpoints: directory of the checkpoints; None writes none.
         resume: whether a PS starts from the newest checkpoint: `no`, `auto` (if there is one), `require`.
+        durable: for shard 0, a version of which the starter knows that its checkpoint was on disk: the PS
+            waits until the directory has it or a later one. None if the starter knows of none.
         trace: directory for trace events; None records none.
         history: directory for the histories that tests check; None records none.
         lifeline: a file descriptor that closes when the starter dies; the process then ends itself.
@@ -108,6 +113,7 @@ class ProcessEnvironment:
     http: str = f"0.0.0.0:{DEFAULT_HTTP_PORT}"
     checkpoints: Path | None = None
     resume: Resume = "auto"
+    durable: int | None = None
     trace: Path | None = None
     history: Path | None = None
     lifeline: int | None = None
@@ -133,6 +139,7 @@ class ProcessEnvironment:
             "HTTP": self.http,
             "CHECKPOINTS": str(self.checkpoints or ""),
             "RESUME": self.resume,
+            "DURABLE": "" if self.durable is None else str(self.durable),
             "TRACE": str(self.trace or ""),
             "HISTORY": str(self.history or ""),
             "LIFELINE": "" if self.lifeline is None else str(self.lifeline),
@@ -181,8 +188,10 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
     if resume not in ("no", "auto", "require"):
         raise UsageError(f"{PREFIX}RESUME is {resume!r}; expected 'no', 'auto' or 'require'")
     index, lifeline = required("INDEX"), source.get(PREFIX + "LIFELINE", "")
-    if not index.isdecimal():
-        raise UsageError(f"{PREFIX}INDEX is {index!r}; expected a number from 0")
+    durable = source.get(DURABLE, "")
+    for name, number in (("INDEX", index), ("DURABLE", durable or "0")):
+        if not number.isdecimal():
+            raise UsageError(f"{PREFIX}{name} is {number!r}; expected a number from 0")
     return ProcessEnvironment(
         job=required("JOB"),
         spec=parse_spec(json.loads(required("SPEC")), source=PREFIX + "SPEC"),
@@ -194,6 +203,7 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
         http=source.get(PREFIX + "HTTP", f"0.0.0.0:{DEFAULT_HTTP_PORT}"),
         checkpoints=path("CHECKPOINTS"),
         resume="no" if resume == "no" else "require" if resume == "require" else "auto",
+        durable=int(durable) if durable else None,
         trace=path("TRACE"),
         history=path("HISTORY"),
         lifeline=int(lifeline) if lifeline else None,

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,7 +33,7 @@ from elastic_ps.errors import (
 
 _NAME = re.compile(r"version-(\d{10})")
 _PARTIAL = re.compile(r"partial-(\d+)-(\d+)-(\d{10})")
-_CORRUPT = re.compile(r"corrupt-\d{10}-\d+")
+_CORRUPT = re.compile(r"corrupt-(\d{10})-\d+")
 
 Check = Callable[[Reader], None]
 """Raises CheckpointCorrupt if a checkpoint, whole as it is, holds what its reader cannot use."""
@@ -44,6 +45,7 @@ class Store:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._claim: Claim | None = None
+        self._identity: str | None = None  # of the directory in which a term was begun
 
     def claim(self, job: str, run: str, *, adopt: bool = False, wait: bool = False) -> None:
         """Make the directory that of a run of a job, until `close`; see `Claim.take`.
@@ -293,6 +295,23 @@ class Store:
             )
         raise NoCheckpoint(f"no whole checkpoint in {self.directory}")
 
+    def require_version(self, version: int) -> None:
+        """Raise StorageUnavailable unless the directory has, or has had, a checkpoint as new as `version`.
+
+        For whoever knows that `version` was on disk: the volume may be away, or replaced by an older copy. A
+        broken checkpoint that was set aside counts, since the job continues from one before it.
+        """
+        names = self._names()
+        found = [
+            int(match[1]) for name in names if (match := _NAME.fullmatch(name) or _CORRUPT.fullmatch(name))
+        ]
+        if max(found, default=-1) < version:
+            newest = f"the newest one there is of version {max(found)}" if found else "there is none"
+            raise StorageUnavailable(
+                f"the checkpoint of version {version} has disappeared from {self.directory}, where {newest}: "
+                "the volume may be away, or replaced by an older copy. Bring it back, or stop the job"
+            )
+
     def written(self, version: int) -> float:
         """When the checkpoint of a version was made whole (Unix time). Raises CheckpointError."""
         try:
@@ -329,23 +348,31 @@ class Store:
             CheckpointError: it is broken. It is not taken for 0: an earlier parameter server could then pass
                 for the present one.
         """
+        return self._begun()[0]
+
+    def _begun(self) -> tuple[int, str]:
+        """The present term, and the directory's identity: "" if it has none yet. Raises as `term`."""
         try:
             text = files.read_text_if_any(self._term_file, limit=4096)
             if text is None:
-                return 0
-            term = json.loads(text)["term"]
-            if not is_count(term, below=MOST_TERMS - 1):
-                raise TypeError(f"the term is {term!r}")
-        except (ValueError, KeyError, TypeError, CheckpointCorrupt) as error:
+                return 0, ""
+            found = json.loads(text)
+            term, identity = found["term"], found.get("identity", "")
+            if not is_count(term, below=MOST_TERMS - 1) or not isinstance(identity, str):
+                raise TypeError(f"the term is {term!r}, and the identity {identity!r}")
+        except (ValueError, KeyError, TypeError, AttributeError, CheckpointCorrupt) as error:
             raise CheckpointError(
                 f"{self._term_file}, which counts the starts of the parameter server, cannot be read: "
-                f"{error!r}. If its content is broken, write a number into it that is larger than any term "
-                "in the logs"
+                f'{error!r}. If its content is broken, write {{"term": N}} into it, where N is larger than '
+                "any term in the logs"
             ) from error
-        return int(term)
+        return int(term), identity
 
     def next_term(self, *, after: int | None = None, above: int = 0) -> int:
         """Begin a new term, durably. The parameter server of the one before is fenced from now on.
+
+        From now on this store writes into this directory only, which has a random identity for that: another
+        one may come to have its name, such as the volume that was away when a parameter server has started.
 
         Args:
             after: the term that the caller has, if it has one: only the parameter server of the present term
@@ -361,8 +388,10 @@ class Store:
             with self._locked():
                 if after is not None:
                     self.require_term(after)
-                term = max(self.term(), above) + 1
-                files.write_text(self._term_file, json.dumps({"term": term}))
+                before, identity = self._begun()
+                term, identity = max(before, above) + 1, identity or uuid.uuid4().hex
+                files.write_text(self._term_file, json.dumps({"term": term, "identity": identity}))
+                self._identity = identity
         except OSError as error:
             raise files.failure(error, f"cannot write {self._term_file}") from error
         return term
@@ -371,8 +400,15 @@ class Store:
         """Raise Fenced if the parameter server was started again since `term`. Else as `term()`.
 
         Terms only grow: with an earlier one, or none, StorageUnavailable is raised. The volume may be away.
+        Likewise if the directory is not the one in which this store has begun its term.
         """
-        current = self.term()
+        current, identity = self._begun()
+        if current and self._identity not in (None, identity):
+            raise StorageUnavailable(
+                f"{self.directory} is another directory than the one in which term {term} has begun: a "
+                "volume was mounted there, or replaced, since. Nothing is written into it. Stop the job, and "
+                "continue from the checkpoints that you want to keep"
+            )
         if current < term:
             raise StorageUnavailable(
                 f"{self._term_file} says that {current} is the last term, but term {term} has begun: the "

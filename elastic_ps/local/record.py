@@ -45,6 +45,7 @@ class Record:
     loss: list[tuple[int, float]] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     last: ServerStatus | None = None
+    durable: int | None = None  # the newest version of which it was said that it is on disk
     _stride: int = 1
     _skipped: int = 0
 
@@ -66,6 +67,8 @@ class Record:
                 self.events.append(Event(elapsed, version, kind, text))
         moved = self.last is None or status.progress.version != self.last.progress.version
         self.last = status
+        if status.progress.durable_version is not None:
+            self.durable = status.progress.durable_version
         if not (moved and status.ready):
             return
         self._skipped += 1

@@ -492,6 +492,7 @@ class Launcher:
             http=(self._standbys_http if action.role == "standby" else self._http)[shard],
             checkpoints=None if action.role == "evaluator" else self.checkpoints,
             resume=self._resume(action),
+            durable=self.record.durable if (action.role, action.index) == ("ps", 0) else None,
             trace=self._trace_directory(),
             history=self.options.history,
             lifeline=self._lifeline.fd,

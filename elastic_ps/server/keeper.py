@@ -16,9 +16,7 @@ from elastic_ps.checkpoint.store import Check, Store
 from elastic_ps.errors import (
     CheckpointError,
     Fenced,
-    NoCheckpoint,
     Refused,
-    StorageUnavailable,
     TransportError,
 )
 from elastic_ps.server.desk import Desk
@@ -51,6 +49,7 @@ class Keeper:
         keep: how many stay on disk.
         check: what a checkpoint must pass, besides being whole, so that the job can continue from it.
         desk: of the job's evaluator, for which checkpoints are written and kept, too; None if it has none.
+        known: a version of which it is known that a checkpoint was written; see `newest`.
 
     Attributes:
         fenced: another parameter server has taken over; nothing will be written any more.
@@ -70,13 +69,14 @@ class Keeper:
         now: float,
         check: Check = lambda _: None,
         desk: Desk | None = None,
+        known: int | None = None,
     ) -> None:
         self.fenced = False
         self.paused = timedelta(0)
         self._problem = ""
         self._unsure = ""  # why it is not known whether another parameter server has taken over
         self._looks = self._last_look = 0
-        self._store, self._check, self._desk = store, check, desk
+        self._store, self._check, self._desk, self._known = store, check, desk, known
         self._job, self._term, self._shards = job, term, shards
         self._interval, self._every, self._keep = interval, every, keep
         self._lock = threading.Lock()
@@ -203,16 +203,13 @@ class Keeper:
     def newest(self) -> Manifest:
         """The newest whole checkpoint; broken ones are set aside. Raises as `Store.newest`.
 
-        If a checkpoint has been written, but the directory is empty now, StorageUnavailable is raised: the
-        volume may only be away, and a job that started from scratch would lose what was trained.
+        If a checkpoint has been written, but neither it nor a later one is there now, StorageUnavailable is
+        raised: the volume may only be away, and a job that started from scratch would lose what was trained.
         """
-        try:
-            manifest, problems = self._store.newest(self._check)
-        except NoCheckpoint as error:
-            if (version := self.durable_version) is None:
-                raise
-            text = f"the checkpoint of version {version} has disappeared from {self._store.directory}"
-            raise StorageUnavailable(f"{text}; restore it, or stop the job") from error
+        known = self._known if (durable := self.durable_version) is None else durable
+        if known is not None:
+            self._store.require_version(known)
+        manifest, problems = self._store.newest(self._check)
         for problem in problems:
             logger.warning("%s", problem)
         written = self._store.written(manifest.version)

@@ -181,7 +181,9 @@ class ParameterServer:
 
     def _enter(self, environment: ProcessEnvironment, store: Store) -> None:
         """Make the checkpoint directory this job's, and count this start there. A refusal changes nothing."""
-        wait, resume = self._patience.until_done, environment.resume
+        wait, resume, known = self._patience.until_done, environment.resume, environment.durable
+        if known is not None:  # before anything is written: the directory may be the mount point of a volume
+            wait(lambda: store.require_version(known))
         versions = wait(store.versions)
         if resume == "no" and versions:
             if (owner := wait(partial(running, store.directory))) is not None:
@@ -212,6 +214,7 @@ class ParameterServer:
             now=time.monotonic(),
             check=partial(require_usable, spec=environment.spec),
             desk=self._desk,
+            known=environment.durable,
         )
         try:
             found = self._find(environment, keeper)

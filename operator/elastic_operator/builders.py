@@ -22,6 +22,7 @@ from elastic_ps.env import (
     DEFAULT_DATA_PORT,
     DEFAULT_HTTP_PORT,
     DEFAULT_PORT,
+    DURABLE,
     THREAD_VARIABLES,
     ProcessEnvironment,
     Role,
@@ -184,11 +185,12 @@ def pod(
     avoid: Sequence[str] = (),
     wiring: Wiring = HEADLESS,
     number: int | None = None,
+    durable: int | None = None,
 ) -> Manifest:
     """The pod of one shard, standby or worker, or of the evaluator: the user's template over the default.
 
     `avoid`: nodes that the scheduler shall take only if there is no other. `number`: of what shard 0
-    is told; None for the job's generation.
+    is told; None for the job's generation. `durable`: a version that is known to have been on disk.
     """
     name = job["metadata"]["name"]
     own = template(spec, role)
@@ -210,6 +212,8 @@ def pod(
     if (role, index) == ("ps", 0):
         word = Tuning.of(spec, generation=generation(job) if number is None else number)
         metadata["annotations"][names.TUNING_ANNOTATION] = word.to_json()
+        if durable is not None:
+            metadata["annotations"] |= durable_annotation(durable)
     for container in pod_spec["containers"]:
         if container["name"] == names.CONTAINER[role]:
             given = with_threads(container.get("env") or [], container.get("resources") or {})
@@ -217,6 +221,11 @@ def pod(
     if role in SERVERS and wiring.headless:
         pod_spec["hostname"], pod_spec["subdomain"] = metadata["name"], names.service(name)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
+
+
+def durable_annotation(version: int) -> dict[str, str]:
+    """Tells the pod of shard 0 that `version` was on disk, so that it does not begin anew without it."""
+    return {names.DURABLE_ANNOTATION: str(version)}
 
 
 def generation(job: Mapping[str, Any]) -> int:
@@ -339,8 +348,12 @@ def _contract(
         tuning=Path(names.WISHES_DIRECTORY) / "tuning.json" if (role, index) == ("ps", 0) else None,
     )
     variables = environment.to_variables()
-    kept = [item for item in given if item["name"] not in variables]
-    return [*kept, *({"name": name, "value": value} for name, value in variables.items())]
+    contract: list[Manifest] = [{"name": name, "value": value} for name, value in variables.items()]
+    if (role, index) == ("ps", 0):  # the kubelet looks at each start of the container, not of the pod only
+        field = {"fieldPath": f"metadata.annotations['{names.DURABLE_ANNOTATION}']"}
+        contract.append({"name": DURABLE, "valueFrom": {"fieldRef": field}})
+    own = {item["name"] for item in contract}
+    return [*(item for item in given if item["name"] not in own), *contract]
 
 
 def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -> Manifest:

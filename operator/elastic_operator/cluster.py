@@ -23,7 +23,7 @@ from elastic_operator.plan import (
     Kind,
     Note,
     Outcome,
-    TunePod,
+    TellPod,
     stamp,
 )
 from elastic_operator.pods import Problem
@@ -113,17 +113,17 @@ class Cluster:
             return self._create(job, action)
         if isinstance(action, Certify):
             return self._certify(job, action)
-        if isinstance(action, TunePod):
-            self._tune(job, action)
+        if isinstance(action, TellPod):
+            self._tell(job, action)
         else:
             self._delete(job, action)
         return None
 
-    def _tune(self, job: Mapping[str, Any], action: TunePod) -> None:
+    def _tell(self, job: Mapping[str, Any], action: TellPod) -> None:
         """A pod that has gone since is told when it is made again."""
         path = f"{path_of('pods', job['metadata']['namespace'])}/{action.name}"
-        annotations = {names.TUNING_ANNOTATION: action.tuning}
-        body = {"metadata": {"uid": action.uid, "annotations": annotations}}  # another pod's is refused (422)
+        metadata = {"uid": action.uid, "annotations": action.annotations}  # another pod's is refused (422)
+        body = {"metadata": metadata}
         try:
             written = self._api.request("patch", "pods", path, body=body)
         except ApiError as error:
@@ -274,12 +274,12 @@ def _words(action: Action, job: str) -> str:
         return f"created {action.kind} {action.name}"
     if isinstance(action, Certify):
         return f"issued certificates for {sum(action.processes.values())} processes"
-    if isinstance(action, TunePod):
+    if isinstance(action, TellPod):
         return f"told Pod {action.name} of a change"
     return f"deleted Pod {action.name}" if isinstance(action, DeletePod) else f"deleted Job {job}"
 
 
-def _refusal(action: Create | Certify | DeletePod | TunePod, error: ApiError) -> Problem:
+def _refusal(action: Create | Certify | DeletePod | TellPod, error: ApiError) -> Problem:
     """A policy or a webhook of the cluster, say, refuses one action."""
     name = "the certificates" if isinstance(action, Certify) else action.name
     reason = "Forbidden" if error.status == 403 else "Refused"

@@ -22,6 +22,9 @@ TEMPLATE_ANNOTATION = f"{GROUP}/template-hash"
 TUNING_ANNOTATION = f"{GROUP}/tuning"
 """On the pod of shard 0, which reads it as a file: what may change while the job runs, as it is wanted."""
 
+DURABLE_ANNOTATION = f"{GROUP}/durable"
+"""On the pod of shard 0, which reads it as a variable at each start: a version that was on disk."""
+
 RESTART_ANNOTATION = f"{GROUP}/restartedAt"
 """A person sets it on a job, to a time: what was made before then is to be made again."""
 

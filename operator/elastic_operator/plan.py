@@ -153,16 +153,16 @@ class DeleteJob:
 
 
 @dataclass(frozen=True)
-class TunePod:
-    """Tell exactly this pod (by uid), in an annotation, what of the job has changed."""
+class TellPod:
+    """Tell exactly this pod (by uid), in annotations, what has changed."""
 
     name: str
     uid: str
-    tuning: str
+    annotations: Mapping[str, str]
     reason: str
 
 
-Action: TypeAlias = Create | Certify | DeletePod | DeleteJob | TunePod
+Action: TypeAlias = Create | Certify | DeletePod | DeleteJob | TellPod
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,7 @@ class Pod:
         last_words: what the parameter server in it left when it ended; None while one runs.
         version: of the object, as it was read.
         tuning: what shard 0 is told that the job wants, see `names.TUNING_ANNOTATION`; "" for no such word.
+        durable: whether shard 0 is told that a version was on disk, see `names.DURABLE_ANNOTATION`.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Pod:
     last_words: ServerStatus | None = None
     version: str = field(default="", compare=False)
     tuning: str = ""
+    durable: bool = False
 
     @property
     def active(self) -> bool:
@@ -192,6 +194,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         return None
     role = cast(Role, known)
     container = _main_container(manifest, names.CONTAINER[role])
+    annotations = metadata.get("annotations") or {}
     state = container.get("state") or {}
     terminated = state.get("terminated") or _end_of(_failed_init(manifest))
     last = _last_exit(container) or terminated
@@ -223,8 +226,9 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         ended=parse_time(terminated.get("finishedAt")),
         disruption=_disruption(status),
         created=parse_time(metadata.get("creationTimestamp")),
-        template=str((metadata.get("annotations") or {}).get(names.TEMPLATE_ANNOTATION) or ""),
-        tuning=str((metadata.get("annotations") or {}).get(names.TUNING_ANNOTATION) or ""),
+        template=str(annotations.get(names.TEMPLATE_ANNOTATION) or ""),
+        tuning=str(annotations.get(names.TUNING_ANNOTATION) or ""),
+        durable=bool(annotations.get(names.DURABLE_ANNOTATION)),
         pending=status.get("phase") == "Pending",
         begun=status.get("phase") not in (None, "Pending") or any(map(_has_begun, _containers(status))),
         address=status.get("podIP"),

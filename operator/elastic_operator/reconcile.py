@@ -27,7 +27,7 @@ from elastic_operator.plan import (
     Observed,
     Options,
     Plan,
-    TunePod,
+    TellPod,
     stamp,
 )
 from elastic_operator.pods import Pod, Problem, parse_time
@@ -287,13 +287,19 @@ def _servers(
                 yield DeletePod.of(pod, "it has ended and is created again")
         elif pod.active and (why := server_to_renew(pod, desired, observed)):
             yield DeletePod.of(pod, why)
-        elif pod.active and pod.tuning and (wanted := tuning_to_tell(desired, pod)):
-            yield TunePod(
-                pod.name,
-                pod.uid,
-                wanted,
-                "the job wants another consistency or compression, or other checkpoints",
-            )
+        elif pod.active and pod.tuning:
+            if wanted := tuning_to_tell(desired, pod):
+                told = "the job wants another consistency or compression, or other checkpoints"
+                yield TellPod(pod.name, pod.uid, {names.TUNING_ANNOTATION: wanted}, told)
+            if not pod.durable and (version := _durable(desired, status)) is not None:
+                told = "a version is on disk, without which it is not to begin again"
+                yield TellPod(pod.name, pod.uid, builders.durable_annotation(version), told)
+
+
+def _durable(desired: Desired, status: TrainingJobStatus) -> int | None:
+    """A version of which it is known that a checkpoint outlives the pods; None if there is none."""
+    kept = builders.claim_name(desired.name, desired.spec) is not None
+    return status.progress.durable_version if kept else None
 
 
 def _evaluator(
@@ -382,7 +388,14 @@ def _create(
 ) -> Create:
     avoid = sorted(filter(None, status.worker.invalid_on))
     manifest = builders.pod(
-        job, desired.spec, role, index, avoid=avoid, wiring=desired.wiring, number=desired.generation
+        job,
+        desired.spec,
+        role,
+        index,
+        avoid=avoid,
+        wiring=desired.wiring,
+        number=desired.generation,
+        durable=_durable(desired, status),
     )
     # The name of a claim may be taken, and then the checkpoints on it are those of somebody else.
     needs: Kind | None = "PersistentVolumeClaim" if role in builders.SERVERS else None

@@ -230,6 +230,18 @@ def test_a_killed_worker_is_replaced_and_told_about(tmp_path: Path) -> None:
         assert launcher.status().failures == 0
 
 
+def test_a_server_that_is_started_again_is_told_which_version_was_on_disk(tmp_path: Path) -> None:
+    """Else it would begin anew while the volume of the checkpoints is away."""
+    with launched(make_job(workers=1, durable=7), tmp_path) as launcher:
+        training(launcher, 1)
+        eventually(lambda: launcher.record.durable == 7, "the launcher knows of it")
+        (server,) = [process for process in launcher.status().processes if process.role == "ps"]
+        os.kill(server.pid, signal.SIGKILL)
+        log = launcher.directory.log("ps", 0)
+        eventually(lambda: "serving auto 7" in log.read_text(), "the second server is told")
+        assert "serving no None" in log.read_text()
+
+
 def test_a_worker_that_someone_else_asked_to_leave_is_replaced(tmp_path: Path) -> None:
     with launched(make_job(records=FOREVER, workers=2, spec=_limit(0)), tmp_path) as launcher:
         before = training(launcher, 2)

@@ -40,7 +40,7 @@ def mounted(server: ApiServer, pod: str, directory: Path) -> Credentials:
     data = server.get("secrets", secret["secretName"])["stringData"]
     for item in secret["items"]:
         (directory / item["path"]).write_text(data[item["key"]])
-    told = env.read({item["name"]: item["value"] for item in spec["containers"][0]["env"]})
+    told = env.read({item["name"]: item.get("value", "") for item in spec["containers"][0]["env"]})
     found = of_process(replace(told, tls=directory))
     assert found is not None
     return found

@@ -8,6 +8,7 @@ a POST to the server. `spec.arguments` says how the run goes:
     fail: {"<worker>": exit status}: that worker ends with it at its third step, each time it is started
     crash: {"<worker>": signal}: that worker dies of it before its first step, each time it is started
     stubborn: ignore SIGTERM
+    durable: the version that the server says is on disk (default: none)
     child: start a process in each worker that would outlive it
 """
 
@@ -48,15 +49,19 @@ class Server:
     def __init__(self, environment: env.ProcessEnvironment) -> None:
         self.environment = environment
         self.lock = threading.Lock()
-        records: Any = environment.spec.arguments.get("records")
-        self.expected: int | None = records
+        arguments: Any = environment.spec.arguments
+        self.expected: int | None = arguments.get("records")
         self.status = ServerStatus(
             job=environment.job,
             shard=environment.index,
             shards=environment.spec.parameter_server.replicas,
             term=1,
             ready=False,
-            progress=Progress(records_expected=self.expected, epochs=1),
+            progress=Progress(
+                records_expected=self.expected,
+                epochs=1,
+                durable_version=arguments.get("durable"),
+            ),
         )
         self.loss: list[tuple[int, float]] = []
         self.began = time.monotonic()
@@ -139,7 +144,7 @@ def run_server(environment: env.ProcessEnvironment) -> int:
         print("the fake server cannot start", file=sys.stderr)
         return 4
     Server(environment).serve()
-    print("serving", environment.resume, environment.checkpoints)
+    print("serving", environment.resume, environment.durable, environment.checkpoints)
     stopped.wait()
     if environment.checkpoints is not None:
         checkpoint = environment.checkpoints / "version-1"

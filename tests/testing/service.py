@@ -18,6 +18,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.env import ProcessEnvironment, Resume
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import TrainingJobSpec
+from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Frame
@@ -140,9 +141,11 @@ class Worker:
 
 
 @contextmanager
-def serving(given: ProcessEnvironment) -> Iterator[tuple[InprocServer, ParameterServer]]:
+def serving(
+    given: ProcessEnvironment, patience: Patience | None = None
+) -> Iterator[tuple[InprocServer, ParameterServer]]:
     listener = InprocServer()
-    server = ParameterServer(given, listener, lambda _: connect(listener))
+    server = ParameterServer(given, listener, lambda _: connect(listener), patience=patience)
     try:
         yield listener, server
     finally:

@@ -23,7 +23,7 @@ from elastic_operator.plan import (
     Observed,
     Options,
     Plan,
-    TunePod,
+    TellPod,
     stamp,
 )
 from elastic_operator.reconcile import reconcile
@@ -125,8 +125,8 @@ class Simulation:
         elif isinstance(action, DeletePod):
             if self.pods.get(action.name, {}).get("metadata", {}).get("uid") == action.uid:
                 del self.pods[action.name]
-        elif isinstance(action, TunePod):
-            self.pods[action.name]["metadata"]["annotations"][names.TUNING_ANNOTATION] = action.tuning
+        elif isinstance(action, TellPod):
+            self.pods[action.name]["metadata"]["annotations"].update(action.annotations)
         elif action.kind == "Service":
             metadata = action.manifest["metadata"]
             self.secured = self.secured or names.TLS_ANNOTATION in metadata["annotations"]

@@ -50,7 +50,7 @@ def test_each_role_runs_its_program(role: env.Role, module: str) -> None:
 
 def test_the_process_is_told_who_it_is() -> None:
     pod = build("worker", 3, parameterServer={"replicas": 2}, worker={"template": {"spec": {}}})
-    variables = {item["name"]: item["value"] for item in container(pod)["env"]}
+    variables = {item["name"]: item.get("value", "") for item in container(pod)["env"]}
     told = env.read(variables)
     assert told.run, "so that two jobs of one name are told apart on a volume"
     assert (told.job, told.role, told.index) == ("digits", "worker", 3)
@@ -59,9 +59,9 @@ def test_the_process_is_told_who_it_is() -> None:
     assert told.spec.entrypoint == "examples.digits.train:main"
     template = {"spec": {"hostNetwork": True, "hostname": "another"}}
     pod = build("worker", 3, worker={"template": template})
-    told = env.read({item["name"]: item["value"] for item in container(pod)["env"]})
+    told = env.read({item["name"]: item.get("value", "") for item in container(pod)["env"]})
     assert told.hostname == pod["metadata"]["name"], "by which its stays in the job are found"
-    server = env.read({item["name"]: item["value"] for item in container(build("ps"))["env"]})
+    server = env.read({item["name"]: item.get("value", "") for item in container(build("ps"))["env"]})
     assert str(server.checkpoints) == names.CHECKPOINT_DIRECTORY
     assert server.resume == "auto"
 
@@ -120,7 +120,7 @@ def test_the_template_is_merged_and_cannot_break_what_is_relied_on() -> None:
 def test_as_many_threads_as_cores(role: env.Role, resources: dict[str, Any], threads: str | None) -> None:
     template = {"spec": {"containers": [{"name": names.CONTAINER[role], "resources": resources}]}}
     built = container(build(role, parameterServer={"template": template}, worker={"template": template}))
-    variables = {item["name"]: item["value"] for item in built["env"]}
+    variables = {item["name"]: item.get("value", "") for item in built["env"]}
     assert [variables.get(name) for name in env.THREAD_VARIABLES] == [threads] * 3
 
 

@@ -37,7 +37,7 @@ def mounted(simulation: Simulation, pod: str = "digits-ps-0") -> str:
 
 def contract(simulation: Simulation, pod: str = "digits-ps-0") -> env.ProcessEnvironment:
     variables = simulation.pods[pod]["spec"]["containers"][0]["env"]
-    return env.read({item["name"]: item["value"] for item in variables})
+    return env.read({item["name"]: item.get("value", "") for item in variables})
 
 
 def test_a_claim_that_is_retained_has_no_owner_that_it_is_deleted_with() -> None:

@@ -45,7 +45,7 @@ def test_the_evaluator_is_a_pod_that_is_told_who_it_is() -> None:
     container = pod["spec"]["containers"][0]
     assert container["command"] == ["python", "-m", "elastic_ps.evaluator"]
     assert not [volume for volume in pod["spec"]["volumes"] if volume["name"] == "checkpoints"]
-    told = env.read({item["name"]: item["value"] for item in container["env"]})
+    told = env.read({item["name"]: item.get("value", "") for item in container["env"]})
     assert (told.role, told.addresses, told.checkpoints) == (
         "evaluator",
         ("digits-ps-0.digits-servers:2222",),
@@ -59,7 +59,7 @@ def test_the_evaluator_is_a_pod_that_is_told_who_it_is() -> None:
 def test_who_is_told_of_the_evaluator(role: env.Role, knows: bool) -> None:
     job = job_document(evaluator=EVALUATOR)
     pod = builders.pod(job, TrainingJobSpec.model_validate(job["spec"]), role, 0)
-    variables = {item["name"]: item["value"] for item in pod["spec"]["containers"][0]["env"]}
+    variables = {item["name"]: item.get("value", "") for item in pod["spec"]["containers"][0]["env"]}
     assert (env.read(variables).spec.evaluator is not None) == knows
 
 

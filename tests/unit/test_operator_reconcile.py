@@ -407,7 +407,7 @@ def test_deterministic_job_keeps_its_workers(replicas: int) -> None:
         del simulation.pods[name]
     simulation.settle()
     for name in ("digits-ps-0", "digits-worker-2"):
-        variables = {e["name"]: e["value"] for e in simulation.pods[name]["spec"]["containers"][0]["env"]}
+        variables = {e["name"]: e.get("value") for e in simulation.pods[name]["spec"]["containers"][0]["env"]}
         assert json.loads(variables["ELASTIC_PS_SPEC"])["worker"]["replicas"] == 3
     simulation.scale(3)
     simulation.settle()

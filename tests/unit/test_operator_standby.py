@@ -47,7 +47,7 @@ def running(shards: int = 1, **spec: Any) -> Simulation:
 
 def environment(pod: dict[str, Any]) -> env.ProcessEnvironment:
     variables = pod["spec"]["containers"][0]["env"]
-    return env.read({item["name"]: item["value"] for item in variables})
+    return env.read({item["name"]: item.get("value", "") for item in variables})
 
 
 def volumes(pod: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from elastic_operator import names
-from elastic_operator.plan import TunePod
-from elastic_ps.env import read
+from elastic_operator.plan import TellPod
+from elastic_ps.env import DURABLE, read
 from elastic_ps.job import parse_spec
-from elastic_ps.status import ServerStatus, TuningStatus
+from elastic_ps.status import Progress, ServerStatus, TuningStatus
 from elastic_ps.training import Compression
 from elastic_ps.tuning import Tuning, read_tuning
 from tests.testing.simulation import Simulation, running
@@ -47,7 +47,7 @@ def test_a_change_is_written_to_the_pod_of_shard_0_alone() -> None:
     assert (told(simulation).generation, told(simulation).consistency.mode) == (1, "sync")
     assert names.TUNING_ANNOTATION not in simulation.pods["digits-ps-1"]["metadata"]["annotations"]
     simulation.edit(consistency=BOUNDED)
-    assert [type(action) for action in simulation.step().actions] == [TunePod]
+    assert [type(action) for action in simulation.step().actions] == [TellPod]
     assert (told(simulation).generation, told(simulation).consistency.max_staleness) == (2, 8)
     simulation.settle()
     assert uids(simulation) == before
@@ -60,13 +60,45 @@ def test_a_change_is_written_to_the_pod_of_shard_0_alone() -> None:
 def test_what_reads_the_annotation_finds_it() -> None:
     pod = running().pods["digits-ps-0"]
     (container,) = pod["spec"]["containers"]
-    variables = {item["name"]: item["value"] for item in container["env"]}
+    variables = {item["name"]: item.get("value", "") for item in container["env"]}
     path = str(read(variables).tuning)
     mount = next(mount for mount in container["volumeMounts"] if path.startswith(mount["mountPath"] + "/"))
     volume = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == mount["name"])
     (item,) = volume["downwardAPI"]["items"]
     assert path == f"{mount['mountPath']}/{item['path']}"
     assert item["fieldRef"]["fieldPath"] == f"metadata.annotations['{names.TUNING_ANNOTATION}']"
+
+
+def durable(simulation: Simulation, version: int) -> None:
+    simulation.server = ServerStatus(
+        job="digits", shard=0, shards=1, term=1, ready=True, progress=Progress(durable_version=version)
+    )
+
+
+def test_shard_0_is_told_once_that_a_version_was_on_disk() -> None:
+    """Its container may be started again in its place, at a moment when the volume is away."""
+    simulation = running(parameterServer={"replicas": 2, "checkpoint": {"volumeClaim": {}}})
+    pod = simulation.pods["digits-ps-0"]
+    assert names.DURABLE_ANNOTATION not in pod["metadata"]["annotations"]
+    for version in (3, 9):
+        durable(simulation, version)
+        simulation.settle()
+        assert pod["metadata"]["annotations"][names.DURABLE_ANNOTATION] == "3"
+    assert names.DURABLE_ANNOTATION not in simulation.pods["digits-ps-1"]["metadata"]["annotations"]
+    (variable,) = [item for item in pod["spec"]["containers"][0]["env"] if item["name"] == DURABLE]
+    path = variable["valueFrom"]["fieldRef"]["fieldPath"]
+    assert path == f"metadata.annotations['{names.DURABLE_ANNOTATION}']"
+    del simulation.pods["digits-ps-0"]
+    simulation.settle()
+    again = simulation.pods["digits-ps-0"]["metadata"]["annotations"]
+    assert again[names.DURABLE_ANNOTATION] == "9"
+
+
+def test_where_checkpoints_end_with_their_pod_none_is_required() -> None:
+    simulation = running()
+    durable(simulation, 3)
+    simulation.settle()
+    assert names.DURABLE_ANNOTATION not in simulation.pods["digits-ps-0"]["metadata"]["annotations"]
 
 
 def test_a_server_that_comes_back_begins_with_the_newest_word() -> None:
@@ -150,7 +182,7 @@ def test_the_compression_changes_as_the_consistency_does() -> None:
     simulation = running()
     before = uids(simulation)
     simulation.edit(compression={"codec": "int8", "rules": [{"match": "*.bias", "codec": "none"}]})
-    assert [type(action) for action in simulation.step().actions] == [TunePod]
+    assert [type(action) for action in simulation.step().actions] == [TellPod]
     compression = told(simulation).compression
     assert compression is not None
     assert (compression.codec, [rule.match for rule in compression.rules]) == ("int8", ["*.bias"])

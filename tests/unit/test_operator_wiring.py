@@ -20,7 +20,7 @@ OLD = {f"digits-{role}-{shard}" for role in ("ps", "standby") for shard in range
 
 def told(pod: dict[str, Any]) -> env.ProcessEnvironment:
     variables = pod["spec"]["containers"][0]["env"]
-    return env.read({item["name"]: item["value"] for item in variables})
+    return env.read({item["name"]: item.get("value", "") for item in variables})
 
 
 def started_before(**spec: Any) -> Simulation:

@@ -15,7 +15,7 @@ from elastic_ps.checkpoint import evaluations, files
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.settings import Settings
 from elastic_ps.env import Resume
-from elastic_ps.errors import InvalidJob, NoCheckpoint, RefusalCode, Refused, StorageUnavailable
+from elastic_ps.errors import AskedToEnd, InvalidJob, NoCheckpoint, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.server import process
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Configuration
@@ -93,6 +93,33 @@ def test_a_job_begins_anew_only_where_no_checkpoint_is(tmp_path: Path) -> None:
             with pytest.raises(Refused, match="is not the one that brings the model") as refused:
                 worker.ask(pb.InitDoneRequest(caller=worker.caller()))
             assert code(refused) is RefusalCode.STALE_INCARNATION
+
+
+def test_a_server_whose_checkpoints_are_away_waits_for_them(tmp_path: Path) -> None:
+    """It would begin anew in the empty directory, and later delete what was trained as an older version."""
+    place, volume = tmp_path / "checkpoints", tmp_path / "volume"
+    given = replace(environment(checkpoints=place), durable=0)
+    with serving(replace(given, durable=None)) as (listener, server):
+        Worker(listener).start(3.0)
+        eventually(lambda: server.status().progress.durable_version == 0, "the first values are on disk")
+    place.rename(volume)
+    place.mkdir()
+    looks: list[str] = []
+
+    def asked_to_end() -> bool:
+        looks.append(patience.problem)
+        assert list(place.iterdir()) == []
+        return True
+
+    patience = Patience(asked_to_end)
+    with pytest.raises(AskedToEnd, match="the volume may be away"), serving(given, patience):
+        pass
+    assert "the checkpoint of version 0 has disappeared" in looks[0]
+    place.rmdir()
+    volume.rename(place)
+    with serving(given, patience) as (listener, server):
+        assert not Worker(listener).join().initialise
+        assert server.term == 2
 
 
 def test_a_checkpoint_that_was_copied_is_continued_from_in_a_later_term_than_its_own(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import errno
 import json
 import os
 import random
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -294,6 +295,46 @@ def test_an_earlier_term_than_the_own_one_is_no_rival(store: Store) -> None:
     (store.directory / "term.json").unlink()
     with pytest.raises(StorageUnavailable, match="says that 0 is the last term, but term 2 has begun"):
         store.require_term(term)
+
+
+def test_another_directory_of_the_same_name_is_neither_written_nor_pruned(store: Store) -> None:
+    """A parameter server has begun where a volume was to be mounted; then the volume is there again."""
+    write(store, 1)
+    volume = store.directory.rename(store.directory.parent / "volume")
+    began = Store(store.directory)
+    assert began.next_term() == TERM
+    parts = [began.write_shard(TERM, 2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS)]
+    late = manifest(2)
+    late.files.extend(parts)
+    shutil.rmtree(store.directory)
+    volume.rename(store.directory)
+    acts: list[Callable[[], object]] = [
+        lambda: began.commit(late, keep=1),
+        lambda: began.amend(1, term=TERM, state={}),
+        lambda: began.write_beside("evaluations.json", "{}", term=TERM),
+        lambda: began.next_term(after=TERM),
+    ]
+    for act in acts:
+        with pytest.raises(StorageUnavailable, match="another directory than the one"):
+            act()
+    assert same(store, 1)
+    assert not (store.directory / "evaluations.json").exists()
+    store.require_term(TERM)
+
+
+def test_a_known_version_is_required_unless_it_was_set_aside(store: Store) -> None:
+    write(store, 3)
+    store.require_version(3)
+    with pytest.raises(
+        StorageUnavailable, match=r"version 4 has disappeared from .* the newest one there is of version 3"
+    ):
+        store.require_version(4)
+    write(store, 4)
+    (store.path(4) / "manifest.json").unlink()
+    assert store.newest()[0].version == 3
+    store.require_version(4)
+    with pytest.raises(StorageUnavailable, match="where there is none"):
+        Store(store.directory / "empty").require_version(0)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"term": "x"}', '{"term": null}', '{"term": 1.5}'])
