@@ -5,9 +5,13 @@ Apart, because the parameter server, its transports and the operator of a cluste
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import socketserver
 import sys
+import threading
+import time
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
@@ -38,12 +42,22 @@ def place_of(host: str) -> Place:
     return Place(family, "" if everywhere else host, both)
 
 
+REQUESTS = 128
+"""How many requests an `HttpServer` has at a time. For the next one the oldest is cut off: it takes long."""
+
+REQUEST = timedelta(seconds=10)
+"""How long a request and its answer may take, however often something of it comes."""
+
+
 class HttpServer(ThreadingHTTPServer):
     """Answers in a thread for each request. `address`: see `place_of`, and a port; 0 picks one."""
 
     daemon_threads = True
+    requests, limit = REQUESTS, REQUEST
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._open: dict[Any, float] = {}  # requests, and since when, the oldest first
+        self._lock = threading.Lock()
         self._place = place_of(address[0])
         self.address_family = self._place.family
         super().__init__((self._place.host, address[1]), handler)
@@ -53,6 +67,33 @@ class HttpServer(ThreadingHTTPServer):
         if self._place.both:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         socketserver.TCPServer.server_bind(self)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer it in a thread, and make room for it before."""
+        with self._lock:
+            if len(self._open) >= self.requests:
+                self._cut_off(next(iter(self._open.values())))
+            self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+            super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Twice a second."""
+        with self._lock:
+            self._cut_off(time.monotonic() - self.limit.total_seconds())
+
+    def _cut_off(self, since: float) -> None:
+        """End the requests that have begun by then; their threads find them closed. The lock is held."""
+        for request, began in [*self._open.items()]:
+            if began > since:
+                break
+            with contextlib.suppress(OSError):  # the client has gone
+                request.shutdown(socket.SHUT_RDWR)
+            del self._open[request]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """One that asks and does not wait for the answer, as a probe with little time, is no failure here."""

@@ -333,6 +333,10 @@ class Store:
     def _term_file(self) -> Path:
         return self.directory / "term.json"
 
+    @cached_property
+    def _looked(self) -> files.Looked:
+        return files.Looked(self._term_file, limit=4096)
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Nobody else changes the term or finishes a checkpoint meanwhile."""
@@ -353,7 +357,7 @@ class Store:
     def _begun(self) -> tuple[int, str]:
         """The present term, and the directory's identity: "" if it has none yet. Raises as `term`."""
         try:
-            text = files.read_text_if_any(self._term_file, limit=4096)
+            text = self._looked.text()
             if text is None:
                 return 0, ""
             found = json.loads(text)

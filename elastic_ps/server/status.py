@@ -17,9 +17,6 @@ from elastic_ps.errors import CannotListen
 from elastic_ps.listening import HttpServer
 from elastic_ps.status import ServerStatus, Traffic
 
-REQUEST_TIMEOUT = 10.0
-"""Seconds after which a connection that says nothing is closed."""
-
 
 class StatusServer:
     """Serves what `status` and `loss` return.
@@ -56,8 +53,6 @@ class StatusServer:
         }
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = REQUEST_TIMEOUT
-
             def do_GET(self) -> None:
                 page = pages.get(self.path)
                 code, kind, text = page() if page else (404, "text/plain", f"no {self.path} here\n")

@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +39,8 @@ from elastic_ps.identity import Identity  # noqa: E402
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server  # noqa: E402
 from elastic_ps.transport.credentials import Credentials, Loaded  # noqa: E402
 from elastic_ps.transport.refusal import Refusal, answers  # noqa: E402
-from elastic_ps.transport.shares import Shares  # noqa: E402
-from elastic_ps.transport.stall import Watchdog  # noqa: E402
+from elastic_ps.transport.shares import Shares, descriptors_for  # noqa: E402
+from elastic_ps.transport.stall import SLOWEST, Watchdog  # noqa: E402
 from elastic_ps.transport.wire import (  # noqa: E402
     MESSAGE_BYTES,
     ReceivedFrame,
@@ -58,6 +59,16 @@ Calls of one address beyond its share, see `transport.shares`, fail at once."""
 
 CALLS_OF_ONE = 128
 """How many of them may be of one connection, so that none takes all threads. A worker needs eight."""
+
+CONNECTIONS = 2048
+"""How many connections a server has at a time, each with some 20 KB; those that come then are closed. Whoever
+comes by the data port has none of them."""
+
+HANDSHAKE = timedelta(seconds=10)
+"""How long a client may take to say its first words."""
+
+IDLE = timedelta(minutes=2)
+"""A connection without a call is closed after this time. Its client makes another one when it has a call."""
 
 WINDOW = 1024 * 1024
 """Bytes that a sender may send in one call before the receiver has asked for them. A server of n calls with
@@ -99,8 +110,7 @@ _SERVER_OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
-    # Connections that never say a word are closed.
-    ("grpc.server_handshake_timeout_ms", 20_000),
+    ("grpc.max_connection_idle_ms", int(IDLE.total_seconds() * 1000)),
 )
 _CLIENT_OPTIONS = (
     *_COMMON_OPTIONS,
@@ -151,6 +161,8 @@ class GrpcServer(Server):
         *,
         limits: Limits | None = None,
         calls: int = CALLS,
+        connections: int = CONNECTIONS,
+        handshake: timedelta = HANDSHAKE,
         stall: timedelta = STALL,
         credentials: Credentials | None = None,
     ) -> None:
@@ -159,6 +171,8 @@ class GrpcServer(Server):
         Args:
             limits: what is accepted from clients; `limits` may be replaced later.
             calls: how many calls are answered at the same time, each in a thread; the next ones wait.
+            connections: how many there may be at the same time, as far as there are descriptors for them.
+            handshake: how long a client may take to say its first words.
             stall: how long a client may send nothing in the middle of a frame.
             credentials: with which the server talks TLS, to clients that have a certificate of the job; None:
                 it talks to everybody, in plain text.
@@ -172,7 +186,11 @@ class GrpcServer(Server):
         self.limits = limits or Limits()
         self._handler: Handler | None = None
         self._pool = ThreadPoolExecutor(calls, thread_name_prefix=f"grpc-{bind}")
-        self._server = grpc.server(self._pool, options=_SERVER_OPTIONS)
+        limited = (
+            ("grpc.max_allowed_incoming_connections", descriptors_for(connections)),
+            ("grpc.server_handshake_timeout_ms", int(handshake.total_seconds() * 1000)),
+        )
+        self._server = grpc.server(self._pool, options=(*_SERVER_OPTIONS, *limited))
         method = grpc.stream_stream_rpc_method_handler(self._answer)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: method}),)
@@ -279,14 +297,21 @@ class _Requests:
         self._context = context
         self._watchdog = watchdog
         self._stalled = False
+        self._waited, self._received = 0.0, 0  # seconds and bytes of the whole call
 
     def alive(self) -> bool:
         return bool(self._context.is_active())
 
     def next(self) -> bytes | None:
+        limit, began = self._watchdog.limit.total_seconds(), time.monotonic()
         try:
             with self._watchdog.waiting(self._cut_off):
                 message = next(self._messages, None)
+            self._waited += time.monotonic() - began
+            self._received += len(message or b"")
+            if self._waited > limit + self._received / SLOWEST:
+                self._cut_off()
+                raise self._lost()
         except Exception as error:  # gRPC raises bare RpcError or Exception when a call was cancelled
             raise self._lost() from error
         if message is None and (self._stalled or not self.alive()):
@@ -300,7 +325,9 @@ class _Requests:
     def _lost(self) -> TransportError:
         if self._stalled:
             seconds = self._watchdog.limit.total_seconds()
-            return ConnectionLost(f"the client has sent nothing for {seconds:g} s in the middle of a frame")
+            return ConnectionLost(
+                f"the client has sent nothing for {seconds:g} s in the middle of a frame, or next to nothing"
+            )
         remaining = self._context.time_remaining()
         if remaining is not None and remaining <= 0:
             return DeadlineExceeded("the client's deadline has passed")

@@ -26,6 +26,7 @@ from elastic_ps.identity import Identity
 from elastic_ps.transport import sockets
 from elastic_ps.transport.base import EMPTY, Frame, Limits
 from elastic_ps.transport.memory import Handle, Mapped, place_of
+from elastic_ps.transport.stall import SLOWEST
 from elastic_ps.transport.views import flat, target_of
 
 MEMORIES = 4
@@ -170,18 +171,19 @@ class Line:
             for _, happened in self._poll.poll(None if left is None else left * 1000):
                 return happened
 
-    def _wait_in_frame(self, events: int, deadline: float | None) -> None:
-        """Block as `_wait`, but no longer than the other side may be silent."""
+    def _wait_in_frame(self, events: int, deadline: float | None, patient: float | None = None) -> None:
+        """Block as `_wait`, but no longer than the other side may be silent, and not after `patient`."""
         if self._stall is None:
             self._wait(events, deadline)
             return
         seconds = self._stall.total_seconds()
+        silent = time.monotonic() + seconds
         try:
-            self._wait(events, time.monotonic() + seconds)
+            self._wait(events, silent if patient is None else min(silent, patient))
         except DeadlineExceeded:
             verb = "sent" if events == select.POLLIN else "taken"
-            text = f"the client has {verb} nothing for {seconds:g} s in the middle of a frame"
-            raise ConnectionLost(text) from None
+            said = f"the client has {verb} nothing for {seconds:g} s in the middle of a frame"
+            raise ConnectionLost(f"{said}, or next to nothing") from None
 
     def _lost(self, error: OSError | None = None) -> ConnectionLost:
         return ConnectionLost(f"{self._what}: the other side has gone{f' ({error})' if error else ''}")
@@ -271,6 +273,7 @@ class Line:
             ConnectionLost, DeadlineExceeded: the rest does not come. The socket is hung up, because what
                 comes next on it is no frame.
         """
+        patient = None  # until when the other side may take for all of it
         try:
             while target:
                 # Asked each time: who reads slower than the other side sends never waits.
@@ -284,7 +287,10 @@ class Line:
                 try:
                     received = self._socket.receive_into(target)
                 except BlockingIOError:
-                    self._wait_in_frame(select.POLLIN, deadline)
+                    if patient is None and self._stall is not None:
+                        least = len(target) / SLOWEST
+                        patient = time.monotonic() + self._stall.total_seconds() + least
+                    self._wait_in_frame(select.POLLIN, deadline, patient)
                     continue
                 except OSError as error:
                     raise self._lost(error) from error

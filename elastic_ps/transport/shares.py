@@ -5,14 +5,25 @@ A client is told by its network address: what it says of itself is checked much 
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections import Counter
 
 SHARE = 4
 """One address may hold one of so many parts."""
 
+PART = 4
+"""One way to a server has one of so many of the process's descriptors at most. Others need some: the other
+ways, which are used instead where one is full, and checkpoints."""
+
 LEAST = 128
 """What one address may hold in any case: workers on one host need about eight each."""
+
+
+def descriptors_for(most: int) -> int:
+    """How many connections one way may have: `most`, or as many as this process has descriptors for."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return most if descriptors == resource.RLIM_INFINITY else min(most, descriptors // PART)
 
 
 class Shares:

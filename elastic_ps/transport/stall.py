@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+SLOWEST = 16 * 1024
+"""Bytes a second. A client that sends more slowly, for longer than it may be silent, is cut off, too."""
+
 
 class Watchdog:
     """Looks after waits and ends those that take longer than `limit`, on a thread of its own. Thread-safe."""

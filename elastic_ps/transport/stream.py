@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import socket
 import threading
 import time
@@ -23,7 +22,7 @@ from elastic_ps.transport.credentials import Credentials, UntrustedError, names_
 from elastic_ps.transport.line import Head, Kind, Line, Received
 from elastic_ps.transport.refusal import Kind as Blame
 from elastic_ps.transport.refusal import Refusal, answers
-from elastic_ps.transport.shares import Shares
+from elastic_ps.transport.shares import Shares, descriptors_for
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,10 +47,6 @@ JOIN = timedelta(seconds=10)
 SOCKETS = 4096
 """How many sockets a server has at a time, each with a thread; those that come then are closed. One address
 has a share of them, see `transport.shares`."""
-
-SHARE = 4
-"""A server has one of so many of the process's descriptors at most. Others need some: gRPC, which is used
-instead by those that were closed, and checkpoints."""
 
 UNKNOWN = 4
 """One of so many of its sockets may be held by those that have not greeted; then these have to hurry."""
@@ -99,9 +94,7 @@ class StreamServer(Server):
         self._lines: dict[Line, threading.Thread] = {}
         self._busy: set[Line] = set()
         self._unknown: dict[Line, float] = {}  # since when, the longest first
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        unlimited = descriptors == resource.RLIM_INFINITY
-        self._most = SOCKETS if unlimited else min(SOCKETS, descriptors // SHARE)
+        self._most = descriptors_for(SOCKETS)
         self._shares = Shares(self._most)
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name=f"accept {address}", daemon=True)

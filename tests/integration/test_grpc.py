@@ -376,6 +376,36 @@ def test_half_open_connections_do_not_hold_up_calls_or_close() -> None:
         assert time.monotonic() - began < 10
 
 
+def test_silent_connections_take_a_part_of_the_descriptors_and_for_a_moment_only() -> None:
+    """Each takes a descriptor and memory; without an end to it, the server would have none for its files."""
+    server = GrpcServer("127.0.0.1:0", connections=4, handshake=timedelta(seconds=1))
+    server.serve(echo)
+    connection = GrpcConnection(server.address)
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(endpoint(server.address), timeout=20))
+            for _ in range(9)
+        ]
+        eventually(lambda: sum(map(is_closed, silent)) == 5, "those beyond the limit are closed")
+        eventually(lambda: all(map(is_closed, silent)), "the others have said nothing")
+        assert unary(connection, "echo", b"alive", timeout=LONG) == b"alive"
+    connection.close()
+    server.close()
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the server has closed a connection; what it has said before is dropped."""
+    sock.setblocking(False)
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_a_taken_port_is_a_users_error(server: GrpcServer, host: str) -> None:
     with pytest.raises(CannotListen, match="taken") as caught:
@@ -528,10 +558,45 @@ def test_who_stops_sending_in_a_body_is_cut_off_and_what_it_held_is_free() -> No
             received = memoryview(bytearray(answer.size))
             answer.read_into(received)
             assert received == body
-        assert errors == ["the client has sent nothing for 0.3 s in the middle of a frame"]
+        assert errors == [
+            "the client has sent nothing for 0.3 s in the middle of a frame, or next to nothing"
+        ]
         assert stuck.code() is grpc.StatusCode.CANCELLED
         resume.set()
         connection.close()
+    server.close()
+
+
+def test_who_sends_next_to_nothing_of_a_body_is_cut_off() -> None:
+    """A byte now and then would keep a receive buffer from all others."""
+    errors: list[str] = []
+
+    def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
+        try:
+            incoming.read_into(memoryview(bytearray(incoming.size)))
+        except ConnectionLost as error:
+            errors.append(str(error))
+            raise
+        yield Frame(b"")
+
+    server = GrpcServer("127.0.0.1:0", stall=timedelta(milliseconds=300))
+    server.serve(handler)
+    over = threading.Event()
+
+    def trickle() -> Iterator[bytes]:
+        opening = frame_pb2.Opening(method="push", body_size=MIB)
+        yield frame_pb2.Message(opening=opening).SerializeToString()
+        while not over.wait(0.05):
+            yield b"\x1a\x01\0"  # a byte of the body
+
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream("/elastic_ps.transport.Transport/Call", None, None)(
+            trickle(), timeout=60
+        )
+        eventually(lambda: errors, "it is cut off")
+        over.set()
+        assert "next to nothing" in errors[0]
+        call.cancel()
     server.close()
 
 

@@ -339,7 +339,7 @@ def test_a_server_that_comes_back_without_its_data_port_is_reached_over_grpc(far
 
 def test_sockets_do_not_take_all_descriptors_of_a_server(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are for gRPC, which is used then, and for checkpoints."""
-    monkeypatch.setattr("resource.getrlimit", lambda _: (2 * stream.SHARE, 1000))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (2 * shares.PART, 1000))
     with everywhere(far), contextlib.ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(tcp.dial(data_address(far))).sendall(stream.GREETING)
@@ -349,7 +349,7 @@ def test_sockets_do_not_take_all_descriptors_of_a_server(far: str, monkeypatch: 
 
 def test_one_address_has_a_share_of_the_sockets(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With them it would have all threads, too, and nobody else could call."""
-    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * stream.SHARE, 1000))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * shares.PART, 1000))
     monkeypatch.setattr(shares, "LEAST", 2)
     with everywhere(far), contextlib.ExitStack() as stack:
         host, port = tcp.split(data_address(far))
@@ -380,6 +380,25 @@ def test_a_client_that_stops_in_the_middle_of_a_body_is_cut_off() -> None:
         assert slow.recv(100) == b""
         eventually(lambda: reading.errors, "the handler is told")
     assert "the client has sent nothing for 0.2 s in the middle of a frame" in str(reading.errors[0])
+    server.close()
+
+
+def test_a_client_that_sends_next_to_nothing_of_a_body_is_cut_off() -> None:
+    """It would keep a receive buffer, a thread and a socket for ever."""
+    reading = Reading()
+    server = TcpServer("127.0.0.1:0", stall=timedelta(milliseconds=500))
+    server.serve(reading)
+    head = line.HEAD.pack(line.Kind.CALL, 0, 4, 0, 0, 1000, 0)
+    with tcp.dial(server.address) as slow:
+        slow.sendall(stream.GREETING + head + b"push")
+
+        def cut_off() -> bool:
+            with contextlib.suppress(ConnectionError):
+                slow.sendall(b"1")
+            return bool(reading.errors)
+
+        eventually(cut_off, "the handler is told")
+    assert "or next to nothing" in str(reading.errors[0])
     server.close()
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 
 from elastic_ps.errors import CannotListen
+from elastic_ps.listening import HttpServer
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.server.status import StatusServer, metrics
 from elastic_ps.status import EvaluationStatus, Member, Progress, ServerStatus, Staleness
 from tests.testing.impatient import Slow, assert_only_what_fails_is_told, broken
+from tests.testing.polling import eventually
 
 
 def status_of(*, ready: bool) -> ServerStatus:
@@ -53,6 +57,35 @@ def test_pages_are_those_of_the_moment(server: StatusServer) -> None:
     assert "checkpointPauseSeconds" in json.loads(text), "as Kubernetes writes names"
     code, kind, text = get(server, "/metrics")
     assert (code, kind, text) == (200, "text/plain; version=0.0.4", metrics(status_of(ready=True)))
+
+
+def test_a_request_that_takes_long_is_cut_off_however_often_something_of_it_comes(
+    server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte now and then would keep its thread and its descriptor for ever."""
+    monkeypatch.setattr(HttpServer, "limit", timedelta(milliseconds=500))
+    with socket.create_connection(("127.0.0.1", server.port)) as slow:
+        eventually(lambda: not takes(slow), "it is cut off")
+
+
+def test_strangers_that_say_nothing_leave_room_for_others(
+    server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HttpServer, "requests", 2)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(5)]
+        assert get(server, "/healthz") == (200, "text/plain", "ok\n")
+        for each in silent[:4]:
+            each.settimeout(20)
+            assert each.recv(1) == b"", "the oldest make room"
+
+
+def takes(sock: socket.socket) -> bool:
+    try:
+        sock.sendall(b"G")
+    except ConnectionError:
+        return False
+    return True
 
 
 def test_a_page_that_does_not_exist_is_named(server: StatusServer) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import random
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -295,6 +297,30 @@ def test_an_earlier_term_than_the_own_one_is_no_rival(store: Store) -> None:
     (store.directory / "term.json").unlink()
     with pytest.raises(StorageUnavailable, match="says that 0 is the last term, but term 2 has begun"):
         store.require_term(term)
+
+
+def test_the_term_is_known_although_no_descriptor_is_left(store: Store) -> None:
+    """Whoever fills a port with connections would stop the training: each version asks for the term."""
+    term, before = store.next_term(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    store.require_term(term)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while len(taken) < 256:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        store.require_term(term)
+        os.close(taken.pop())
+        Store(store.directory).term()
+        (store.directory / "term.json").write_text('{"term": 7}')
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+        with pytest.raises(StorageUnavailable, match="Too many open files"):
+            store.term()
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert store.term() == 7
 
 
 def test_another_directory_of_the_same_name_is_neither_written_nor_pruned(store: Store) -> None:
