@@ -162,15 +162,18 @@ def end_now(status: int) -> NoReturn:
 def begin(environment: ProcessEnvironment) -> None:
     """What every process does first.
 
-    From then on the process ends when its starter dies. It logs to stderr, one line for each event.
+    From then on the process ends when its starter dies. It logs to stderr, one line for each event. The root
+    logger is left to the script, as under `python`.
     """
     _watch_lifeline(environment.lifeline)
     name = f"{environment.role}-{environment.index}"
     if environment.links:
         name += f"/{environment.local_rank}"
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {name} %(levelname)s %(message)s"
-    )
+    ours, handler = logging.getLogger(__package__), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {name} %(levelname)s %(message)s"))
+    ours.handlers = [handler]
+    ours.setLevel(logging.INFO)
+    ours.propagate = False  # else what the script's own handlers get is said twice
 
 
 def _watch_lifeline(descriptor: int | None) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -13,8 +15,10 @@ from unittest.mock import Mock
 import pytest
 
 from elastic_ps import process
+from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import InvalidJob
 from elastic_ps.process import import_own
+from tests.testing.harness import make_spec
 from tests.testing.polling import LIMIT
 
 
@@ -24,6 +28,7 @@ def test_a_server_that_loses_a_thread_ends_and_says_which(failure: str) -> None:
     program = f"""
 import threading
 from elastic_ps import process
+from elastic_ps.env import ProcessEnvironment
 
 def work():
     {failure}
@@ -127,6 +132,7 @@ def test_the_memory_of_freed_gradients_is_there_for_the_next_step() -> None:
 import resource
 import torch
 from elastic_ps import process
+from elastic_ps.env import ProcessEnvironment
 
 def step():
     gradients = [torch.ones(1 << 20, dtype=torch.uint8) for _ in range(40)]
@@ -170,3 +176,26 @@ def test_a_full_disk_does_not_keep_a_process_from_what_it_has_to_do_before_its_e
     monkeypatch.setattr(process, "TERMINATION_LOG", tmp_path)  # which cannot be written to
     process.leave_reason("it was asked to end")
     assert f"could not be left in {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_script_sets_up_logging_as_under_python(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root, ours, file = logging.getLogger(), logging.getLogger("elastic_ps"), tmp_path / "own.log"
+    levels = root.level, ours.level
+    here = ProcessEnvironment(job="job", spec=make_spec(), role="worker", index=3, addresses=("localhost:1",))
+    with monkeypatch.context() as patched:  # pytest has set up logging, too
+        for logger in (root, ours):
+            patched.setattr(logger, "handlers", [])
+        patched.setattr(ours, "propagate", True)
+        root.setLevel(logging.WARNING)
+        process.begin(here)
+        assert (root.handlers, root.level) == ([], logging.WARNING)
+        logging.basicConfig(filename=file, level=logging.DEBUG, format="OWN %(message)s")
+        logging.debug("a step")
+        logging.getLogger("elastic_ps.worker.engine").info("joined")
+        root.handlers[0].close()
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
+    assert file.read_text() == "OWN a step\n"
+    assert re.fullmatch(r"\S+ \S+ worker-3 INFO joined\n", capfd.readouterr().err)
