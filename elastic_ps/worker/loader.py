@@ -157,7 +157,8 @@ class ElasticLoader:
 
         Raises:
             SystemExit: this worker was asked to leave (SIGTERM); it gives back the records that it holds.
-            UsageError: training is over, this epoch's loop has ended, or another loop is running.
+            UsageError: training is over, this epoch's loop has ended, another loop is running, or the data
+                set's length has changed.
         """
         supply, engine = self._supply, self._engine
         if engine.records.over:
@@ -166,6 +167,7 @@ class ElasticLoader:
             raise UsageError(_EPOCH_OVER.format(epoch=supply.only))
         if engine.iterating:
             raise UsageError(_TWO_LOOPS)
+        self._check_length()
         if self._fetching is None:
             self._fetching = DataLoader(
                 self._source.readable, batch_sampler=self._sampler, **self._source.options
@@ -186,6 +188,7 @@ class ElasticLoader:
                     self.epoch = ranges[0].epoch
                     engine.begin_batch(ranges)
                     yield batch
+                    self._check_length()
                     engine.leave_if_asked()
                     if engine.stopped:
                         break
@@ -224,6 +227,16 @@ class ElasticLoader:
         ending = threading.Thread(target=last.clear, name="end of fetching", daemon=True)
         ending.start()
         ending.join(PATIENCE.total_seconds())
+
+    def _check_length(self) -> None:
+        """Raise UsageError if the data set has got more records, or fewer. A stream notices that itself."""
+        if (now := len(self._source.readable)) != self._source.records:
+            raise UsageError(
+                f"the {type(self.dataset).__name__} has {now} records now; it had {self._source.records} at "
+                "session.loader(...), and the job counts those in each epoch. Give it all records from the "
+                "start. To train on more of them later, run a job for each stage, which begins with "
+                "the values of the one before: Fine-tuning in docs/scripts.md"
+            )
 
     def _check_end(self) -> None:
         """Raise UsageError if torch's loop over the batches has ended, though some were asked for."""

@@ -193,6 +193,40 @@ def test_batches_out_of_order_are_refused(tmp_path: Path, given: str) -> None:
     failing(tmp_path, script, UsageError, "in_order is False")
 
 
+class Growing(Indexes):
+    """Has more records, or fewer, when a script says so."""
+
+    def grow(self, records: int) -> None:
+        self._records = records
+
+
+@pytest.mark.parametrize(("at", "records", "trained"), [(0, 42, 1), (6, 42, 7), (0, 1, 1), (None, 42, 6)])
+def test_a_data_set_whose_length_changes_is_refused(
+    tmp_path: Path, at: int | None, records: int, trained: int
+) -> None:
+    """At the next batch, or where the next loop begins: the job would go on with the first length."""
+    data, batches = Growing(RECORDS), 0
+
+    def script(session: Session) -> None:
+        nonlocal batches
+        model = Tally(RECORDS)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        loader = session.loader(DataLoader(data, batch_size=4), epochs=3)
+        for _ in loader.epochs():
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).backward()
+                optimizer.step()
+                if batches == at:
+                    data.grow(records)
+                batches += 1
+            if at is None:
+                data.grow(records)
+
+    failing(tmp_path, script, UsageError, f"has {records} records now; it had {RECORDS}")
+    assert batches == trained
+
+
 def test_two_loaders_at_a_time_are_refused(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = Tally(RECORDS)
