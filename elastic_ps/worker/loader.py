@@ -98,8 +98,11 @@ class ElasticLoader:
                 f"drop_last is set, and the data set has {source.records} records, fewer than the {least} of "
                 "a batch, so there would be none. Leave drop_last out, or make batches smaller"
             )
-        if engine.spec.consistency.global_batch_size and source.options.get("num_workers"):
-            source.options["persistent_workers"] = True  # they are asked for one version after another
+        self._renew = not source.options.get("persistent_workers")
+        placed = isinstance(source.readable, Numbered)
+        if source.options.get("num_workers") and (placed or engine.spec.consistency.global_batch_size):
+            # Within a loop new ones would read the stream from its beginning, or begin with each version.
+            source.options["persistent_workers"] = True
         self.batch_size = source.batch_size
         self.epoch = 0
         self.dataset = source.dataset
@@ -113,7 +116,7 @@ class ElasticLoader:
             shuffle=source.shuffle,
             drop_last=source.drop_last,
         )
-        self._sampler = _Sampler(self._supply, placed=isinstance(source.readable, Numbered))
+        self._sampler = _Sampler(self._supply, placed=placed)
         self._fetching: DataLoader[Any] | None = None
         self._ended_early = False
         self._ended: int | None = None  # the last epoch whose loop came to its end
@@ -168,7 +171,7 @@ class ElasticLoader:
         if engine.iterating:
             raise UsageError(_TWO_LOOPS)
         self._check_length()
-        if self._fetching is None:
+        if self._fetching is None or self._renew:
             self._fetching = DataLoader(
                 self._source.readable, batch_sampler=self._sampler, **self._source.options
             )

@@ -26,6 +26,9 @@ _CARRIED = (
 )
 """The options that are copied from a DataLoader that the script passes."""
 
+_LOOP = ("__iter__", "_get_iterator")
+"""What a DataLoader does when a loop over it begins. A job does not call it."""
+
 _NOT_OPTIONS = {"sampler", "batch_sampler", "shuffle"}
 
 _KEPT_BATCHES = 8
@@ -99,10 +102,7 @@ def read_source(
     if not isinstance(dataset, IterableDataset):
         count = _records_of(dataset, records)
         return Source(dataset, dataset, count, batch_size, shuffle, drop_last, options)
-    processes = options.get("num_workers") or 0
-    if processes:
-        options["persistent_workers"] = True  # new ones would read the stream from its beginning
-    ahead = batch_size * max(1, processes)
+    ahead = batch_size * max(1, options.get("num_workers") or 0)
     numbered = _numbered(dataset, records, near=ahead, keep=late * _KEPT_BATCHES * ahead, seed=data.seed)
     return Source(dataset, numbered, len(numbered), batch_size, False, drop_last, options)
 
@@ -114,6 +114,15 @@ def _shuffles(source: DataLoader[Any]) -> bool:
             f"the DataLoader is a {_name_of(source)}, which divides the records among processes itself. Pass "
             "session.loader the DataLoader that you had before accelerator.prepare(...), or the data set"
         )
+    for name in _LOOP:
+        if getattr(type(source), name) is not getattr(DataLoader, name):
+            raise UsageError(
+                f"the DataLoader is a {_name_of(source)}, which has a {name} of its own. session.loader "
+                "makes the batches itself, so what that does with them would be left out. Pass a "
+                "torch.utils.data.DataLoader, and do the rest in the data set, in collate_fn or in the loop. "
+                "To fetch ahead, use num_workers and prefetch_factor; to continue in the middle of an epoch, "
+                "--resume"
+            )
     if isinstance(source.dataset, IterableDataset):
         if source.batch_size is None:
             raise UsageError(

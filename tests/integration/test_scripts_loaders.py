@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,28 +103,35 @@ def test_more_than_a_call_can_say_is_refused(tmp_path: Path, epochs: int, batch_
     failing(tmp_path, script, UsageError, "expected a whole number from 1 to 4294967295")
 
 
-def test_worker_processes_of_a_loader_may_persist(tmp_path: Path) -> None:
-    source = DataLoader(
-        Pids(RECORDS), batch_size=4, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+@pytest.mark.parametrize(
+    ("source", "persistent"), [("data set", True), ("globalBatchSize", False), ("stream", False)]
+)
+def test_worker_processes_of_a_loader_persist_if_it_says_so(
+    tmp_path: Path, source: str, persistent: bool
+) -> None:
+    """Else each loop begins new ones, which have the data set as it is then. None are new within a loop."""
+    data = PidsStream(RECORDS) if source == "stream" else Pids(RECORDS)
+    given = DataLoader(
+        data, batch_size=4, num_workers=1, persistent_workers=persistent, multiprocessing_context="fork"
     )
-    seen: set[int] = set()
+    seen: list[set[int]] = []
 
     def script(session: Session) -> None:
         model = Tally(RECORDS)
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
-        loader = session.loader(source, epochs=3)
+        loader = session.loader(given, epochs=2)
         for _ in loader.epochs():
+            seen.append(set())
             for records, pids in loader:
-                seen.update(pids.tolist())
+                seen[-1].update(pids.tolist())
                 optimizer.zero_grad()
                 model(records).backward()
                 optimizer.step()
 
-    with running_job(tmp_path) as job:
-        job.start(0, script)
-        job.join()
-    assert len(seen) == 1
-    assert check(read(tmp_path / "history"), Data(RECORDS, 3)) == []
+    alone(tmp_path, script, consistency={"globalBatchSize": 7} if source == "globalBatchSize" else {})
+    assert [len(pids) for pids in seen] == [1, 1]
+    assert (seen[0] == seen[1]) == persistent
+    assert check(read(tmp_path / "history"), Data(RECORDS, 2)) == []
 
 
 class Pids(torch.utils.data.Dataset[tuple[int, int]]):
@@ -138,6 +145,33 @@ class Pids(torch.utils.data.Dataset[tuple[int, int]]):
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         return index, os.getpid()
+
+
+class PidsStream(torch.utils.data.IterableDataset[tuple[int, int]]):
+    """The same as a stream."""
+
+    def __init__(self, records: int) -> None:
+        self._records = records
+
+    def __len__(self) -> int:
+        return self._records
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((index, os.getpid()) for index in range(self._records))
+
+
+class Scaling(DataLoader[Any]):
+    """Does work in its loop."""
+
+    def __iter__(self) -> Any:
+        return (batch / 255 for batch in super().__iter__())
+
+
+class Stateful(DataLoader[Any]):
+    """Has iterators of its own."""
+
+    def _get_iterator(self) -> Any:
+        return super()._get_iterator()
 
 
 class Prepared(DataLoader[int]):
@@ -162,9 +196,12 @@ DATA = Indexes(RECORDS)
         ),
         (lambda: DataLoader(DATA, batch_size=None), "batch_size=None"),
         (lambda: Prepared(DATA, 4), "before accelerator.prepare"),
+        (lambda: Scaling(DATA, 4), "Scaling, which has a __iter__ of its own"),
+        (lambda: Stateful(DATA, 4, shuffle=True), "Stateful, which has a _get_iterator of its own"),
+        (lambda: Scaling(PidsStream(RECORDS), 4), "Scaling, which has a __iter__ of its own"),
     ],
 )
-def test_a_dataloader_that_chooses_records_is_refused(
+def test_a_dataloader_that_chooses_records_or_makes_batches_is_refused(
     tmp_path: Path, make: Callable[[], Any], match: str
 ) -> None:
     failing(tmp_path, lambda session: session.loader(make()), UsageError, match)
