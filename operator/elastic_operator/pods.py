@@ -146,6 +146,11 @@ class Pod:
         """It cannot run, or does not yet, so that nothing is lost with it."""
         return self.active and not self.ready and (self.pending or self.problem is not None)
 
+    @property
+    def unbegun(self) -> bool:
+        """Its process was never started: it waits for a node, an image, a volume or an init container."""
+        return self.pending and self.started is None
+
     def unplaced(self, now: datetime) -> timedelta | None:
         """For how long no node has been found for it; None if one has."""
         waits = self.problem is not None and self.problem.reason == UNSCHEDULABLE

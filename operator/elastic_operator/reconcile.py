@@ -345,8 +345,9 @@ def _workers(
     options: Options,
 ) -> Iterator[Action]:
     there = {pod.index: pod for pod in observed.of("worker")}
-    some_done = any(pod.ending == "done" for pod in there.values())
-    if not (status.progress.finished and some_done):
+    # Of a job that is resumed when it is finished, one worker has to find that out.
+    finished = status.progress.finished and any(pod.ending == "done" for pod in there.values())
+    if not finished:
         wanted = f"the job asks for {desired.replicas} workers"
         for index in range(desired.replicas):
             if index not in there:
@@ -362,6 +363,8 @@ def _workers(
             yield DeletePod.of(pod, why)
         elif index >= desired.replicas:
             yield DeletePod.of(pod, f"scaled down to {desired.replicas} workers")
+        elif pod.active and finished and pod.unbegun:
+            yield DeletePod.of(pod, "the training is finished, and it has not begun")
         elif pod.stuck and desired.outdated(pod):
             yield DeletePod.of(pod, MENDED)
     yield from workers_to_renew(desired, status, observed, now)

@@ -10,7 +10,7 @@ from typing import Literal
 from elastic_operator.desired import Desired
 from elastic_operator.failures import fatal
 from elastic_operator.plan import Observed, Options
-from elastic_operator.pods import Problem, parse_time
+from elastic_operator.pods import Pod, Problem, parse_time
 from elastic_operator.status import condition, holds, with_condition
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.status import LEFT_EARLY, TrainingJobStatus
@@ -50,7 +50,7 @@ def _workers_done(
     status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime
 ) -> Verdict | None:
     """How the job ends when every worker has come to the end of its script. The parameter server decides."""
-    progress, workers = status.progress, observed.of("worker")
+    progress, workers = status.progress, _begun(observed)
     if not workers or any(pod.ending != "done" for pod in workers):
         return None
     if progress.finished:
@@ -101,9 +101,14 @@ def _evaluates(observed: Observed) -> bool:
     return not any(pod.ending in ("done", "invalid") for pod in observed.of("evaluator"))
 
 
+def _begun(observed: Observed) -> list[Pod]:
+    """The workers, but for those that go before they have begun; a finalizer may hold their pods."""
+    return [pod for pod in observed.of("worker") if pod.deleting is None or not pod.unbegun]
+
+
 def _all_done(desired: Desired, observed: Observed) -> bool:
     """Whether each worker that the job asks for has come to the end of its script."""
-    workers = observed.of("worker")
+    workers = _begun(observed)
     done = sum(pod.ending == "done" and pod.index < desired.replicas for pod in workers)
     return done >= desired.replicas and all(pod.ending == "done" for pod in workers)
 

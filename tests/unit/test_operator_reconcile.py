@@ -18,7 +18,7 @@ from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status
 from elastic_ps.fields import MOST_SECONDS, parse_duration
 from elastic_ps.status import Progress, ServerStatus
-from tests.testing.simulation import Simulation, finish, job_document, named, running, tell
+from tests.testing.simulation import START, Simulation, finish, job_document, named, running, tell
 
 
 def test_job_becomes_services_claims_and_pods() -> None:
@@ -93,6 +93,48 @@ def test_success_is_final_and_cleans_up_what_runs() -> None:
     simulation.scale(4)
     simulation.settle()
     assert len(simulation.workers()) == 2
+
+
+def hold(simulation: Simulation, name: str, **status: Any) -> None:
+    """The pod is not started: it is gated, say, or fits on no node."""
+    simulation.pods[name]["status"] = {"phase": "Pending", "held": True, **status}
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}]},
+        {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]},
+        {"containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": "ImagePullBackOff"}}}]},
+        {"initContainerStatuses": [{"name": "fetch", "state": {"running": {"startedAt": stamp(START)}}}]},
+    ],
+)
+def test_a_worker_that_has_not_begun_keeps_no_job_open_that_is_finished(status: dict[str, Any]) -> None:
+    simulation = running(worker={"replicas": 2})
+    simulation.scale(3)
+    simulation.step()
+    hold(simulation, "digits-worker-2", **status)
+    finish(simulation)
+    assert named(simulation.step()) == [], "a job that is resumed when it is finished needs its workers"
+    simulation.end("digits-worker-0", 0)
+    assert named(simulation.step()) == ["digits-worker-2"]
+    assert simulation.status["phase"] == "Running", "worker 1 has begun, and comes to its end"
+    simulation.end("digits-worker-1", 0)
+    simulation.settle()
+    assert simulation.status["phase"] == "Succeeded"
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
+
+
+def test_a_worker_that_has_not_begun_and_that_a_finalizer_holds_keeps_no_finished_job_open() -> None:
+    simulation = running(worker={"replicas": 1})
+    simulation.scale(2)
+    simulation.step()
+    hold(simulation, "digits-worker-1")
+    simulation.pods["digits-worker-1"]["metadata"]["deletionTimestamp"] = stamp(simulation.now)
+    finish(simulation)
+    simulation.end("digits-worker-0", 0)
+    simulation.step()
+    assert simulation.status["phase"] == "Succeeded"
 
 
 def silent_end(simulation: Simulation, percent: int) -> None:
