@@ -42,7 +42,7 @@ def due(
     """The certificates to issue now, if the job's processes have none, too few, or old ones."""
     if not desired.wiring.secured:
         return None
-    spec, known, workers = desired.spec, status.certificates, desired.replicas
+    spec, known, workers = desired.spec, status.certificates, desired.workers(observed)[-1] + 1
     renewal = _renewal(known, options)
     if known is None or renewal is None:
         reason = "the job's processes talk to each other over TLS"

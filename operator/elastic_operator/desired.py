@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -46,6 +47,26 @@ class Desired:
         """Whether a pod was made from another image or template, or before a restart was asked for."""
         changed = pod.template not in ("", builders.template_hash(self.spec, pod.role))
         return changed or pod.older_than(self.restart)
+
+    def workers(self, observed: Observed) -> list[int]:
+        """The indexes of the wanted workers: of those that are there, and the lowest free ones.
+
+        There may be too many. Then those go first that lose the least, as a ReplicaSet's pods do, and of
+        equal ones those with the highest indexes. So the indexes of the others may have holes.
+        """
+        there = sorted((_loss(pod), pod.index) for pod in observed.of("worker") if pod.deleting is None)
+        kept = {index for _, index in there[: self.replicas]}
+        free = (index for index in itertools.count() if index not in kept)
+        return sorted([*kept, *itertools.islice(free, self.replicas - len(kept))])
+
+
+def _loss(worker: Pod) -> int:
+    """How little is lost with a worker: 0 for one that trains, 4 for one that has no node."""
+    if worker.active and worker.started is not None:
+        return 0 if worker.ready else 1
+    if worker.ending == "done":
+        return 2
+    return 3 if worker.active and worker.node else 4
 
 
 def read_desired(

@@ -347,11 +347,11 @@ def _workers(
     there = {pod.index: pod for pod in observed.of("worker")}
     # Of a job that is resumed when it is finished, one worker has to find that out.
     finished = status.progress.finished and any(pod.ending == "done" for pod in there.values())
-    if not finished:
-        wanted = f"the job asks for {desired.replicas} workers"
-        for index in range(desired.replicas):
-            if index not in there:
-                yield _create(job, desired, status, "worker", index, wanted)
+    wanted = desired.workers(observed)
+    for index in wanted:
+        if index not in there and not finished:
+            reason = f"the job asks for {desired.replicas} workers"
+            yield _create(job, desired, status, "worker", index, reason)
     for index, pod in sorted(there.items(), reverse=True):
         if pod.deleting is not None:
             continue
@@ -361,7 +361,7 @@ def _workers(
                 yield DeletePod.of(pod, "it has ended and is replaced")
         elif pod.active and (why := _given_up(pod, desired, status, observed, now)):
             yield DeletePod.of(pod, why)
-        elif index >= desired.replicas:
+        elif index not in wanted:
             yield DeletePod.of(pod, f"scaled down to {desired.replicas} workers")
         elif pod.active and finished and pod.unbegun:
             yield DeletePod.of(pod, "the training is finished, and it has not begun")

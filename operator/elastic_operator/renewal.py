@@ -76,7 +76,7 @@ def workers_to_renew(
 ) -> Iterator[Action]:
     """Replace the workers with an older image or template: one at a time, when all others take part."""
     there = {pod.index: pod for pod in observed.of("worker")}
-    wanted = [there.get(index) for index in range(desired.replicas)]
+    wanted = [there.get(index) for index in desired.workers(observed)]
     if status.progress.finished:
         return
     for pod in wanted:

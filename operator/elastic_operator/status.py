@@ -117,7 +117,7 @@ def with_counts(
     """The status with the numbers of pods, the progress and the words for `kubectl get`."""
     workers = observed.of("worker")
     ready = sum(pod.active and pod.ready for pod in workers)
-    completed = sum(pod.ending == "done" and pod.index < replicas for pod in workers)
+    completed = min(replicas, sum(pod.ending == "done" for pod in workers))
     worker: WorkerStatus = status.worker.model_copy(
         update={
             "replicas": sum(pod.active for pod in workers),

@@ -109,7 +109,7 @@ def _begun(observed: Observed) -> list[Pod]:
 def _all_done(desired: Desired, observed: Observed) -> bool:
     """Whether each worker that the job asks for has come to the end of its script."""
     workers = _begun(observed)
-    done = sum(pod.ending == "done" and pod.index < desired.replicas for pod in workers)
+    done = sum(pod.ending == "done" for pod in workers)
     return done >= desired.replicas and all(pod.ending == "done" for pod in workers)
 
 

@@ -194,6 +194,19 @@ def test_a_status_that_somebody_has_written_into(field: str, written: str) -> No
     )
 
 
+def test_there_are_certificates_up_to_the_highest_index_though_indexes_have_holes() -> None:
+    simulation = secured(worker={"replicas": 6})
+    for name in simulation.workers()[:5]:
+        simulation.pods[name]["status"] = {"phase": "Pending", "held": True}
+    simulation.scale(1)
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-5"]
+    assert simulation.status["certificates"]["workers"] == 8
+    simulation.now += Options().certificate_lifetime
+    simulation.step()
+    assert simulation.certified[-1].processes["worker"] == 8
+
+
 def test_a_pod_that_waits_for_a_lost_secret_gets_another_one_once() -> None:
     simulation = secured()
     simulation.now += DAY

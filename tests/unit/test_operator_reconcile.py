@@ -69,6 +69,56 @@ def test_scaling_removes_the_highest_indexes_and_keeps_the_others() -> None:
     assert simulation.status["worker"]["failures"] == 0
 
 
+NOT_PLACED = {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]}
+PULLS = {"containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": "ImagePullBackOff"}}}]}
+
+
+@pytest.mark.parametrize("first", [NOT_PLACED, {"phase": "Failed", "reason": "Evicted"}])
+def test_scaling_down_removes_first_what_has_not_begun(first: dict[str, Any]) -> None:
+    simulation = running(worker={"replicas": 4})
+    uids = {name: simulation.pods[name]["metadata"]["uid"] for name in simulation.workers()}
+    hold(simulation, "digits-worker-1", **first)
+    hold(simulation, "digits-worker-2", **PULLS)
+    simulation.pods["digits-worker-2"]["spec"]["nodeName"] = "node"
+    simulation.step()
+    simulation.scale(3)
+    assert named(simulation.step()) == ["digits-worker-1"]
+    simulation.scale(2)
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-3"]
+    assert simulation.status["summary"]["workers"] == "2/2"
+    simulation.scale(3)
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-1", "digits-worker-3"]
+    for name in ("digits-worker-0", "digits-worker-3"):
+        assert simulation.pods[name]["metadata"]["uid"] == uids[name]
+
+
+def test_scaling_down_keeps_who_has_joined_longer_than_who_starts_and_who_is_done() -> None:
+    simulation = running(worker={"replicas": 4})
+    simulation.end("digits-worker-0", 0)
+    simulation.pods["digits-worker-1"]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    order = []
+    for replicas in (3, 2, 1):
+        simulation.scale(replicas)
+        order += named(simulation.step())
+    assert order == ["digits-worker-0", "digits-worker-1", "digits-worker-3"]
+
+
+def test_a_job_with_holes_among_its_workers_is_done_when_each_of_them_is() -> None:
+    simulation = running(worker={"replicas": 3})
+    hold(simulation, "digits-worker-0", **NOT_PLACED)
+    simulation.scale(2)
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-1", "digits-worker-2"]
+    tell(simulation)
+    for name in simulation.workers():
+        simulation.end(name, 0)
+    simulation.settle()
+    assert simulation.condition("Succeeded")["message"] == "every worker has ended its script"
+    assert simulation.status["worker"]["completed"] == 2
+
+
 def test_invalid_exit_ends_the_job_at_once() -> None:
     simulation = running(worker={"replicas": 2})
     simulation.end("digits-worker-1", 78, message="no module named examples.digits")
@@ -104,8 +154,8 @@ def hold(simulation: Simulation, name: str, **status: Any) -> None:
     "status",
     [
         {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}]},
-        {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}]},
-        {"containerStatuses": [{"name": "worker", "state": {"waiting": {"reason": "ImagePullBackOff"}}}]},
+        NOT_PLACED,
+        PULLS,
         {"initContainerStatuses": [{"name": "fetch", "state": {"running": {"startedAt": stamp(START)}}}]},
     ],
 )
@@ -790,7 +840,7 @@ def test_from_anywhere_it_comes_to_rest_where_it_should(happened: list[tuple[str
     wanted = simulation.job["spec"]["worker"]["replicas"]
     simulation.edit(runPolicy={"backoffLimit": 1000})
     simulation.settle(limit=120)
-    assert simulation.workers() == [f"digits-worker-{index}" for index in range(wanted)]
+    assert len(simulation.workers()) == wanted
     assert simulation.status["phase"] == "Running"
     assert simulation.status["worker"]["failures"] == failures
     before = simulation.writes

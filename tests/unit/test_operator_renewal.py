@@ -110,6 +110,16 @@ def test_workers_that_run_are_replaced_one_by_one_and_the_server_stays() -> None
     assert simulation.status["worker"].items() >= {"failures": 0, "restarts": 0}.items()
 
 
+def test_workers_whose_indexes_have_holes_are_replaced_too() -> None:
+    simulation = running(worker={"replicas": 3})
+    simulation.pods["digits-worker-0"]["status"] = {"phase": "Pending", "held": True}
+    simulation.scale(2)
+    simulation.settle()
+    take_part(simulation)
+    simulation.edit(image="localhost/elastic-ps:next")
+    assert deleted(simulation) == ["digits-worker-2"]
+
+
 def test_nobody_is_replaced_at_the_end_or_while_it_is_not_known_who_takes_part() -> None:
     simulation = running()
     simulation.edit(image="newer")

@@ -98,7 +98,7 @@ def test_a_worker_on_its_way_out_is_not_counted_as_ready() -> None:
 
 def test_workers_that_completed_are_kept_when_the_job_is_over_and_their_pods_are_gone() -> None:
     status = TrainingJobStatus(worker=WorkerStatus(completed=2))
-    assert counted(status, worker(0, ending="done"), worker(5, ending="done")).completed == 1
+    assert counted(status, worker(0, ending="done"), worker(5, ending="done")).completed == 2
     assert counted(status.model_copy(update={"completion_time": ENDED})).completed == 2
 
 
