@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from elastic_operator.documents import read_server_status
@@ -40,10 +40,11 @@ _LONGEST = 60.0
 
 @dataclass(frozen=True)
 class Server:
-    """Where a job's shard 0 is asked."""
+    """Where a job's shard 0 is asked. `ready`: it should answer, as the kubelet says."""
 
     job: str
     host: str
+    ready: bool = field(default=True, compare=False)
 
 
 def server_of(job: str, observed: Observed) -> Server | None:
@@ -51,7 +52,7 @@ def server_of(job: str, observed: Observed) -> Server | None:
     first = next((pod for pod in observed.of("ps") if pod.index == 0), None)
     if first is None or first.ending is not None or first.address is None:
         return None
-    return Server(job, first.address)
+    return Server(job, first.address, first.ready)
 
 
 def essence(status: ServerStatus) -> object:
@@ -131,6 +132,8 @@ class Poller:
             now = time.monotonic()
             self._jobs[key] = _Followed(server, due=now, written=now)
             self._plan(key, self._period())
+        else:
+            known.server = server
 
     async def word(self, key: Key, server: Server, *, since: float) -> ServerStatus | None:
         """What the server says, asked after `since` (monotonic seconds); None if it does not answer in time.
@@ -143,7 +146,10 @@ class Poller:
             return await ask(server.host, self._port, server.job, timeout=self._timeout)
         job.written = now
         if job.answer is None or job.asked < max(since, now - _FRESH):
+            silent = job.failures > 0
             await self._ask(job)
+            if silent and job.failures == 0 and self._jobs.get(key) is job:
+                self._plan(key, self._period())  # the next question may be a minute away
         return None if job.answer is None else job.answer.status()
 
     async def run(self) -> None:
@@ -197,7 +203,8 @@ class Poller:
         status = await ask(job.server.host, self._port, job.server.job, timeout=self._timeout)
         if asked >= job.asked:
             job.asked, job.answer = asked, None if status is None else _Answer.of(status)
-            job.failures = 0 if status is not None else job.failures + 1
+            # One that is not ready may be about to start, and is not expected to answer yet.
+            job.failures = 0 if status is not None or not job.server.ready else job.failures + 1
 
 
 async def ask(host: str, port: int, job: str, *, timeout: float) -> ServerStatus | None:

@@ -197,7 +197,9 @@ def test_numbers_that_move_need_no_hurry_and_everything_else_does() -> None:
 def test_the_server_that_is_asked_is_the_first_shards_while_it_may_run() -> None:
     first = Pod(name="digits-ps-0", uid="a", role="ps", index=0, address="10.0.0.1")
     second = Pod(name="digits-ps-1", uid="b", role="ps", index=1, address="10.0.0.2")
-    assert server_of("digits", Observed(pods=(second, first))) == Server("digits", "10.0.0.1")
+    found = server_of("digits", Observed(pods=(second, first)))
+    assert found == Server("digits", "10.0.0.1")
+    assert not found.ready
     assert server_of("digits", Observed(pods=(second,))) is None
     ended = Pod(name="digits-ps-0", uid="a", role="ps", index=0, address="10.0.0.1", ending="invalid")
     assert server_of("digits", Observed(pods=(ended,))) is None
@@ -299,6 +301,31 @@ def test_one_that_does_not_answer_is_asked_less_and_less_until_it_does(world: Wo
     assert near(gaps, *expected, *[10] * (len(gaps) - len(expected)))
     assert len(gaps) > len(expected) + 30
     assert world.wanted == [(world.asked[HOST.host][silent], FAST)]
+
+
+def test_one_that_is_not_ready_is_asked_as_often_as_one_that_answers(world: World) -> None:
+    """It is about to start; its status is what a person waits for then."""
+    world.say = lambda host, now: None if now < 400 else told()
+    poller = world.poller()
+    starting = Server("fast", HOST.host, ready=False)
+    poller.follow(FAST, starting)
+    world.run(poller, 800, (500, lambda: poller.follow(FAST, HOST)))
+    gaps = world.gaps()
+    assert near(gaps, *[10] * len(gaps))
+
+
+def test_one_that_answers_a_pass_is_asked_again_soon_though_it_was_silent_before(world: World) -> None:
+    world.say = lambda host, now: None if now < 300 else told(progress=Progress(version=int(now)))
+    poller = world.poller()
+    poller.follow(FAST, HOST)
+
+    async def make_pass() -> None:
+        assert await poller.word(FAST, HOST, since=world.clock.now) is not None
+
+    passes: list[asyncio.Task[None]] = []
+    world.run(poller, 600, (300, lambda: passes.append(asyncio.create_task(make_pass()))))
+    later = [now for now in world.asked[HOST.host] if now >= 300]
+    assert near([b - a for a, b in itertools.pairwise(later)], *[10] * (len(later) - 1))
 
 
 def test_many_that_do_not_answer_are_asked_no_more_often_than_many_that_do(world: World) -> None:
