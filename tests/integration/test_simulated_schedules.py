@@ -10,22 +10,26 @@ import sys
 
 import pytest
 
+from tests.testing.tiers import per_change
+
 FIRST = 1_000
 """Of the seeds that are run here; always the same ones, so that a failure is one of the change under test."""
 
 
+def simulate(*arguments: object, timeout: float = 600) -> str:
+    """In a process of its own: the simulator changes what modules know of threads and of time."""
+    command = [sys.executable, "-m", "tests.simulator", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize("part", range(2))
 def test_no_schedule_breaks_a_promise(part: int) -> None:
-    """In a process of its own: the simulator changes what modules know of threads and of time."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.simulator",
-        "--seed",
-        str(FIRST + 150 * part),
-        "--schedules",
-        "150",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert "150 schedules" in done.stdout, done.stderr
-    assert done.returncode == 0, done.stdout
+    assert "150 schedules" in simulate("--seed", FIRST + 150 * part, "--schedules", 150)
+
+
+@pytest.mark.parametrize(("seed", "every"), per_change([(3, 41), (3, 1), (48, 1), (54, 1)], keep=[(3, 41)]))
+def test_a_process_may_die_at_each_of_its_yields(seed: int, every: int) -> None:
+    """Some of the yields with each change, and all of them each night."""
+    simulate("--seed", seed, "--each-yield", every, timeout=3600)

@@ -62,6 +62,7 @@ Role = Literal["ps", "standby", "worker"]
 class Plan:
     """What a schedule is about; drawn from its seed, or given.
 
+    `deaths` are those of processes by their names, at one of their yields (`Process.yields`).
     `slice` is `follower.SLICE` in seconds, `smallest_bucket` is `partition.SMALLEST_BUCKET_BYTES`. Backward
     computes for `computing` seconds at most before each of its gradients.
     """
@@ -84,6 +85,7 @@ class Plan:
     shard_records: int = 6
     every_versions: int = 2
     faults: tuple[str, ...] = ()
+    deaths: tuple[tuple[str, int], ...] = ()
     weather: Weather = field(default_factory=Weather)
     switching: float = 0.2
     stalling: float = 0.0
@@ -196,6 +198,7 @@ class Cluster:
         self.changes = 0
         disk.root = self.checkpoints
         self.processes: dict[tuple[Role, int], Process] = {}
+        self.born: list[Process] = []  # all that there ever were
         self.crews: dict[Process, Crew] = {}
         self.sessions: dict[Process, Session] = {}
         self.batches: dict[Process, list[Range]] = {}  # of which each has been handed a slice
@@ -263,7 +266,15 @@ class Cluster:
                 self._spawn(crew.members[rank], partial(self._work, crew, rank, index))
         else:
             self._spawn(process, lambda: self._serve(process, role, index))
+        for rank, member in enumerate(self.members(process)):
+            for at in (at for name, at in self.plan.deaths if name == member.name):
+                member.doom[at] = partial(self._die, role, index, process, rank, tell=at % 2 > 0)
+            self.born.append(member)
         return process
+
+    def _die(self, role: Role, index: int, first: Process, rank: int, *, tell: bool) -> None:
+        if not (self.stopping or self.stopped_early):
+            self.kill(role, index, process=first, member=rank if role == "worker" else None, tell=tell)
 
     def _spawn(self, process: Process, target: Callable[[], None]) -> None:
         self.here.spawn(process, "main", lambda: self._live(process, target))
@@ -281,10 +292,17 @@ class Cluster:
         self.here.kill(process)
 
     def kill(
-        self, role: Role, index: int, *, member: int | None = None, again: bool = True, tell: bool = False
+        self,
+        role: Role,
+        index: int,
+        *,
+        process: Process | None = None,
+        member: int | None = None,
+        again: bool = True,
+        tell: bool = False,
     ) -> None:
-        """SIGKILL, of one process of a worker, or of all."""
-        process = self.processes.get((role, index))
+        """SIGKILL, of one process of a worker, or of all; of the newest one, or of `process`."""
+        process = process or self.processes.get((role, index))
         if process is None:
             return
         members = self.members(process)
@@ -294,12 +312,11 @@ class Cluster:
         self.here.note(f"kill {', '.join(each.name for each in killed)}")
         if again:
             self.later(lambda: self._start_again(role, index, process), 0.5, 3)
-        if tell:
+        if tell and role == "worker":
             self.later(lambda: self._gone(index, process.name), 0.01, 0.3)
         if member is not None:
             self._end_others(members)
-        # Whoever kills is of the network, so that all are killed before it can end.
-        for each in killed:
+        for each in sorted(killed, key=lambda each: each is self.here.process):  # whoever kills itself, last
             self.here.kill(each)
 
     def drain(self, process: Process) -> None:

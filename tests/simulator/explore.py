@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -120,7 +120,30 @@ def draw(seed: int, **fixed: Any) -> Plan:
         steps = -(-plan.records // plan.batch) * plan.epochs
         plan = replace(plan, consistency={**consistency, "gradients": min(most, steps)})
     plan = replace(plan, computing=chance.choice([0.0, 0.0, 0.01, 1.0]))
+    plan = replace(plan, deaths=tuple(_death(chance, plan) for _ in range(chance.choice([0, 0, 1, 2]))))
     return replace(plan, **fixed)
+
+
+def _death(chance: random.Random, plan: Plan) -> tuple[str, int]:
+    """Some process, and at which of its yields it dies: while it begins, as often as later."""
+    role = chance.choice(["ps", "ps", "worker", "worker", "standby" if plan.standby else "worker"])
+    index = chance.randrange(plan.workers if role == "worker" else plan.shards)
+    member = chance.randrange(plan.processes) if role == "worker" else 0
+    name = f"{role}-{index}#{chance.choice([1, 1, 2])}" + (f".{member}" if member else "")
+    return name, round(10 ** chance.uniform(0, 3.5))
+
+
+def calm(seed: int) -> Plan:
+    """The plan of a seed, without anything that goes wrong."""
+    return draw(seed, faults=(), deaths=(), weather=Weather(), stalling=0.0, stop_after=None)
+
+
+def each_death(seed: int, base: Path, *, every: int) -> Iterator[Plan]:
+    """A calm plan with one death: at each yield of each of its processes, or at every so many."""
+    plan = calm(seed)
+    for process in run(plan, base).cluster.born:
+        for at in range(1, process.yields + 1, every):
+            yield replace(plan, deaths=((process.name, at),))
 
 
 def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None) -> Outcome:

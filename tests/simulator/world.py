@@ -30,11 +30,15 @@ class Process:
         name: such as `worker-1#2`, the second process that is worker 1.
         dead: it was killed, or has ended.
         thaws: virtual time until which none of its threads runs.
+        yields: how often one of its threads has come to where the turn may pass.
+        doom: what happens at which of these.
     """
 
     name: str
     dead: bool = False
     thaws: float = 0.0
+    yields: int = 0
+    doom: dict[int, Callable[[], None]] = field(default_factory=dict)
     on_death: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -220,9 +224,7 @@ class World:
 
     def preempt(self) -> None:
         """Here the turn may pass to somebody else."""
-        task = self.task
-        if task.process.dead:
-            raise Killed
+        task = self._yields()
         self.points += 1
         while self._at and self._at[0][0] <= self.points:
             heapq.heappop(self._at)[2]()
@@ -236,6 +238,16 @@ class World:
                 task.priority = self.random.random()
             self._pass(task)
 
+    def _yields(self) -> Task:
+        """The current task comes to where it may lose its turn, or its life."""
+        task, process = self.task, self.process
+        process.yields += 1
+        if (doom := process.doom.pop(process.yields, None)) is not None:
+            doom()
+        if process.dead:
+            raise Killed
+        return task
+
     def at_point(self, number: int, action: Callable[[], None]) -> None:
         """Do something at the `number`-th possible change of turns from now on. `action` runs in any task."""
         heapq.heappush(self._at, (self.points + number, next(self._numbers), action))
@@ -245,9 +257,7 @@ class World:
 
     def block(self, timeout: float | None) -> bool:
         """The current task waits until `wake`, or for `timeout` seconds; returns False after the latter."""
-        task = self.task
-        if task.process.dead:
-            raise Killed
+        task = self._yields()
         task.runnable = False
         task.timed_out = False
         task.wait += 1

@@ -25,6 +25,7 @@ to train; `scripts/` are scripts that `mpirun` or a launcher starts.
 What breaks things: `faulty_api` (an API server in trouble), `talking` (a server that says what no server
 would), `impatient` (a client that does not wait), `forked` (a child that has open what the test has open).
 
-Tools: `polling` (wait with a deadline), `virtual` (time that passes at once), `certificates`, `datafiles`,
-`templates`, `devices`, `launching`, `mpirun`, `relays`, `recorded_job`.
+Tools: `polling` (wait with a deadline), `tiers` (what runs with each change, what each night), `virtual`
+(time that passes at once), `certificates`, `datafiles`, `templates`, `devices`, `launching`, `mpirun`,
+`relays`, `recorded_job`.
 """
