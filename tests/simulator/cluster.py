@@ -42,6 +42,8 @@ CHANGES: list[dict[str, Any]] = [
     {"mode": "async"},
     {"mode": "async", "reads": "inconsistent"},
     {"mode": "accumulate", "gradients": 3},
+    {"mode": "bounded", "maxStaleness": 3, "stalenessScale": "inverse"},
+    {"mode": "async", "maxStalenessP99": 1},
 ]
 """What a person may want of a running job that is not in mode local."""
 
@@ -63,6 +65,7 @@ class Plan:
     """What a schedule is about; drawn from its seed, or given.
 
     `deaths` are those of processes by their names, at one of their yields (`Process.yields`).
+    `window` is `objective.WINDOW`, and a looser way is tried after one such window, not `objective.CALM`.
     `slice` is `follower.SLICE` in seconds, `smallest_bucket` is `partition.SMALLEST_BUCKET_BYTES`. Backward
     computes for `computing` seconds at most before each of its gradients.
     """
@@ -91,6 +94,7 @@ class Plan:
     stalling: float = 0.0
     stop_after: float | None = None
     computing: float = 0.0
+    window: int = 4
 
     def __str__(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in asdict(self).items())
@@ -620,6 +624,11 @@ class Cluster:
     def _strike(self, name: str, action: Any) -> None:
         if not (self.stopping or self.stopped_early):
             self.here.spawn(self.network.process, name, lambda: action(self))
+
+
+def halved(staleness: int) -> float:
+    """A `stalenessScale` of the user's own: with each version, half of the rate."""
+    return 0.5**staleness
 
 
 def places(ranges: Iterable[Range], plan: Plan) -> list[int]:

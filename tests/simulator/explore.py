@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +20,15 @@ import torch
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core import partition
 from elastic_ps.core.ledger import Range
+from elastic_ps.core.objective import Objective
 from elastic_ps.errors import NoCheckpoint
-from elastic_ps.server import follower
+from elastic_ps.server import changes, follower
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.training import OUTER_RULES, Consistency
 from elastic_ps.worker.slices import Slices
-from tests.simulator.cluster import Cluster, Plan, pid_of, scratch
+from tests.simulator.cluster import Cluster, Plan, halved, pid_of, scratch
 from tests.simulator.faults import FAULTS
-from tests.simulator.judge import checkpoint_sight, judge
+from tests.simulator.judge import HARMLESS, checkpoint_sight, judge
 from tests.simulator.network import Weather
 from tests.simulator.patches import Disk, contextlib_stack, simulated
 from tests.simulator.world import Killed, Stuck, World, world
@@ -63,6 +65,24 @@ def _local(chance: random.Random) -> dict[str, Any]:
         quorum = {"quorum": chance.choice([1, 1, 2]), "grace": chance.choice(["0s", "500ms", "auto"])}
         given |= chance.choice([{}, {}, quorum, {"balance": "speed"}])
     return given
+
+
+def _staleness(chance: random.Random, plan: Plan) -> Plan:
+    """What modes with stale steps may have besides: less weight for them, and an objective."""
+    given = {**plan.consistency}
+    stale = given["mode"] in ("bounded", "async")
+    if stale:
+        scale = chance.choice([None, "inverse", f"{halved.__module__}:{halved.__name__}"])
+        given |= {"stalenessScale": scale} if scale else {}
+    if (stale or (given == {"mode": "sync"} and not plan.assigning)) and chance.random() < 0.5:
+        given["maxStalenessP99"] = chance.choice([0, 1, 2])
+        # Long enough for decisions, of which there are no more than four in a second.
+        long = {"records": 12, "epochs": 2, "batch": plan.processes, "computing": 0.3}
+        plan = replace(plan, workers=max(plan.workers, 2), window=chance.choice([2, 4]), **long)
+        if chance.random() < 0.6:  # so that nothing excuses the parameter server
+            harmless = tuple(fault for fault in plan.faults if fault in HARMLESS)
+            plan = replace(plan, faults=harmless, weather=Weather(), stalling=0.0)
+    return replace(plan, consistency=given)
 
 
 def draw(seed: int, **fixed: Any) -> Plan:
@@ -121,7 +141,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         plan = replace(plan, consistency={**consistency, "gradients": min(most, steps)})
     plan = replace(plan, computing=chance.choice([0.0, 0.0, 0.01, 1.0]))
     plan = replace(plan, deaths=tuple(_death(chance, plan) for _ in range(chance.choice([0, 0, 1, 2]))))
-    return replace(plan, **fixed)
+    return replace(_staleness(chance, plan), **fixed)
 
 
 def _death(chance: random.Random, plan: Plan) -> tuple[str, int]:
@@ -160,6 +180,8 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
         parent = SimpleNamespace(getpid=os.getpid, getppid=lambda: pid_of(world().process.name))
         patch(session, "os", parent)
         patch(partition, "SMALLEST_BUCKET_BYTES", plan.smallest_bucket)
+        patch(changes, "WINDOW", plan.window)
+        patch(changes, "Objective", partial(Objective, needed=1))
         patch(follower, "SLICE", timedelta(seconds=plan.slice))
         patch(Slices, "note", _noted(cluster))
         patch(Store, "commit", _watched(cluster))

@@ -13,7 +13,13 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import CheckpointError
 from elastic_ps.training import OUTER_RULES, Consistency
 from elastic_ps.worker.local_steps import outer_optimizer
-from tests.simulator.cluster import MOMENTUM, PARAMETERS, Cluster, Plan, Sight, places
+from tests.simulator.cluster import MOMENTUM, PARAMETERS, Cluster, Plan, Sight, halved, places
+
+HARMLESS = {"kill_worker", "kill_ps", "kill_standby", "drain_worker", "grow"}
+"""Faults that do not keep the parameter server from changing the mode."""
+
+PATIENCE = 1.5
+"""Seconds within which it does so."""
 
 
 def judge(cluster: Cluster) -> list[str]:
@@ -32,6 +38,7 @@ def judge(cluster: Cluster) -> list[str]:
         # nobody started again, went back to no checkpoint.
         violations = [v for v in violations if v.kind != "acknowledged step lost"]
     found += [str(v) for v in violations]
+    found += _objectives(cluster, histories)
     if (consistency.fragments or 1) > 1:
         return found + _fragmented(cluster, histories, completed=completed)
     replayed = Replay(cluster, histories)
@@ -64,6 +71,22 @@ def judge(cluster: Cluster) -> list[str]:
     found += [f"set aside: {path.name}" for path in cluster.checkpoints.glob("corrupt-*")]
     if completed or (cluster.stopped_well and not found):
         found += _last_checkpoint(cluster, histories)
+    return found
+
+
+def _objectives(cluster: Cluster, histories: history.Histories) -> list[str]:
+    """Whether steps went on being staler than `maxStalenessP99` allows, where nothing else was in the way."""
+    plan = cluster.plan
+    if plan.stalling or plan.weather.late or not HARMLESS.issuperset(plan.faults):
+        return []
+    found = []
+    for term, said in history.consistencies(histories).items():
+        made = [c for c in histories.committed if c.term == term]
+        stale = [_stalest(histories, each) for each in made]
+        over = [at for at, most in enumerate(stale) if most > (said.max_staleness_p99 or 0)]
+        due = made[over[0] + plan.window :] if over and said.max_staleness_p99 is not None else []
+        if due and made[-1].time > due[0].time + PATIENCE:
+            found.append(f"objective: term {term} goes on with {said.mode}, with steps as stale as {stale}")
     return found
 
 
@@ -237,9 +260,23 @@ class Replay:
                     value.grad[place] += weight
             if consistency.outer_rule.elastic and consistency.mode == "local":
                 value.grad = self._distance(commit, made)
+            if consistency.mode != "local":
+                optimizer.param_groups[0]["lr"] = self._rate(commit)
             optimizer.step()
             made.append(value.detach().clone())
         return made
+
+    def _rate(self, commit: history.Committed) -> float:
+        """The learning rate of a commit, which has that of its stalest step."""
+        said = history.consistencies(self._histories).get(commit.term)
+        stale = _stalest(self._histories, commit)
+        match said.staleness_scale if said else None:
+            case None:
+                return 1.0
+            case "inverse":
+                return 1 / (1 + stale)
+            case _:
+                return halved(stale)
 
     def _distance(self, commit: history.Committed, made: list[torch.Tensor]) -> torch.Tensor:
         """What an elastic worker has pushed: how far the values that it had pulled are from its own."""
@@ -254,6 +291,12 @@ class Replay:
         ][-1]
         sent = next(s for s in self._histories.sent if s.step == step)
         return made[sent.version - sent.stale] - own
+
+
+def _stalest(histories: history.Histories, commit: history.Committed) -> int:
+    """How stale the stalest step of a commit is, as their workers say."""
+    steps, version = commit.steps, commit.version - 1
+    return max((s.stale for s in histories.sent if s.step in steps and s.version == version), default=0)
 
 
 def _samples(commit: history.Committed) -> int:
