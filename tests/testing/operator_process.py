@@ -20,7 +20,10 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic_operator.api import Api
 from elastic_operator.merging import merge
+from elastic_operator.metrics import Metrics
+from elastic_operator.settings import Settings
 from tests.e2e.cluster import GivenCluster, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +44,7 @@ class OperatorProcess:
     """Serves one namespace. Start it as often as you like; `close` ends it."""
 
     def __init__(self, kubeconfig: Path, namespace: str, log: Path) -> None:
-        self._kubeconfig, self._namespace, self.log = kubeconfig, namespace, log
+        self._kubeconfig, self.namespace, self.log = kubeconfig, namespace, log
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
 
@@ -50,7 +53,7 @@ class OperatorProcess:
             probe.bind(("127.0.0.1", 0))
             self._port = probe.getsockname()[1]
         command = [sys.executable, "-m", "elastic_operator", f"--kubeconfig={self._kubeconfig}"]
-        command += [f"--namespace={self._namespace}", f"--health=127.0.0.1:{self._port}", "--poll=2s"]
+        command += [f"--namespace={self.namespace}", f"--health=127.0.0.1:{self._port}", "--poll=2s"]
         path = os.pathsep.join([str(ROOT), str(ROOT / "operator")])
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -134,10 +137,15 @@ def digits(name: str = "digits", **arguments: Any) -> dict[str, Any]:
 
 
 class Jobs:
-    """What a test asks of the jobs in its namespace."""
+    """What a test asks of the jobs in its namespace.
+
+    What is asked again and again goes to the API server without kubectl: a process each time would keep a
+    core busy with waiting.
+    """
 
     def __init__(self, cluster: GivenCluster, namespace: str, image: str) -> None:
         self.cluster, self.namespace, self.image = cluster, namespace, image
+        self._api = Api(Settings(kubeconfig=cluster.kubeconfig), Metrics())
 
     def kubectl(
         self, *arguments: str, check: bool = True, stdin: str | None = None
@@ -147,20 +155,23 @@ class Jobs:
     def apply(self, name: str, *, command: list[str] | None = None, **spec: Any) -> None:
         self.cluster.apply(sleeper(name, self.image, command=command, **spec), namespace=self.namespace)
 
+    def _get(self, version: str, what: str, **query: str) -> dict[str, Any]:
+        resource, _, name = what.partition("/")
+        path = f"{version}/namespaces/{self.namespace}/{what}"
+        return self._api.request("get" if name else "list", resource, path, query=query)
+
     def patch(self, name: str, spec: Mapping[str, Any]) -> None:
         self.kubectl("patch", "tj", name, "--type=merge", "-p", json.dumps({"spec": spec}))
 
     def job(self, name: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.cluster.get("-n", self.namespace, "tj", name)
-        return found
+        return self._get("/apis/elastic-ps.dev/v1alpha1", f"trainingjobs/{name}")
 
     def progress(self, name: str) -> dict[str, Any]:
         found: dict[str, Any] = (self.job(name).get("status") or {}).get("progress") or {}
         return found
 
     def pods(self, name: str) -> dict[str, dict[str, Any]]:
-        selector = f"elastic-ps.dev/job={name}"
-        items = self.cluster.get("-n", self.namespace, "pods", "-l", selector)["items"]
+        items = self._get("/api/v1", "pods", labelSelector=f"elastic-ps.dev/job={name}")["items"]
         return {item["metadata"]["name"]: item for item in items}
 
     def identities(self, name: str) -> dict[str, tuple[str, int]]:
@@ -193,7 +204,7 @@ class Jobs:
 
     def events(self, name: str) -> dict[str, str]:
         selector = f"involvedObject.name={name},involvedObject.kind=TrainingJob"
-        items = self.cluster.get("-n", self.namespace, "events", f"--field-selector={selector}")["items"]
+        items = self._get("/api/v1", "events", fieldSelector=selector)["items"]
         return {item["reason"]: item["message"] for item in items}
 
     def wait_status(self, name: str, *, timeout: timedelta = LIMIT, **wanted: object) -> None:
@@ -239,10 +250,11 @@ class Jobs:
         """Wait until nothing of these jobs exists any more."""
 
         def gone() -> bool:
-            kinds = "pods,services,secrets,persistentvolumeclaims"
-            return all(
-                not self.cluster.get("-n", self.namespace, kinds, "-l", f"elastic-ps.dev/job={name}")["items"]
+            kinds = ("pods", "services", "secrets", "persistentvolumeclaims")
+            return not any(
+                self._get("/api/v1", kind, labelSelector=f"elastic-ps.dev/job={name}")["items"]
                 for name in names
+                for kind in kinds
             )
 
         wait_for(gone, what=f"everything of {names} is gone", timeout=timeout)
