@@ -56,7 +56,8 @@ class Desired:
         """
         there = sorted((_loss(pod), pod.index) for pod in observed.of("worker") if pod.deleting is None)
         kept = {index for _, index in there[: self.replicas]}
-        free = (index for index in itertools.count() if index not in kept)
+        held = {pod.index for pod in observed.of("worker") if pod.held_by}
+        free = (index for index in itertools.count() if index not in kept | held)
         return sorted([*kept, *itertools.islice(free, self.replicas - len(kept))])
 
 

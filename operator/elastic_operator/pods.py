@@ -82,6 +82,7 @@ class Pod:
     Attributes:
         ready: the pod's Ready condition.
         deleting: when its grace period ends, once its deletion has been asked for.
+        held_by: the finalizers that keep its object, though nothing else does any more; "" if nothing does.
         ending: how it ended; None while it may still run. Of a PS or standby, started again in place,
             only `invalid` is looked at while it lives.
         live: some of its containers may run, though it be only side-cars of a worker that has ended.
@@ -113,6 +114,7 @@ class Pod:
     index: int
     ready: bool = False
     deleting: datetime | None = None
+    held_by: str = ""
     ending: Ending | None = None
     live: bool = False
     finished: bool = False
@@ -215,6 +217,10 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         index=int(index),
         ready=_condition(status, "Ready").get("status") == "True",
         deleting=parse_time(metadata.get("deletionTimestamp")),
+        # The kubelet has confirmed its end, or it was deleted by force.
+        held_by=", ".join(metadata.get("finalizers") or [])
+        if metadata.get("deletionGracePeriodSeconds") == 0
+        else "",
         ending=ending,
         live=not finished and not _stopped(status),
         finished=finished,

@@ -413,6 +413,8 @@ def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[
     by the PS.
     """
     for pod in observed.pods:
+        if pod.held_by:
+            continue
         if pod.deleting is not None and pod.stopped:
             yield DeletePod.of(pod, "its processes have ended", force=True)
         elif pod.unheard or (pod.deleting is not None and now - pod.deleting > options.force_after):

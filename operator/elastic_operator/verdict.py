@@ -207,6 +207,9 @@ def _problems(observed: Observed, now: datetime, options: Options) -> list[Probl
         settled = unplaced is None or unplaced >= options.place_limit
         if pod.deleting is None and pod.problem is not None and settled:
             problems.append(pod.problem)
+        if pod.held_by and pod.role != "worker" and pod.deleting and now - pod.deleting > options.force_after:
+            text = f"{pod.name} is deleted, but its finalizers ({pod.held_by}) keep it, so it is not replaced"
+            problems.append(Problem("FinalizerRemains", f"{text}; who has set them has to remove them"))
         waits = pod.unstarted(now)
         if waits is not None and waits >= options.start_limit:
             text = f"{pod.name} has a node, but nothing of it has started"

@@ -123,8 +123,7 @@ class Simulation:
         elif isinstance(action, DeleteJob):
             self.job, self.pods, self.services, self.claims = None, {}, {}, set()
         elif isinstance(action, DeletePod):
-            if self.pods.get(action.name, {}).get("metadata", {}).get("uid") == action.uid:
-                del self.pods[action.name]
+            self._delete(action)
         elif isinstance(action, TellPod):
             self.pods[action.name]["metadata"]["annotations"].update(action.annotations)
         elif action.kind == "Service":
@@ -142,6 +141,16 @@ class Simulation:
             pod["metadata"]["creationTimestamp"] = stamp(self.now)
             pod["status"] = {"phase": "Pending"}
             self.pods[action.name] = json.loads(json.dumps(pod))
+
+    def _delete(self, action: DeletePod) -> None:
+        metadata = self.pods.get(action.name, {}).get("metadata", {})
+        if metadata.get("uid") != action.uid:
+            return
+        if not metadata.get("finalizers"):
+            del self.pods[action.name]
+            return
+        metadata["deletionTimestamp"] = stamp(self.now)
+        metadata["deletionGracePeriodSeconds"] = 0 if action.force else 60
 
     def settle(self, limit: int = 60) -> None:
         """Passes, with pods that start at once, until a pass has nothing to do."""

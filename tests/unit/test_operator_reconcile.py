@@ -795,6 +795,43 @@ def test_pod_whose_processes_have_ended_is_not_waited_for() -> None:
     assert [a.name for a in forced] == ["digits-ps-0", "digits-worker-0"]
 
 
+def finalize(simulation: Simulation, name: str) -> None:
+    simulation.pods[name]["metadata"]["finalizers"] = ["kueue.x-k8s.io/managed"]
+
+
+def test_a_worker_that_a_finalizer_holds_is_deleted_by_force_once_and_replaced() -> None:
+    simulation = running(worker={"replicas": 2})
+    finalize(simulation, "digits-worker-0")
+    simulation.end("digits-worker-0", 1)
+    simulation.step()
+    simulation.now += timedelta(seconds=5)
+    forced = []
+    for _ in range(4):
+        forced += [a.force for a in simulation.step().actions if isinstance(a, DeletePod)]
+        simulation.now += timedelta(seconds=15)
+    assert forced == [False, True]
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-1", "digits-worker-2"]
+    assert simulation.status["summary"]["workers"] == "2/2"
+    assert simulation.condition("Degraded")["status"] == "False"
+
+
+def test_a_server_that_a_finalizer_holds_is_told() -> None:
+    simulation = running()
+    finalize(simulation, "digits-ps-0")
+    simulation.pods["digits-ps-0"]["status"] = {"phase": "Failed", "reason": "Evicted", "message": "disk"}
+    for _ in range(3):
+        simulation.step()
+    simulation.now += simulation.options.force_after * 2
+    assert simulation.step().actions[0].reason == "its node does not confirm that it ended"
+    assert simulation.step().actions == ()
+    assert simulation.condition("Degraded")["reason"] != "FinalizerRemains", "it may be removed at once"
+    simulation.now += simulation.options.force_after * 2
+    simulation.step()
+    assert simulation.condition("Degraded")["reason"] == "FinalizerRemains"
+    assert "(kueue.x-k8s.io/managed)" in simulation.condition("Degraded")["message"]
+
+
 def test_fields_of_other_versions_are_dropped() -> None:
     answer = {"job": "digits", "shard": 0, "shards": 1, "term": 2, "ready": True, "new": 1}
     status = read_server_status({**answer, "progress": {"version": 3, "alsoNew": {}}})
