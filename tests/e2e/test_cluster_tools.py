@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -204,6 +206,19 @@ def test_an_image_that_another_process_has_just_built_is_not_built_again(
     monkeypatch.setattr(apt, "install", lambda packages, log: None)
     image = images.build_image(dockerfile, tmp_path, "localhost/x:1")
     assert image.archive.is_file()
+
+
+def test_what_was_not_used_for_long_leaves_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = tmp_path / "elastic-ps" / "images"
+    (directory / "tmp-of-a-killed-build").mkdir(parents=True)
+    (directory / "localhost_x@old.tar").touch()
+    long_ago = time.time() - images.KEPT.total_seconds() - 1
+    for path in directory.iterdir():
+        os.utime(path, (long_ago, long_ago))
+    (directory / "localhost_x@new.tar").touch()
+    images.prune()
+    assert [path.name for path in directory.iterdir()] == ["localhost_x@new.tar"]
 
 
 def test_flags_follow_the_version(tmp_path: Path) -> None:

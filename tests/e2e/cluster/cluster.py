@@ -318,12 +318,12 @@ class Cluster(GivenCluster):
 
     def _import(self, image: images.Image) -> None:
         record = self.layout.state_dir / "images.json"
-        if _loaded(record).get(image.tag) == image.digest:
-            return
-        if image.tag != PAUSE_IMAGE:
-            say(f"loading image {image.tag} into the cluster")
-        self.ctr("images", "import", image.archive, timeout=IMPORT_TIMEOUT)
-        with locked(self.layout.state_dir / "images.lock", "noting an image"):
+        with locked(self.layout.state_dir / "images.lock", "loading an image"):
+            if _loaded(record).get(image.tag) == image.digest:
+                return
+            if image.tag != PAUSE_IMAGE:
+                say(f"loading image {image.tag} into the cluster")
+            self.ctr("images", "import", image.archive, timeout=IMPORT_TIMEOUT)
             temporary = record.with_suffix(".tmp")
             temporary.write_text(json.dumps({**_loaded(record), image.tag: image.digest}))
             temporary.rename(record)

@@ -5,6 +5,7 @@ for `python:3.11-slim-bookworm`, so a Dockerfile says `ARG BASE_IMAGE=python:3.1
 here as it does elsewhere. buildah builds with a storage of its own under the cache directory. What is built
 is kept as an archive next to a digest of all that went in; while that stays the same, nothing is built.
 When it changes, layers whose inputs are as before come from buildah's storage, those of named stages too.
+What nobody has used for a month is removed at the next build.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +33,7 @@ BASE_REVISION = 1
 BASE_PACKAGES = "python3,python3-venv,python3-pip,python-is-python3,ca-certificates"
 PACKAGES = ("debootstrap", "buildah", "gcc", "libc6-dev", "git")
 BUILD_TIMEOUT = timedelta(minutes=30)
+KEPT = timedelta(days=30)
 # What the image does not need at run time, and some 100 MB of it.
 SURPLUS = (
     "var/cache/apt",
@@ -90,36 +93,29 @@ def base_image() -> Image:
     """Debian 12 with Python 3.11 and pip; made once (about a minute), then taken from the cache."""
     digest = _digest_of_text(f"{BASE_REVISION} {BASE_PACKAGES}")
     archive = _archive_path(BASE_IMAGE, digest)
-    if not archive.is_file():
-        apt.install(PACKAGES, log=cache_dir() / "apt.log")
-        say(f"making the base image {BASE_IMAGE} by debootstrap, once")
-        work = Path(tempfile.mkdtemp(dir=_directory()))
-        try:
-            _bootstrap(work / "root")
-            run(
-                [
-                    "tar",
-                    "-C",
-                    work / "root",
-                    "--numeric-owner",
-                    "--sort=name",
-                    "-cf",
-                    work / "layer.tar",
-                    ".",
-                ],
-                timeout=BUILD_TIMEOUT,
-            )
-            write_image(
-                archive,
-                layer=work / "layer.tar",
-                tag=BASE_IMAGE,
-                architecture=_architecture(),
-                command=["python3"],
-            )
-        finally:
-            host.unmount_below(work)  # a debootstrap that failed may have left /proc mounted in there
-            shutil.rmtree(work)
+    with locked(cache_dir() / "base.lock", "making the base image"):
+        if not _cached(archive):
+            apt.install(PACKAGES, log=cache_dir() / "apt.log")
+            say(f"making the base image {BASE_IMAGE} by debootstrap, once")
+            _make_base(archive)
     return Image(BASE_IMAGE, digest, archive)
+
+
+def _make_base(archive: Path) -> None:
+    work = Path(tempfile.mkdtemp(dir=_directory()))
+    try:
+        _bootstrap(work / "root")
+        tar = ["tar", "-C", work / "root", "--numeric-owner", "--sort=name", "-cf", work / "layer.tar", "."]
+        run(tar, timeout=BUILD_TIMEOUT)
+        write_image(
+            archive,
+            layer=work / "layer.tar",
+            tag=BASE_IMAGE,
+            architecture=_architecture(),
+            command=["python3"],
+        )
+    finally:
+        _remove(work)
 
 
 def build_image(
@@ -143,7 +139,7 @@ def build_image(
     arguments = {"BASE_IMAGE": BASE_IMAGE, **(build_args or {})}
     digest = digest_of(dockerfile, context, {**arguments, "base digest": base.digest})
     archive = _archive_path(tag, digest)
-    if archive.is_file():
+    if _cached(archive):
         return Image(tag, digest, archive)
     apt.install(PACKAGES, log=cache_dir() / "apt.log")
     with locked(cache_dir() / "images.lock", "building an image"):
@@ -152,6 +148,7 @@ def build_image(
         try:
             _build(dockerfile, context, tag, arguments, base)
             _export(tag, archive)
+            prune()
         finally:
             # buildah leaves its storage mounted on itself, and more when it is killed.
             host.unmount_below(cache_dir() / "buildah")
@@ -218,6 +215,29 @@ def _export(tag: str, archive: Path) -> None:
     temporary.rename(archive)
     # What no tagged image stands on; the layers that the next build starts from stay.
     run([*_buildah(), "rmi", "--prune"], check=False)
+
+
+def _cached(archive: Path) -> bool:
+    """Whether it is there; that it is used is noted."""
+    if archive.is_file():
+        archive.touch()
+        return True
+    return False
+
+
+def prune() -> None:
+    """Remove what nobody has used for long: archives of an earlier base, and what killed builds left."""
+    for path in _directory().iterdir():
+        if time.time() - path.stat().st_mtime > KEPT.total_seconds():
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        host.unmount_below(path)  # a debootstrap that failed may have left /proc mounted in there
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _bootstrap(root: Path) -> None:
