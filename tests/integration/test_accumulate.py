@@ -59,6 +59,7 @@ def test_with_as_many_gradients_as_workers_it_is_sync(tmp_path: Path) -> None:
     assert alike >= len(made_of) - 3, "at the end there are no records for all of them"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("gradients", [1, 2, 5])
 def test_the_result_is_that_of_the_recorded_rounds(tmp_path: Path, gradients: int, shards: int) -> None:

@@ -96,6 +96,7 @@ def running(tmp_path: Path, **fields: Any) -> Any:
     return running_job(tmp_path, strategy="all-reduce", checkpoints=checkpoints, **fields)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("make", [adam, sgd])
 def test_versions_are_those_of_one_process(tmp_path: Path, workers: int, make: Make) -> None:

@@ -13,7 +13,8 @@ import torch
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.polling import eventually
-from tests.testing.transports import BY_NAME
+from tests.testing.tiers import per_change
+from tests.testing.transports import whole_jobs
 
 WORKERS, EPOCHS, RECORDS, BATCH = 3, 9, 60, 4
 
@@ -95,7 +96,7 @@ def test_two_runs_agree(undisturbed: dict[tuple[int, str], torch.Tensor], tmp_pa
     assert torch.equal(final_parameters(tmp_path), undisturbed[1, "SGD"])
 
 
-@pytest.mark.parametrize("transport", BY_NAME)
+@whole_jobs
 def test_every_transport_gives_the_same_bits(
     undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path, transport: str
 ) -> None:
@@ -117,7 +118,7 @@ def test_who_comes_last_does_not_matter(
     assert torch.equal(final_parameters(tmp_path, shards=2, late=late), undisturbed[2, "SGD"])
 
 
-@pytest.mark.parametrize("version", range(1, 40, 2))
+@pytest.mark.parametrize("version", per_change(range(1, 40, 2), keep=[1, 11, 21, 39]))
 def test_the_parameter_server_dies(
     undisturbed: dict[tuple[int, str], torch.Tensor], tmp_path: Path, version: int
 ) -> None:

@@ -57,6 +57,7 @@ def near_the_end(job: Job, data: Numbers) -> bool:
     return bool(job.status().progress.records_applied > len(data) - 100)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("where", ["forward", "backward", "pull"])
 def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where: str) -> None:
@@ -120,6 +121,7 @@ def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize(
     ("consistency", "server"),

@@ -154,6 +154,7 @@ COMPRESSIONS: list[dict[str, Any]] = [
 """Gradients and values change, with deltas and without, to a codec of the user's own and from it."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", [{"mode": "sync"}, {"mode": "local", "steps": 2}], ids=lambda m: m["mode"])
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 def test_the_compression_changes_while_parameter_servers_die_and_workers_join(

@@ -29,7 +29,7 @@ from tests.testing.oracle import (
 )
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.trained import Models, alone, sgd, training
-from tests.testing.transports import BY_NAME
+from tests.testing.transports import whole_jobs
 from tests.unit.test_codecs import Negative
 
 NEGATIVE = "tests.unit.test_codecs:Negative"
@@ -283,7 +283,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("transport", BY_NAME)
+@whole_jobs
 @pytest.mark.parametrize("values", ["int8", "topk"])
 def test_deltas_train_what_one_process_trains_that_computes_on_them(
     tmp_path: Path, values: str, transport: str
@@ -337,7 +337,7 @@ def test_deltas_train_what_one_process_trains_that_computes_on_them(
     assert not torch.equal(held, exact)
 
 
-@pytest.mark.parametrize("transport", BY_NAME)
+@whole_jobs
 def test_changed_elements_train_the_same_bits_as_all_values(tmp_path: Path, transport: str) -> None:
     """Few elements change where workers send few, and the optimizer has no momentum."""
     data, found = Numbers(80), dict[str, torch.Tensor]()

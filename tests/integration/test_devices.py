@@ -20,7 +20,7 @@ from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.testing.polling import eventually
 from tests.testing.trained import Models, sgd
-from tests.testing.transports import BY_NAME
+from tests.testing.transports import whole_jobs
 
 BUCKETS = {"bucketBytes": 1024}
 
@@ -56,7 +56,8 @@ def train(tmp_path: Path, *, workers: int, device: str = "cpu", **fields: Any) -
         )
 
 
-@pytest.mark.parametrize("transport", BY_NAME)
+@pytest.mark.covering(1)
+@whole_jobs
 @pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20], ids=["buckets", "one call a step"])
 def test_nothing_is_sent_or_computed_on_before_it_is_there(
     tmp_path: Path, late: LateDevice, transport: str, bucket_bytes: int

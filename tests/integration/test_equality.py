@@ -22,7 +22,8 @@ from tests.testing.oracle import (
     replay,
 )
 from tests.testing.polling import eventually
-from tests.testing.transports import BY_NAME
+from tests.testing.tiers import per_change
+from tests.testing.transports import whole_jobs
 
 Models = dict[int, torch.nn.Module]
 CLASSES: dict[str, dict[str, Any]] = {
@@ -88,6 +89,7 @@ def check(job: Job, data: Numbers, models: Models, make: MakeOptimizer, *, epoch
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize(
     "make",
@@ -123,7 +125,7 @@ def test_double_precision_agrees_to_twelve_digits(tmp_path: Path, name: str) -> 
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ALLOWED)
+@pytest.mark.parametrize("name", per_change(ALLOWED, keep=["SGD", "Adam"]))
 def test_every_optimizer_on_the_list(tmp_path: Path, name: str) -> None:
     data, models, make = Numbers(96), Models(), optimizer_of(name)
     with running_job(tmp_path, parameterServer={"replicas": 2, "bucketBytes": 1024}) as job:
@@ -132,7 +134,8 @@ def test_every_optimizer_on_the_list(tmp_path: Path, name: str) -> None:
         check(job, data, models, make)
 
 
-@pytest.mark.parametrize("transport", BY_NAME)
+@pytest.mark.covering(1)
+@whole_jobs
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_shards(tmp_path: Path, shards: int, transport: str) -> None:
     data, models, make = Numbers(400), Models(), optimizer_of("Adam")
@@ -194,6 +197,7 @@ class Halt(Exception):
     """A worker's own failure, in the middle of a step."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_workers_join_leave_and_vanish(tmp_path: Path, name: str, shards: int) -> None:
@@ -252,7 +256,7 @@ def swallow(kind: type[BaseException], script: Callable[[Session], None]) -> Cal
     return run
 
 
-@pytest.mark.parametrize("transport", BY_NAME)
+@whole_jobs
 def test_closing_in_the_middle_of_a_step_does_not_wait(tmp_path: Path, transport: str) -> None:
     """What is under way when the session closes is given up, not tried again until patience ends."""
     data, make = Numbers(64), optimizer_of("SGD")

@@ -21,6 +21,7 @@ from tests.testing.histories import check_histories, worker_steps
 from tests.testing.launching import forks, make_job, version_of, wait_for_end, wait_for_workers
 from tests.testing.oracle import mse
 from tests.testing.polling import eventually
+from tests.testing.tiers import per_change
 from tests.testing.transports import BY_NAME
 
 STEADY = "tests.testing.scripts.steady:main"
@@ -63,7 +64,10 @@ FATES = ["drain", "break", "crash before backward", "crash in the step", "crash 
 
 @pytest.mark.parametrize(
     ("seed", "transport"),
-    [(0, "inproc"), (1, "inproc"), *((2, transport) for transport in BY_NAME)],
+    per_change(
+        [(0, "inproc"), (1, "inproc"), *((2, transport) for transport in BY_NAME)],
+        keep=[(0, "inproc"), (1, "inproc"), (2, "tcp")],
+    ),
 )
 def test_churn(tmp_path: Path, seed: int, transport: str) -> None:
     """At any time three workers; each has a random fate, and the next one takes its place."""

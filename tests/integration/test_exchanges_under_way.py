@@ -103,6 +103,7 @@ def reference(
         versions.append(copy.deepcopy(model))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("outer", ["diloco", "average", "delayed", "downpour"])
 @pytest.mark.parametrize(("steps", "count", "overlap"), [(4, 1, 3), (6, 2, 1)])
 def test_the_result_is_taken_over_some_steps_later(

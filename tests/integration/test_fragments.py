@@ -104,6 +104,7 @@ def reference(
         versions.append(copy.deepcopy(model))
 
 
+@pytest.mark.covering(1)
 @RULES
 @pytest.mark.parametrize(("steps", "count"), [(4, 2), (9, 3)])
 def test_it_is_the_rule_of_the_paper(tmp_path: Path, outer: str, steps: int, count: int) -> None:

@@ -148,6 +148,7 @@ class Encoding(Counting):
             eventually(lambda: not self.plan or session.version < self.next + EVERY, "the job is changed")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", [{"mode": "accumulate", "gradients": 4}, {"mode": "async"}])
 @pytest.mark.parametrize("shards", [1, 2])
 def test_what_waits_is_sent_with_whatever_codec_comes_next(

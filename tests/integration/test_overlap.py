@@ -8,7 +8,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from elastic_ps.core.partition import Layout
@@ -17,7 +16,7 @@ from elastic_ps.worker.sending import SENDERS
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import mse
-from tests.testing.transports import BY_NAME
+from tests.testing.transports import whole_jobs
 
 Event = dict[str, Any]
 WIDTHS = (6, *[320] * 10, 1)
@@ -35,7 +34,7 @@ def named(events: list[Event], name: str) -> list[Event]:
     return [event for event in events if event["name"] == name]
 
 
-@pytest.mark.parametrize("transport", BY_NAME)
+@whole_jobs
 def test_pushes_begin_while_backward_runs(tmp_path: Path, transport: str) -> None:
     layouts: list[Layout] = []
 

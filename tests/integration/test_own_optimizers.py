@@ -51,6 +51,7 @@ def trainer(
     return script
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("name", KINDS)
 def test_it_is_that_of_plain_torch(tmp_path: Path, name: str, shards: int) -> None:
@@ -66,6 +67,7 @@ def test_it_is_that_of_plain_torch(tmp_path: Path, name: str, shards: int) -> No
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 @pytest.mark.parametrize("name", KINDS)
 def test_it_goes_on_when_the_parameter_server_is_lost(tmp_path: Path, name: str, durability: str) -> None:

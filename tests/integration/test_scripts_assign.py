@@ -77,6 +77,7 @@ def load_another(model: torch.nn.Module) -> None:
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("make_model", [make_mlp, Normed, permuted])
 @pytest.mark.parametrize("make", [sgd, adam])

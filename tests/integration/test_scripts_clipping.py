@@ -13,6 +13,7 @@ from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_equal_up_to_round_off, mse, replay
+from tests.testing.tiers import per_change
 from tests.testing.transports import BY_NAME
 
 LIMIT = 0.8
@@ -31,7 +32,10 @@ norms: list[float] = []
 
 
 @pytest.mark.parametrize(
-    ("transport", "servers"), [*((each, 1) for each in BY_NAME), ("inproc", 3), ("grpc", 2)]
+    ("transport", "servers"),
+    per_change(
+        [*((each, 1) for each in BY_NAME), ("inproc", 3), ("grpc", 2)], keep=[("tcp", 1), ("inproc", 3)]
+    ),
 )
 def test_it_is_the_norm_of_the_gradient_of_the_whole_batch(
     tmp_path: Path, transport: str, servers: int

@@ -22,7 +22,7 @@ from tests.testing.trained import (
     failing,
     sgd,
 )
-from tests.testing.transports import BY_NAME
+from tests.testing.transports import whole_jobs
 
 Stopping = Callable[[Session, Callable[[], None] | None], None]
 """A script. With a function as second argument, its loop is left; the function waits for the other worker."""
@@ -252,7 +252,7 @@ def test_a_data_loader_with_processes(tmp_path: Path) -> None:
     assert_each_record_once(commits, records=120, epochs=2)
 
 
-@pytest.mark.parametrize("transport", BY_NAME)
+@whole_jobs
 def test_a_script_that_raises_in_the_middle_of_a_step(tmp_path: Path, transport: str) -> None:
     data = Numbers(120)
     raised = threading.Event()

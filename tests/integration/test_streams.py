@@ -118,6 +118,7 @@ def test_the_bits_are_those_of_a_data_set(tmp_path: Path, workers: int) -> None:
     assert torch.equal(values[0], values[2])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_the_options_of_a_dataloader(tmp_path: Path, num_workers: int, drop_last: bool) -> None:
@@ -163,6 +164,7 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stream", [Counted, Sought])
 @pytest.mark.parametrize("consistency", MODES, ids=lambda each: " ".join(map(str, each.values())))
 def test_each_item_is_in_the_model_once_in_every_mode(
@@ -237,6 +239,7 @@ def test_a_stream_is_told_the_epoch(tmp_path: Path) -> None:
     assert batches == [*forth, *(batch[::-1] for batch in forth[::-1]), *forth]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("stream", [Counted, Sought])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_pausing_leaving_an_epoch_and_losing_the_parameter_server(

@@ -18,9 +18,10 @@ from elastic_ps.errors import (
 )
 from elastic_ps.transport.base import Frame, Incoming, Limits, unary
 from elastic_ps.transport.wire import CHUNK
-from tests.testing.transports import LONG, World, echo, read
+from tests.testing.transports import LONG, World, echo, read, sweeps
 
 
+@sweeps
 @pytest.mark.parametrize("size", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 20_000_000])
 def test_bodies_of_any_size_arrive_in_both_directions(world: World, size: int) -> None:
     connection = world.pair(echo)
@@ -32,6 +33,7 @@ def test_bodies_of_any_size_arrive_in_both_directions(world: World, size: int) -
     assert answer == (b"header", size, body)
 
 
+@sweeps
 @pytest.mark.parametrize("size", [0, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
 @pytest.mark.parametrize("body", [b"", b"body" * CHUNK])
 def test_headers_of_any_size_arrive(world: World, size: int, body: bytes) -> None:
@@ -48,6 +50,7 @@ def test_a_call_with_headers_only(world: World) -> None:
     assert unary(world.pair(handler), "greet", b"you", timeout=LONG) == b"greet you"
 
 
+@sweeps
 @pytest.mark.parametrize("size", [0, 100, 3 * CHUNK])
 def test_an_answer_that_ends_the_call_arrives_as_any_other(world: World, size: int) -> None:
     def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
@@ -153,6 +156,7 @@ def test_sending_starts_with_the_call(world: World) -> None:
     assert len(list(call)) == 1
 
 
+@sweeps
 @pytest.mark.parametrize("code", list(RefusalCode))
 def test_a_refusal_arrives_with_its_code_and_message(world: World, code: RefusalCode) -> None:
     def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
@@ -187,6 +191,7 @@ def test_a_failing_handler_is_named_to_the_client_and_logged(
     assert record.exc_info[0] is ZeroDivisionError
 
 
+@sweeps
 @pytest.mark.parametrize("size", [3, 20_000_000])
 def test_a_handler_that_fails_half_way_has_its_first_answers_delivered(world: World, size: int) -> None:
     def handler(method: str, incoming: Incoming) -> Iterator[Frame]:

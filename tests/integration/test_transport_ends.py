@@ -20,7 +20,7 @@ from elastic_ps.errors import (
 from elastic_ps.transport.base import Frame, Incoming, unary
 from elastic_ps.transport.wire import CHUNK
 from tests.testing.polling import LIMIT, eventually
-from tests.testing.transports import LONG, SHORT, Reading, World, close, echo, read
+from tests.testing.transports import LONG, SHORT, Reading, World, close, echo, read, sweeps
 
 
 def test_deadline_while_the_handler_blocks(world: World) -> None:
@@ -127,6 +127,7 @@ def in_thread(work: Callable[[], object]) -> tuple[threading.Thread, list[Elasti
     return thread, errors
 
 
+@sweeps
 @pytest.mark.parametrize("size", [0, 64_000_000])
 @pytest.mark.parametrize("side", ["connection", "server"])
 def test_closing_a_side_ends_blocked_calls(world: World, side: str, size: int) -> None:

@@ -22,7 +22,7 @@ from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.testing.trained import Models, sgd
-from tests.testing.transports import BY_NAME
+from tests.testing.transports import whole_jobs
 
 Fate: TypeAlias = Literal["lost", "answer lost", "late", "twice", "again later"]
 FATES: tuple[Fate, ...] = get_args(Fate)
@@ -85,7 +85,8 @@ class Unreliable(Connection):
         self._inner.close()
 
 
-@pytest.mark.parametrize("transport", BY_NAME)
+@pytest.mark.covering(1)
+@whole_jobs
 @pytest.mark.parametrize(
     ("shards", "bucket_bytes", "probability"), [(1, 1024, 0.1), (2, 1024, 0.1), (1, 1 << 20, 0.3)]
 )

@@ -1,40 +1,55 @@
-"""Which values of a test's parameters run with each change; the others carry `@pytest.mark.nightly`."""
+"""What of a test's parameters runs with each change; the rest carries `@pytest.mark.nightly`.
+
+`per_change` names the values of one parameter. `@pytest.mark.covering(2)` is for tests of several: of their
+combinations so many run that each two values of two parameters meet; with 1, each value is there once.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
 
-nightly = pytest.mark.nightly
 
-
-def per_change(values: Iterable[Any], *, keep: Container[Any]) -> list[Any]:
-    """All values, for `parametrize`: those that are in `keep` run with each change, the others each night.
+def per_change(values: Iterable[Any], *, keep: Collection[Any]) -> list[Any]:
+    """All values, for `parametrize`; those that are not to be kept run each night.
 
     A tuple is the values of several parameters.
     """
+    every = list(values)
+    assert all(each in every for each in keep), "what is to be kept is one of the values"
     return [
         pytest.param(
-            *(value if isinstance(value, tuple) else (value,)), marks=() if value in keep else nightly
+            *(each if isinstance(each, tuple) else (each,)), marks=() if each in keep else pytest.mark.nightly
         )
-        for value in values
+        for each in every
     ]
 
 
-def pairwise(*axes: Sequence[Any]) -> set[tuple[Any, ...]]:
-    """Combinations of the axes in which each two values of two axes meet; few of them, always the same."""
-    combinations = list(itertools.product(*axes))
-    open_pairs = {pair for each in combinations for pair in _pairs(each)}
-    found = set()
-    while open_pairs:
-        best = max(combinations, key=lambda each: len(open_pairs & _pairs(each)))
-        found.add(best)
-        open_pairs -= _pairs(best)
-    return found
+def mark_nightly(items: Iterable[pytest.Item]) -> None:
+    """Mark those items of a test with `covering` that are not needed to cover its parameters."""
+    groups: dict[tuple[Any, int], list[tuple[pytest.Item, Mapping[str, int]]]] = {}
+    for item in items:
+        mark, call = item.get_closest_marker("covering"), getattr(item, "callspec", None)
+        if mark is not None and call is not None and item.get_closest_marker("nightly") is None:
+            key = (item.path, getattr(item, "originalname", "")), mark.args[0]
+            values = {name: id(value) for name, value in call.params.items()}
+            groups.setdefault(key, []).append((item, values))
+    for (_, strength), group in groups.items():
+        kept = covering([values for _, values in group], strength)
+        for number, (item, _) in enumerate(group):
+            if number not in kept:
+                item.add_marker(pytest.mark.nightly)
 
 
-def _pairs(combination: tuple[Any, ...]) -> set[Any]:
-    return set(itertools.combinations(enumerate(combination), 2))
+def covering(combinations: list[Mapping[str, int]], strength: int) -> set[int]:
+    """The numbers of few combinations in which all shows what any `strength` parameters can be together."""
+    pieces = [set(itertools.combinations(sorted(each.items()), strength)) for each in combinations]
+    missing, kept = set[Any]().union(*pieces), set[int]()
+    while missing:
+        best = max(range(len(pieces)), key=lambda number: len(pieces[number] & missing))
+        kept.add(best)
+        missing -= pieces[best]
+    return kept

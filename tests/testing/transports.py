@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+import pytest
+
 from elastic_ps.errors import TransportError
 from elastic_ps.transport import local, tcp
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
@@ -19,6 +21,7 @@ from elastic_ps.transport.mpi import MpiServer
 from elastic_ps.transport.tcp import TcpServer
 from tests.testing import certificates
 from tests.testing.relays import Relayed
+from tests.testing.tiers import per_change
 
 _NUMBERS = itertools.count(os.getpid() * 1000)
 """They need not be ports."""
@@ -127,6 +130,16 @@ BY_NAME: dict[str, Callable[[], Transport]] = {
     "mpi": MpiTransport,
 }
 """What a whole job's correctness is tested over; see `running_job`."""
+
+whole_jobs = pytest.mark.parametrize("transport", per_change(BY_NAME, keep=["inproc", "tcp"]))
+
+sweeps = pytest.mark.parametrize(
+    "world",
+    per_change(TRANSPORTS, keep=[GrpcTransport, TcpTransport]),
+    ids=lambda transport: transport.__name__,
+    indirect=True,
+)
+"""For a test that repeats what it does with other sizes, or other codes."""
 
 
 def read(incoming: Incoming) -> bytes:
