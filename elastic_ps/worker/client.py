@@ -537,13 +537,17 @@ class Client:
         for incoming in self._call(shard, method, frame):
             yield pb.PullReply.FromString(incoming.header), incoming
 
-    def optimizer_state(self, shard: int) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:
-        """The entries of the optimizer's state on a shard, with their bytes."""
-        request = pb.OptimizerStateRequest(caller=self.stay.caller())
-        for incoming in self._call(shard, "OptimizerState", Frame(request.SerializeToString())):
+    def optimizer_state(self, shard: int) -> list[tuple[pb.OptimizerStateReply, bytes]]:
+        """The entries of the optimizer's state on a shard, with their bytes. Blocks."""
+
+        def read(incoming: Incoming) -> tuple[pb.OptimizerStateReply, bytes]:
             body = bytearray(incoming.size)
             incoming.read_into(memoryview(body))
-            yield pb.OptimizerStateReply.FromString(incoming.header), bytes(body)
+            return pb.OptimizerStateReply.FromString(incoming.header), bytes(body)
+
+        request = pb.OptimizerStateRequest(caller=self.stay.caller())
+        found = self.call(shard, "OptimizerState", request, read=read)
+        return [(reply, body) for reply, body in found if not reply.done]
 
     # --- how
 

@@ -319,9 +319,7 @@ class Engine:
     def optimizer_state(self) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:
         """The entries of the optimizer's state on all shards, with their bytes. Blocks."""
         for shard in range(self.client.shards):
-            for reply, body in self.client.optimizer_state(shard):
-                if not reply.done:
-                    yield reply, body
+            yield from self.client.optimizer_state(shard)
 
     # --- steps
 

@@ -70,7 +70,7 @@ class Replica:
                     raise
                 time.sleep(PAUSE)
         self._flat.publish()
-        entries = ((r, body) for r, body in self._client.optimizer_state(0) if not r.done)
+        entries = self._client.optimizer_state(0)
         state = state_dict_of(entries, self._flat.layout, self._flat.tensors, self._optimizer)
         _load(self._optimizer, state["state"])
         return not self._newer

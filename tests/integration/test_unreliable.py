@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import pytest
 
@@ -118,3 +118,45 @@ def test_everything_is_applied_once(
     assert_each_record_once(commits, records=len(data), epochs=1)
     assert check(read(tmp_path / "history"), Data(len(data), 1)) == []
     assert_equal_up_to_round_off(models[0], make_mlp(), lambda m: replay(commits, data, m, sgd, spec))
+
+
+class Interrupted(Connection):
+    """Its first call for the optimizer's state loses the answers after the first one."""
+
+    def __init__(self, inner: Connection) -> None:
+        self._inner, self.interrupted = inner, False
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        answers = self._inner.call(method, frame, timeout=timeout)
+        if method != "OptimizerState" or self.interrupted:
+            return answers
+        self.interrupted = True
+        return self._cut_off(answers)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _cut_off(self, answers: Iterator[Incoming]) -> Iterator[Incoming]:
+        yield next(answers)
+        raise ConnectionLost("a test has cut the connection")
+
+
+def test_the_optimizers_state_is_asked_for_again(tmp_path: Path) -> None:
+    kept = dict[str, Any]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(20), 10):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+        kept.update(optimizer.state_dict()["state"])
+        assert len(kept) == len(list(model.parameters()))
+
+    with running_job(tmp_path) as job:
+        ways = [Interrupted(inner) for inner in job.open_connections()]
+        job.open_connections = lambda: [*ways]
+        job.run(script, workers=1)
+    assert [way.interrupted for way in ways] == [True]
+    assert all("momentum_buffer" in entries for entries in kept.values())
