@@ -100,6 +100,7 @@ class Entrance:
             described.tensors,
             stepped_here=local or self.spec.all_reduce,
             world=self._world,
+            registered=described.registered,
         )
         self.exchange = exchange = self._make_exchange(flat, optimizer)
         membership = self._initialise(exchange, membership, flat, brought)

@@ -137,6 +137,7 @@ class LocalSteps:
 
         Raises as `Engine.finish_step`.
         """
+        self._flat.check()
         if not self._land():
             return
         if any(self._trained):

@@ -29,6 +29,7 @@ from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.transport.memory import Allocate, shared_if_possible
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.prepared import check_wrapper
+from elastic_ps.worker.registered import Registered
 from elastic_ps.worker.seal import Seal
 from elastic_ps.worker.staging import Staging
 
@@ -42,6 +43,7 @@ class Described:
         optimizer: name of the optimizer's class; `module:Class` of one of the user's. Of several, the names
             of each parameter group's.
         own: the model's tensors that the job leaves alone.
+        registered: where the model has the others.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Described:
         names = [*parameters, *buffers]
         said = _named({"averaged": averaged, "broadcast": broadcast, "own": own}, names)
         _check_embeddings(model, {*parameters} - said.keys())
+        self.registered = Registered(model, [uncompiled(name) for name in own])
         self.own = [tensor for name, tensor in {**parameters, **buffers}.items() if said.get(name) == "own"]
         for name, parameter in parameters.items():
             group = group_of.get(id(parameter), -1)
@@ -238,12 +241,14 @@ class Flat:
         *,
         stepped_here: bool = False,
         world: LocalWorld | None = None,
+        registered: Registered | None = None,
     ) -> None:
         """Allocate, copy the model's values in, and make the model use this memory where it can.
 
         Args:
             stepped_here: the script changes the model between two pulls. So what changes has memory of its
                 own, beside the values that were pulled.
+            registered: where the model has these tensors.
             world: the processes of this worker. If there are several, they share values and contributions:
                 the values are those of process 0, and what scripts change in them, such as buffers, has
                 memory of its own in each.
@@ -251,6 +256,7 @@ class Flat:
         world = world or LocalWorld()
         self.layout = layout
         self.tensors = tensors
+        self._registered = registered
         if stepped_here:
             self._changing = frozenset(Rule) - {Rule.CONSTANT}
         else:
@@ -405,7 +411,9 @@ class Flat:
         self._written |= {piece.tensor for piece in bucket.pieces}
 
     def check(self, *, thorough: bool = False) -> None:
-        """Raise UsageError if the script has changed what only the job can change.
+        """Take over what the script has assigned to buffers.
+
+        Raises UsageError if it has changed what only the job can change.
 
         Args:
             thorough: look at all tensors, because the values are about to be replaced.
@@ -466,6 +474,8 @@ class Flat:
 
     def _check_memory(self) -> None:
         """Raise UsageError if the model's tensors were moved away from where they are pulled to."""
+        if self._registered is not None:
+            self._registered.settle()
         for tensor, address, spec in zip(self.tensors, self._addresses, self.layout.tensors, strict=True):
             if tensor.data_ptr() != address:
                 raise UsageError(

@@ -203,13 +203,13 @@ class ElasticOptimizer(torch.optim.Optimizer):
     def _step_here(
         self, local: LocalSteps, closure: Callable[[], Any] | None, part: torch.optim.Optimizer | None
     ) -> Any:
-        self._flat.check()
         if self._averaged is not None and closure is not None:
             closure = self._averaged.of(closure)
         elif self._averaged is not None:
             self._averaged.take()
         before = closure is None and self._engine.has_no_step
         loss = self._make_step(closure, part)
+        self._flat.check()  # not before: a closure computes on the model, and may assign buffers
         if before or (closure is not None and self._engine.has_no_step):
             return loss
         self._gradients.reset()

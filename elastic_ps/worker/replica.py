@@ -54,6 +54,7 @@ class Replica:
         """
         self._newer = False
         missing = {bucket.index for bucket in self._flat.layout.buckets}
+        self._flat.check(thorough=True)
         self._flat.expect()
         began = time.monotonic()
         while missing:
@@ -115,6 +116,7 @@ class Replica:
         if gives:
             self._flat.gather()
         else:
+            self._flat.check(thorough=True)
             self._flat.expect()
         values = [self._flat.value_of(bucket) for bucket in self._flat.layout.buckets]
         received = values if gives else [torch.empty_like(each) for each in values]

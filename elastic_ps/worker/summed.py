@@ -194,6 +194,7 @@ class Following:
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
         """See `Leading`."""
+        self._flat.check(thorough=True)
         where: _Where = self._world.consult(_FETCH, None, _process_0_calls)
         self._learn(where, besides)
 

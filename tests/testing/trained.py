@@ -46,9 +46,11 @@ def alone(tmp_path: Path, script: Callable[[Session], Any], **fields: Any) -> li
         return job.commits()
 
 
-def failing(tmp_path: Path, script: Callable[[Session], Any], kind: type[BaseException], match: str) -> None:
+def failing(
+    tmp_path: Path, script: Callable[[Session], Any], kind: type[BaseException], match: str, **fields: Any
+) -> None:
     with pytest.raises(kind, match=match):
-        alone(tmp_path, script)
+        alone(tmp_path, script, **fields)
 
 
 def check_against_replay(

@@ -1,0 +1,77 @@
+"""The model's tensors that a script replaces, ties or computes on across a step: right, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import prune
+
+from elastic_ps.errors import UsageError
+from elastic_ps.worker.session import Session
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import mse
+from tests.testing.trained import Models, failing, sgd
+
+RECORDS = torch.arange(32.0).view(32, 1)
+LOCAL: dict[str, Any] = {"consistency": {"mode": "local", "steps": 2, "outer": "average"}}
+
+
+class Centered(torch.nn.Module):
+    """Keeps the mean of what it has seen in a buffer that it assigns anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = make_mlp((1, 1))
+        self.center: Any
+        self.register_buffer("center", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            self.center = self.center * 0.5 + x.mean(0) * 0.5
+        return self.fc(x - self.center)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = (model(x) ** 2).mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("fields", [{}, LOCAL], ids=["sync", "local"])
+def test_a_buffer_that_is_assigned_anew_is_the_jobs(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """All workers end with what the job has made of it."""
+    models = Models()
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = Centered()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model)
+        for x in session.loader(RECORDS, batch_size=8, epochs=2):
+            step(model, optimizer, x)
+
+    with running_job(tmp_path, **fields) as job:
+        job.run(script, workers=2)
+    first, second = (model.state_dict() for model in models.values())
+    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert float(first["center"]) > 1
+
+
+@pytest.mark.parametrize("fields", [{}, LOCAL], ids=["sync", "local"])
+def test_a_model_that_is_pruned_later_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(40), 4):
+            if session.version == 2:
+                prune.l1_unstructured(model[0], "weight", amount=4)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    failing(tmp_path, script, UsageError, r"0\.weight is not there any more.*keep_zeros", **fields)
