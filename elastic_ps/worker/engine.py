@@ -248,7 +248,7 @@ class Engine:
 
         See `Entrance.enter`.
         """
-        flat = self._entrance.enter(described, optimizer, brought)
+        flat = self._entrance.enter(described, model, optimizer, brought)
         self._phases.watch(model)
         return flat
 

@@ -76,7 +76,11 @@ class Entrance:
         self._codecs = Plan(spec.compression)
 
     def enter(
-        self, described: Described, optimizer: torch.optim.Optimizer, brought: Brought | None = None
+        self,
+        described: Described,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        brought: Brought | None = None,
     ) -> Flat:
         """Join the job with this model; returns the memory that it has from now on. Blocks.
 
@@ -87,6 +91,8 @@ class Entrance:
             ConnectionLost: no parameter server answers; or see `_adopt`.
         """
         local = self.spec.consistency.mode == "local"
+        if not (self.spec.all_reduce or (local and not self.spec.consistency.overlap)):
+            described.require_apart(model)
         if self.spec.all_reduce:
             self._store = Store(self._host)
             self._client.address = self._store.address

@@ -28,6 +28,7 @@ from elastic_ps.core.settings import (
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.transport.memory import Allocate, shared_if_possible
 from elastic_ps.worker.local_world import LocalWorld
+from elastic_ps.worker.overlaps import overlaps
 from elastic_ps.worker.prepared import check_wrapper
 from elastic_ps.worker.registered import Registered
 from elastic_ps.worker.seal import Seal
@@ -136,6 +137,25 @@ class Described:
                 f"{type(model).__name__} has no trainable parameter: no parameter of the optimizer has "
                 "requires_grad=True and at least one element"
             )
+
+    def require_apart(self, model: torch.nn.Module) -> None:
+        """Raise InvalidModel if a parameter that is trained shares memory with another tensor of the model.
+
+        For parameter servers, which step each parameter by itself.
+        """
+        rules = {id(tensor): spec.rule for spec, tensor in zip(self.specs, self.tensors, strict=True)}
+        named = [*model.named_parameters(), *model.named_buffers()]
+        for pair in overlaps([tensor for _, tensor in named]):
+            (first, one), (second, other) = (named[index] for index in pair)
+            if Rule.GRADIENT in (rules.get(id(one)), rules.get(id(other))):
+                raise InvalidModel(
+                    f"{uncompiled(first)} and {uncompiled(second)} share memory, which would be cut apart: "
+                    "the parameter server keeps each tensor by itself. If they are one weight of one shape, "
+                    "assign the same parameter, as in decoder.weight = encoder.weight. If one is a view of "
+                    "the other, such as its transpose, make the view in forward, as in "
+                    "torch.nn.functional.linear(x, self.encoder.weight.t()). With strategy: all-reduce "
+                    "memory that is shared stays as it is"
+                )
 
     def _add_changing(self, name: str, tensor: torch.Tensor, said: str) -> None:
         """Add what the script changes and no optimizer trains, unless it is said to be the worker's own."""
@@ -307,6 +327,7 @@ class Flat:
         self._tensors_of = [[piece.tensor for piece in bucket.pieces] for bucket in layout.buckets]
         self._addresses: list[int] = []
         self._apart: list[int] = []  # tensors with memory of their own
+        self._tied = {index for pair in overlaps(tensors) for index in pair}
         with torch.no_grad():
             for index, tensor in enumerate(tensors):
                 self._adopt(index, tensor)
@@ -328,7 +349,7 @@ class Flat:
             view.copy_(tensor)
         changes = self.layout.tensors[index].rule in self._changing
         device = tensor.device.type != "cpu" or self._staging.handles(tensor)
-        if changes or device or not _one_after_the_other(tensor):
+        if changes or device or index in self._tied or not _one_after_the_other(tensor):
             self._apart.append(index)
         elif tensor.numel():
             # The same memory, as a storage of its own: what saves a tensor saves all of its storage.

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.nn.utils import prune
 
-from elastic_ps.errors import UsageError
+from elastic_ps.core.partition import partition
+from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import mse
@@ -75,3 +77,52 @@ def test_a_model_that_is_pruned_later_is_refused(tmp_path: Path, fields: dict[st
             optimizer.step()
 
     failing(tmp_path, script, UsageError, r"0\.weight is not there any more.*keep_zeros", **fields)
+
+
+def tied() -> torch.nn.Sequential:
+    """An autoencoder whose decoder is the encoder's weight, transposed: two parameters on one memory."""
+    model = make_mlp((6, 3, 6))
+    model[2].weight = torch.nn.Parameter(model[0].weight.t())
+    return model
+
+
+def autoencode(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    mse(model, x, x).backward()
+    optimizer.step()
+
+
+def test_parameters_that_share_memory_stay_tied_or_are_refused(tmp_path: Path) -> None:
+    data, models = Numbers(16).x, Models()
+
+    def script(session: Session) -> None:
+        model = models[0] = tied()
+        optimizer = session.optimizer(sgd(model), model)
+        for x in session.loader(data, batch_size=16, epochs=4):
+            autoencode(model, optimizer, x)
+
+    failing(tmp_path / "sync", script, InvalidModel, r"0\.weight and 2\.weight share memory.*\.t\(\)")
+    with running_job(tmp_path / "reduced", strategy="all-reduce") as job:
+        job.run(script, workers=1)
+    plain = tied()
+    optimizer = sgd(plain)
+    for _ in range(4):
+        autoencode(plain, optimizer, data)
+    assert torch.equal(plain.get_parameter("0.weight"), plain.get_parameter("2.weight").t())
+    torch.testing.assert_close(models[0].state_dict(), plain.state_dict())
+
+
+def test_buffers_that_share_memory_stay_tied() -> None:
+    model = make_mlp((2, 1))
+    buffer = torch.zeros(4)
+    model.register_buffer("all", buffer)
+    model.register_buffer("first", buffer[:2])
+    described = Described(model, sgd(model))
+    described.require_apart(model)
+    flat = Flat(partition(described.specs, bucket_bytes=1 << 20, shards=1), described.tensors)
+    flat.value(flat.layout.tensors.index(described.specs[2])).fill_(5)
+    flat.value(flat.layout.tensors.index(described.specs[3])).fill_(5)
+    flat.publish()
+    assert buffer.tolist() == [5] * 4
+    buffer[0] = 3
+    assert model.get_buffer("first").tolist() == [3, 5]
