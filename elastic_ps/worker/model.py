@@ -328,6 +328,7 @@ class Flat:
         self._addresses: list[int] = []
         self._apart: list[int] = []  # tensors with memory of their own
         self._tied = {index for pair in overlaps(tensors) for index in pair}
+        self._received: list[int] = []  # tensors whose memory is that of the values, which change
         with torch.no_grad():
             for index, tensor in enumerate(tensors):
                 self._adopt(index, tensor)
@@ -356,6 +357,8 @@ class Flat:
             memory = torch.frombuffer(as_bytes(view), dtype=view.dtype)
             strides = tensor.stride() if tensor.is_contiguous() else view.stride()
             tensor.data = memory.as_strided(tensor.shape, strides)
+            if self.layout.tensors[index].rule is not Rule.CONSTANT:
+                self._received.append(index)
         self._addresses.append(tensor.data_ptr())
 
     def value(self, index: int) -> torch.Tensor:
@@ -515,7 +518,8 @@ class Flat:
     def publish(self, *, besides: Set[int] = frozenset()) -> None:
         """The values are there: copy them to tensors that have memory of their own.
 
-        What is computed next is computed on them. Blocks for the copies within this host's memory.
+        Autograd is told of the others: a backward() through the values before them raises, as in torch. What
+        is computed next is computed on the new ones. Blocks for the copies within this host's memory.
 
         Args:
             besides: buckets that were not pulled.
@@ -525,6 +529,9 @@ class Flat:
             self._staging.up((self.tensors[index], self.value(index)) for index in pulled)
         if Rule.GRADIENT in self._changing:
             self._staging.settle()  # the script's own steps may write to the values, too
+        for index in self._received:
+            if besides.isdisjoint(self.buckets_of[index]):
+                torch.autograd.graph.increment_version(self.tensors[index])
         self._seal.close()
 
 

@@ -126,3 +126,20 @@ def test_buffers_that_share_memory_stay_tied() -> None:
     assert buffer.tolist() == [5] * 4
     buffer[0] = 3
     assert model.get_buffer("first").tolist() == [3, 5]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_graph_that_lives_across_a_step_raises_as_in_torch(tmp_path: Path, overlap: bool) -> None:
+    """A hidden state without detach(): its graph has the values of before the step."""
+
+    def script(session: Session) -> None:
+        model = make_mlp((3, 5, 2))
+        optimizer = session.optimizer(sgd(model), model, overlap=overlap)
+        hidden = torch.zeros(4, 2)
+        for x in session.loader(torch.randn(64, 1), batch_size=4):
+            hidden = model(torch.cat([hidden, x], dim=1))
+            optimizer.zero_grad()
+            (hidden**2).mean().backward(retain_graph=True)
+            optimizer.step()
+
+    failing(tmp_path, script, RuntimeError, "modified by an inplace operation")
