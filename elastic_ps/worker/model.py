@@ -114,6 +114,7 @@ class Described:
         self.tensors: list[torch.Tensor] = []
         names = [*parameters, *buffers]
         said = _named({"averaged": averaged, "broadcast": broadcast, "own": own}, names)
+        _check_normalisation(model)
         _check_embeddings(model, {*parameters} - said.keys())
         self.registered = Registered(model, [uncompiled(name) for name in own])
         self.own = [tensor for name, tensor in {**parameters, **buffers}.items() if said.get(name) == "own"]
@@ -229,6 +230,20 @@ def _check_arguments(optimizer: torch.optim.Optimizer, first: int) -> None:
                     f"{type(optimizer).__name__} takes it only from its constructor, which got "
                     f"{optimizer.defaults[key]}; pass it to the constructor"
                 )
+
+
+def _check_normalisation(model: torch.nn.Module) -> None:
+    """Raise InvalidModel if `forward` would compute statistics together with other workers."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            raise InvalidModel(
+                f"{uncompiled(name) or 'the model'} is a {type(module).__name__}, which computes its "
+                "statistics over the batches of all processes of a torch.distributed group. Workers have no "
+                "such group, so it would use the worker's own batch, as BatchNorm does. Leave "
+                "convert_sync_batchnorm out and use BatchNorm: the job averages its running statistics over "
+                "the workers (see BatchNorm and other buffers in docs/scripts.md). If a worker's batch is "
+                "too small for that, use GroupNorm, or a larger batch_size and fewer workers"
+            )
 
 
 def _check_embeddings(model: torch.nn.Module, names: Collection[str]) -> None:

@@ -24,3 +24,10 @@ def test_an_argument_that_the_parameter_server_would_not_honour_is_refused(
     model = torch.nn.Linear(2, 1)
     with pytest.raises(InvalidModel, match=match):
         Described(model, kind([{"params": model.parameters(), **group}]))
+
+
+def test_statistics_over_all_workers_are_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    with pytest.raises(InvalidModel, match=r"1 is a SyncBatchNorm.* use BatchNorm.*GroupNorm"):
+        Described(model, torch.optim.SGD(model.parameters(), lr=0.1))
