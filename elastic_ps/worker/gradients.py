@@ -23,8 +23,10 @@ from elastic_ps.worker.model import Flat
 
 _CHANGED_LATE = (
     "the gradient of {name} was changed or replaced between backward() and optimizer.step(), after it had "
-    "been sent (clip_grad_norm_ and GradScaler do that). Use session.optimizer(..., overlap=False), which "
-    "sends the gradients in optimizer.step()"
+    "been sent. To clip the gradient of the whole batch, as clip_grad_norm_ does in one process, use "
+    "session.optimizer(..., max_grad_norm=...) in its place. For other changes, such as GradScaler's, use "
+    "session.optimizer(..., overlap=False): it sends each worker's own gradients, as the script has changed "
+    "them, in optimizer.step()"
 )
 _TWICE = (
     "backward() ran a second time before optimizer.step(), but the first gradients have been sent already. "

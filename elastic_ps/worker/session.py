@@ -182,7 +182,8 @@ class Session:
                 `step` is that of all at once. Each batch is for one step, and gradients are sent in it.
             model: on the device where it is to be trained.
             overlap: send gradients while backward runs. False sends them in `step`, for scripts that
-                change gradients in between (clip_grad_norm_, GradScaler) or run backward several times.
+                change gradients in between (GradScaler; to clip, see max_grad_norm) or run backward several
+                times.
             check_gradients: for debugging: `step` compares each gradient with what was sent. So it also finds
                 changes through `.data`, which are not noticed otherwise. Costs a pass over all gradients.
                 In mode `local` no gradient is sent, and this and `overlap` mean nothing.

@@ -67,7 +67,8 @@ def test_clipping_is_refused_with_overlap_and_works_without(tmp_path: Path) -> N
                 )
                 assert float(moved.norm()) == pytest.approx(0.02 * 0.1, rel=1e-3)
 
-    failing(tmp_path / "a", lambda s: script(s, overlap=True), UsageError, "overlap=False")
+    match = "use session.optimizer.*max_grad_norm=.*overlap=False"  # only the first is what torch does
+    failing(tmp_path / "a", lambda s: script(s, overlap=True), UsageError, match)
     alone(tmp_path / "b", lambda s: script(s, overlap=False))
 
 
