@@ -107,6 +107,13 @@ class Optimizers:
 
     def _name_of_one(self, optimizer: torch.optim.Optimizer) -> str:
         kind = type(optimizer)
+        if _computes_by_itself(optimizer):
+            raise InvalidModel(
+                f"the optimizer {kind.__module__}.{kind.__qualname__} cannot run on the parameter server, "
+                "which gets one gradient for each step: its step computes gradients again (a closure), or is "
+                "made by an optimizer within it. Use consistency: {mode: local}, where the worker runs any "
+                "optimizer itself, and call optimizer.step(closure) if it needs one"
+            )
         for name, own in self._own.items():
             if kind is own:
                 return name
@@ -114,6 +121,15 @@ class Optimizers:
             raise InvalidModel(_not_allowed(kind, self._own))
         check_optimizer(kind.__name__)
         return kind.__name__
+
+
+def _computes_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is none of torch's, and needs more than a gradient: as SAM and Lookahead."""
+    kind = type(optimizer)
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    needs = closure is not None and closure.default is closure.empty
+    within = any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
+    return not is_of_torch(kind) and (needs or within)
 
 
 def _not_allowed(kind: Kind, own: Mapping[str, Kind]) -> str:
@@ -131,7 +147,7 @@ def _not_allowed(kind: Kind, own: Mapping[str, Kind]) -> str:
         f"the optimizer is a {full}, but the parameter server runs only classes of torch.optim, and no "
         f"subclasses of them, unless the job names them: parameterServer: {{optimizers: "
         f"['{module}:{kind.__name__ if within else kind.__qualname__}']}}{move} in a module that the "
-        "parameter server can import"
+        "parameter server can import. With consistency: {mode: local} the worker runs any optimizer itself"
     )
 
 

@@ -269,7 +269,8 @@ def check_optimizer(name: str) -> None:
     if name not in ALLOWED + OUTER:
         raise InvalidModel(
             f"the optimizer {name} cannot run on the parameter server; use one of torch.optim's "
-            f"{', '.join(ALLOWED)} (those that treat every element by itself)"
+            f"{', '.join(ALLOWED)} (those that treat every element by itself), or consistency: "
+            "{mode: local}, where the worker runs any optimizer itself"
         )
 
 

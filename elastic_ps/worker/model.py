@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 
 import torch
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of, name_of, naming
 from elastic_ps.codec.optimizers import Optimizers, try_out
@@ -68,11 +68,11 @@ class Described:
         Raises:
             InvalidModel: the parameter server cannot train this; the message says what to do.
         """
-        for name, parameter in model.named_parameters():
-            if isinstance(parameter, UninitializedParameter):
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            if is_lazy(parameter):
                 raise InvalidModel(
-                    f"{name} is a lazy parameter without a shape: run the model once on a batch before you "
-                    "create the optimizer"
+                    f"{name} is lazy and has no shape: run the model once on a batch before you create the "
+                    "optimizer"
                 )
             if parameter.is_meta:
                 raise InvalidModel(
@@ -99,12 +99,7 @@ class Described:
             id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
         }
         parameters = naming.parameters(model)
-        unknown = group_of.keys() - {id(p) for p in parameters.values()}
-        if unknown:
-            raise InvalidModel(
-                f"{len(unknown)} parameters of the optimizer are not parameters of the model; "
-                "pass session.optimizer the model that the optimizer was created for"
-            )
+        _check_known(optimizer, parameters)
         persistent = naming.saved(model)
         self._names: dict[int, list[str]] = {}
         for name, tensor in persistent.items():
@@ -168,8 +163,10 @@ class Described:
     def _add(self, name: str, tensor: torch.Tensor, rule: Rule, group: int) -> None:
         dtype = name_of(tensor.dtype)
         if dtype not in ITEM_SIZE or tensor.is_sparse or (rule is Rule.GRADIENT and tensor.is_complex()):
+            kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer"
             raise InvalidModel(
-                f"{name} is a {tensor.layout} tensor of {tensor.dtype}, which cannot be trained"
+                f"the {kind} {name} is a {tensor.layout} tensor of {tensor.dtype}, which a job cannot keep. "
+                f"{_KEPT_ELSEWHERE[kind]}"
             )
         aliases = tuple(other for other in self._names.get(id(tensor), []) if other != name)
         frozen = rule is Rule.GRADIENT and not tensor.requires_grad
@@ -180,6 +177,44 @@ class Described:
     def settings(optimizer: torch.optim.Optimizer) -> Settings:
         """The optimizer's hyperparameters as they are now. Raises InvalidModel if one is not plain."""
         return Settings(tuple(plain_group(group, i) for i, group in enumerate(optimizer.param_groups)))
+
+
+_KEPT_ELSEWHERE = {
+    "buffer": "If the model computes it, as the frequencies of rotary embeddings, register it with "
+    "persistent=False. If each worker has its own, name it in session.optimizer(..., own=[...]). Else let "
+    "it be dense and real, as torch.view_as_real(...) gives it, and use torch.view_as_complex in forward",
+    "parameter": "Let it be dense and real, as torch.view_as_real(...) gives it, and use "
+    "torch.view_as_complex in forward. If no optimizer trains it, make it a buffer with persistent=False, or "
+    "name it in session.optimizer(..., own=[...])",
+}
+
+
+def _check_known(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Raise InvalidModel if the optimizer trains a parameter that the model has not."""
+    known = {id(parameter) for parameter in parameters.values()}
+    given = [
+        (f"param_groups[{index}]['params'][{place}], of shape {list(parameter.shape)}", id(parameter))
+        for index, group in enumerate(optimizer.param_groups)
+        for place, parameter in enumerate(group["params"])
+    ]
+    unknown = [what for what, key in given if key not in known]
+    if not unknown:
+        return
+    advice = (
+        "Make each a parameter of the model before you create the optimizer, as in model.loss_weights = "
+        "torch.nn.Parameter(...). If it is of another module, such as a loss or a head, put both modules "
+        "into one torch.nn.ModuleDict, and pass that as the model"
+    )
+    if len(unknown) == len(given):
+        advice = (
+            "Create the optimizer with the parameters of the model that you pass, after all that replaces "
+            "them, such as copy.deepcopy, load_state_dict(assign=True) and wrappers of other libraries"
+        )
+    raise InvalidModel(
+        f"{len(unknown)} of the optimizer's {len(given)} parameters are not parameters of the model, so the "
+        f"job would neither train nor save them: {'; '.join(unknown[:3])}{'; ...' if unknown[3:] else ''}. "
+        f"{advice}"
+    )
 
 
 def _named(given: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, str]:
@@ -517,6 +552,12 @@ class Flat:
             self._registered.settle()
         for tensor, address, spec in zip(self.tensors, self._addresses, self.layout.tensors, strict=True):
             if tensor.data_ptr() != address:
+                if tuple(tensor.shape) != spec.shape:
+                    raise UsageError(
+                        f"{spec.name} had the shape {list(spec.shape)} in session.optimizer(...), and has "
+                        f"{list(tensor.shape)} now. If the first forward gives it its shape, run the model "
+                        "once on a batch before that call"
+                    )
                 raise UsageError(
                     f"the memory of {spec.name} was replaced after session.optimizer(...). Move the model "
                     "(.to, .cuda, .half) and load values before that call. If the script changes a tensor "

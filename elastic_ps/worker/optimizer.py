@@ -119,9 +119,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def _check_other(self, other: torch.optim.Optimizer, *_: object) -> None:
         """Called before the step of any optimizer. Raises UsageError if it must not make one."""
+        if self._stepping:
+            return  # also the one within another, as SAM has it
         if any(other is wrapped for wrapped in (self._wrapped, *parts_of(self._wrapped))):
-            if self._stepping:
-                return
             raise UsageError(
                 "step() was called on the torch optimizer that was passed to session.optimizer(...), so only "
                 "this worker's model would change. Call it on the optimizer that session.optimizer(...) "

@@ -150,7 +150,7 @@ class AcceleratedOptimizer(torch.optim.SGD):
         (
             make_mlp,
             lambda m: torch.optim.LBFGS(m.parameters()),
-            "LBFGS cannot run .* use one of .* SGD, Adam",
+            "LBFGS cannot run .* use one of .* SGD, Adam.*mode: local",
         ),
         (make_mlp, lambda m: MySGD(m.parameters(), lr=0.1), "MySGD.* no subclasses"),
         (frozen, sgd, "no trainable parameter"),

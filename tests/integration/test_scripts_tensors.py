@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 from elastic_ps.core.partition import partition
 from elastic_ps.errors import InvalidModel, UsageError
@@ -15,7 +16,7 @@ from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import mse
-from tests.testing.trained import Models, failing, sgd
+from tests.testing.trained import Models, alone, failing, sgd
 
 RECORDS = torch.arange(32.0).view(32, 1)
 LOCAL: dict[str, Any] = {"consistency": {"mode": "local", "steps": 2, "outer": "average"}}
@@ -143,3 +144,80 @@ def test_a_graph_that_lives_across_a_step_raises_as_in_torch(tmp_path: Path, ove
             optimizer.step()
 
     failing(tmp_path, script, RuntimeError, "modified by an inplace operation")
+
+
+class Twice(torch.nn.Module):
+    """A block that is used twice, and checkpointed."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.block, self.reentrant = make_mlp((6, 6)), make_mlp((6, 6)), reentrant
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def test_a_reentrant_checkpoint_that_is_used_twice_is_named(tmp_path: Path) -> None:
+    def script(session: Session, *, reentrant: bool) -> None:
+        model = Twice(reentrant=reentrant)
+        optimizer = session.optimizer(sgd(model), model)
+        for x in session.loader(Numbers(8).x, batch_size=4):
+            autoencode(model, optimizer, x)
+
+    match = r"checkpointed with use_reentrant=True.*use_reentrant=False"
+    failing(tmp_path / "a", lambda s: script(s, reentrant=True), UsageError, match)
+    alone(tmp_path / "b", lambda s: script(s, reentrant=False))
+
+
+def test_a_buffer_that_gets_its_shape_in_the_first_forward_is_refused(tmp_path: Path) -> None:
+    """As those of quantisation's observers, in place."""
+
+    def script(session: Session) -> None:
+        model = make_mlp((6, 6))
+        model.register_buffer("low", torch.zeros(0))
+        optimizer = session.optimizer(sgd(model), model)
+        for x in session.loader(Numbers(8).x, batch_size=4):
+            model.get_buffer("low").resize_(6).copy_(x.amin(0))
+            autoencode(model, optimizer, x)
+
+    failing(tmp_path, script, UsageError, r"low had the shape \[0\] .*\[6\] now.* once on a batch before")
+
+
+class Sharp(torch.optim.Optimizer):
+    """SAM: the gradient is computed again where the loss is higher, and another optimizer makes the step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.02)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        compute = torch.enable_grad()(closure)
+        loss = compute()
+        moved = [p for group in self.param_groups for p in group["params"]]
+        away = [0.05 * p.grad for p in moved]
+        torch._foreach_add_(moved, away)
+        compute()
+        torch._foreach_sub_(moved, away)
+        self.base.step()
+        return loss
+
+
+def test_sam_runs_on_the_workers(tmp_path: Path) -> None:
+    data, models = Numbers(16).x, Models()
+
+    def script(session: Session) -> None:
+        model = models[0] = make_mlp((6, 6))
+        optimizer = session.optimizer(Sharp(model.parameters()), model)
+        for x in session.loader(data, batch_size=16, epochs=4):
+            step(model, optimizer, x)
+
+    alone(tmp_path, script, **LOCAL)
+    plain = make_mlp((6, 6))
+    optimizer = Sharp(plain.parameters())
+    for _ in range(4):
+        step(plain, optimizer, data)
+    torch.testing.assert_close(models[0].state_dict(), plain.state_dict())
