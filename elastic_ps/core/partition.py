@@ -54,6 +54,9 @@ class Rule(enum.IntEnum):
     """Not trained (frozen, or not given to the optimizer): the first worker's value, for everybody."""
     BROADCAST = 4
     """What scripts change and cannot be averaged: the value of the contributor with the lowest index."""
+    SUM = 5
+    """What each worker changes a part of, as the rows of its batch: contributions are changes of the values
+    that the worker had, and all of them are added to the value."""
 
 
 def uncompiled(name: str) -> str:

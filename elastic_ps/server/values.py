@@ -191,6 +191,8 @@ class BucketValues:
                 total.copy_(contribution)
         elif first:
             total.copy_(contribution)
+        elif self.bucket.rule is Rule.SUM:
+            total.add_(contribution)
         else:
             _move_mean(total, contribution.to(total.dtype), share)
         self._blank = False
@@ -240,6 +242,8 @@ class BucketValues:
             self.values.copy_(torch.maximum(self.sum, self.values) if self._stale else self.sum)
         elif self.bucket.rule in (Rule.MEAN, Rule.BROADCAST):
             self.values.copy_(self.sum)
+        elif self.bucket.rule is Rule.SUM:
+            self.values.add_(self.sum)
         elif any(self._present) or self._is_limited(groups):
             self._step(groups, divisor)
             self._publish(version)

@@ -247,7 +247,9 @@ class LocalSteps:
             else:
                 self._flat.clear_contribution(index)
         for index, spec in enumerate(layout.tensors):
-            if spec.rule not in (Rule.GRADIENT, Rule.CONSTANT):
+            if spec.rule is Rule.SUM:
+                self._flat.put(index, tensors[index])
+            elif spec.rule not in (Rule.GRADIENT, Rule.CONSTANT):
                 self._flat.contribution(index).copy_(self._own.get(index, tensors[index]))
         for bucket in layout.pushed:
             there = bucket.index not in besides

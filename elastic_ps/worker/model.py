@@ -55,14 +55,15 @@ class Described:
         averaged: Sequence[str] = (),
         broadcast: Sequence[str] = (),
         own: Sequence[str] = (),
+        summed: Sequence[str] = (),
         optimizers: Optimizers | None = None,
     ) -> None:
         """Look at both; nothing is changed.
 
         Args:
-            averaged, broadcast, own: names of modules, parameters or buffers that the optimizer does not
-                train: those that the script changes, of which the job keeps the mean, or one worker's values,
-                and those that the job leaves alone.
+            averaged, broadcast, own, summed: names of modules, parameters or buffers that the optimizer does
+                not train: those that the script changes, of which the job keeps the mean, or one worker's
+                values, those that the job leaves alone, and those to which it adds all workers' changes.
             optimizers: those that the job may have; torch's without it.
 
         Raises:
@@ -108,7 +109,7 @@ class Described:
         self.specs: list[TensorSpec] = []
         self.tensors: list[torch.Tensor] = []
         names = [*parameters, *buffers]
-        said = _named({"averaged": averaged, "broadcast": broadcast, "own": own}, names)
+        said = _named({"averaged": averaged, "broadcast": broadcast, "own": own, "summed": summed}, names)
         _check_normalisation(model)
         _check_embeddings(model, {*parameters} - said.keys())
         self.registered = Registered(model, [uncompiled(name) for name in own])
@@ -157,6 +158,10 @@ class Described:
         """Add what the script changes and no optimizer trains, unless it is said to be the worker's own."""
         if said == "broadcast":
             self._add(name, tensor, Rule.BROADCAST, -1)
+        elif said == "summed":
+            if tensor.dtype is torch.bool:
+                raise InvalidModel(f"{name} is of torch.bool, which cannot be summed: use torch.uint8")
+            self._add(name, tensor, Rule.SUM, -1)
         elif said == "averaged":
             self._add(name, tensor, Rule.MEAN if tensor.is_floating_point() else Rule.MAXIMUM, -1)
 
@@ -330,7 +335,9 @@ class Flat:
         if stepped_here:
             self._changing = frozenset(Rule) - {Rule.CONSTANT}
         else:
-            self._changing = frozenset() if world.alone else frozenset(Rule) - {Rule.CONSTANT, Rule.GRADIENT}
+            self._changing = frozenset(Rule) - {Rule.CONSTANT, Rule.GRADIENT}
+            if world.alone:
+                self._changing = frozenset({Rule.SUM})
         self._own_values = world.leads
         sizes: dict[tuple[str, Rule], int] = {}
         self._offsets: list[int] = []
@@ -352,6 +359,7 @@ class Flat:
             parts = [world.allocate(list(pushed.values())) for _ in range(world.size)]
         self._parts = [_tensors(allocate, pushed) for allocate in parts]
         self._contributions = self._parts[world.rank]
+        self._sent: dict[int, torch.Tensor] = {}  # what summed tensors were when their changes were put
         self._written: set[int] = set()  # tensors whose contribution may be something else than zero
         self._places = [
             ((spec.dtype, spec.rule), starts.get(index, 0), spec.elements)
@@ -431,12 +439,26 @@ class Flat:
         return self._contribution[index]
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy a gradient to where it is pushed from; from a device that makes copies by itself, begin to."""
+        """Copy a gradient to where it is pushed from; from a device that makes copies by itself, begin to.
+
+        Of a tensor whose changes are summed, put those since the values were pulled, or since the last ones.
+        If several steps make a version, each has its own then.
+        """
+        if self.layout.tensors[index].rule is Rule.SUM:
+            now = gradient.detach().to("cpu", copy=True)
+            before = self._sent.get(index, self.value(index))
+            torch.sub(now, before, out=self.contribution(index))
+            self._sent[index] = now
+            return
         self._written.add(index)
         self._staging.down(index, self._contribution[index], gradient)
 
     def give(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy to each first tensor, on whatever device, the second one. Blocks until all copies are made."""
+        """Copy to each first tensor, on whatever device, the second one. Blocks until all copies are made.
+
+        They are the values of a version that was made here.
+        """
+        self._sent.clear()
         self._staging.up(pairs)
         self._staging.settle()
 
@@ -580,6 +602,7 @@ class Flat:
         Args:
             besides: buckets that were not pulled.
         """
+        self._sent.clear()
         pulled = [index for index in self._apart if besides.isdisjoint(self.buckets_of[index])]
         with torch.no_grad():
             self._staging.up((self.tensors[index], self.value(index)) for index in pulled)

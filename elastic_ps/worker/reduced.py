@@ -442,6 +442,8 @@ class _Sums:
         if bucket.rule in (Rule.GRADIENT, Rule.MEAN):
             total.mul_(self._samples)
             group.sum(total)
+        elif bucket.rule is Rule.SUM:
+            group.sum(total)
         elif bucket.rule is Rule.MAXIMUM:
             group.maximum(total)
         else:
@@ -477,6 +479,8 @@ class _Sums:
                 if tensor.grad is None:
                     tensor.grad = torch.empty_like(tensor)
                 made.append((tensor.grad, flat.contribution(index)))
+            elif spec.rule is Rule.SUM:
+                made.append((tensor, flat.value(index).add_(flat.contribution(index))))
             elif spec.rule is not Rule.CONSTANT:
                 made.append((tensor, flat.contribution(index)))
                 flat.value(index).copy_(flat.contribution(index))
@@ -498,7 +502,7 @@ def _members(met: pb.MeetReply) -> list[tuple[int, int]]:
 
 def _dtype(bucket: Bucket, own: torch.Tensor) -> torch.dtype:
     """In which dtype the sum of a bucket is formed."""
-    if bucket.rule is Rule.GRADIENT:
+    if bucket.rule in (Rule.GRADIENT, Rule.SUM):
         return WIDE.get(bucket.dtype, own.dtype)
     if bucket.rule is Rule.MEAN:
         return torch.float64  # the mean of equal values is that value, to the bit

@@ -165,6 +165,7 @@ class Session:
         averaged: Sequence[str] = (),
         broadcast: Sequence[str] = (),
         own: Sequence[str] = (),
+        summed: Sequence[str] = (),
         clamp: tuple[float, float] | None = None,
         max_grad_norm: float | None = None,
         state: Mapping[str, Any] | None = None,
@@ -193,6 +194,8 @@ class Session:
             broadcast: names of tensors of the same kind that cannot be averaged, such as a queue and its
                 position. The job's value is that of one worker: the one with the lowest index among those
                 whose steps are in the version.
+            summed: names of tensors of the same kind of which each worker changes a part, such as the rows of
+                its batch in a memory bank. The job adds the changes of all workers to its value.
             own: names of modules, parameters or buffers that belong to this worker. They are never sent, and
                 the job never overwrites them.
             clamp: the lowest and the highest value of trained parameters, for example of a Wasserstein
@@ -254,6 +257,11 @@ class Session:
             brought = None if state is None else Brought(optimizer, state)
         elif state is not None:
             brought = Brought(optimizer, state)
+        if summed and self.spec.consistency.mode == "local" and self.spec.consistency.outer_rule.elastic:
+            raise UsageError(
+                "summed needs the values that a change began with, and with consistency.outer easgd a worker "
+                "keeps its own. Use another outer rule"
+            )
         if any(group.get(MAX_GRAD_NORM) is not None for group in optimizer.param_groups):
             self._require_whole_gradient()
         described = Described(
@@ -262,6 +270,7 @@ class Session:
             averaged=averaged,
             broadcast=broadcast,
             own=own,
+            summed=summed,
             optimizers=Optimizers(self.spec.parameter_server.optimizers),
         )
         flat = self._engine.enter(described, model, runs_there, brought)

@@ -349,6 +349,10 @@ class _Sums:
             for other, weight in zip(others, self.weights[1:], strict=True):
                 if weight:
                     torch.maximum(own, other, out=own)
+        elif part.bucket.rule is Rule.SUM:
+            for other, weight in zip(others, self.weights[1:], strict=True):
+                if weight:  # else it has computed on process 0's slice
+                    own.add_(other)
         # Of what is broadcast, process 0's counts: it has the lowest index.
         self._done(part.bucket, [any(each) for each in zip(*present, strict=True)])
 

@@ -14,7 +14,7 @@ from elastic_ps.core.partition import partition
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.session import Session
-from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.harness import Indexes, Numbers, make_mlp, running_job
 from tests.testing.oracle import mse
 from tests.testing.trained import Models, alone, failing, sgd
 
@@ -221,3 +221,72 @@ def test_sam_runs_on_the_workers(tmp_path: Path) -> None:
     for _ in range(4):
         step(plain, optimizer, data)
     torch.testing.assert_close(models[0].state_dict(), plain.state_dict())
+
+
+class Bank(torch.nn.Module):
+    """A row for each record, which a step sets for those of its batch, and how many were set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = make_mlp((1, 1))
+        self.rows: Any
+        self.count: Any
+        self.register_buffer("rows", torch.zeros(32, 1))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, indexes: torch.Tensor) -> Any:
+        x = indexes.view(-1, 1) + 1.0
+        self.rows.index_copy_(0, indexes, x)
+        self.count.add_(len(indexes))
+        return self.fc(x)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"consistency": {"mode": "async"}},
+        {"consistency": {"globalBatchSize": 16}},
+        {"strategy": "all-reduce"},
+        {"consistency": {"mode": "local", "steps": 4, "overlap": 2, "outer": "average"}},
+    ],
+    ids=["sync", "async", "global batch", "all-reduce", "local"],
+)
+def test_each_workers_changes_of_a_memory_bank_are_kept(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Each row is set by one worker, in one step of several of a version."""
+    models = Models()
+
+    def script(session: Session) -> None:
+        model = models[session.worker] = Bank()
+        made = torch.optim.SGD(model.parameters(), lr=1e-5)
+        optimizer = session.optimizer(made, model, summed=["rows", "count"])
+        for indexes in session.loader(Indexes(32), batch_size=4):
+            optimizer.zero_grad()
+            model(indexes).mean().backward()
+            optimizer.step()
+
+    with running_job(tmp_path, data={"shardRecords": 4}, **fields) as job:
+        job.run(script, workers=2)
+    for model in models.values():
+        assert model.get_buffer("rows").flatten().tolist() == [1.0 + i for i in range(32)]
+        assert int(model.get_buffer("count")) == 32
+
+
+def test_the_processes_of_a_worker_change_a_memory_bank_together(tmp_path: Path) -> None:
+    models = Models()
+
+    def script(session: Session, rank: int) -> None:
+        model = models[rank] = Bank()
+        made = torch.optim.SGD(model.parameters(), lr=1e-5)
+        optimizer = session.optimizer(made, model, summed=["rows", "count"])
+        for indexes in session.loader(Indexes(13), batch_size=4):
+            optimizer.zero_grad()
+            model(indexes).mean().backward()
+            optimizer.step()
+
+    with running_job(tmp_path, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        job.join()
+    for model in models.values():
+        assert model.get_buffer("rows").flatten().tolist() == [1.0 + i for i in range(13)] + [0.0] * 19
+        assert int(model.get_buffer("count")) == 13

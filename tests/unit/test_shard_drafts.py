@@ -170,6 +170,7 @@ def test_nothing_is_sent_of_a_bucket_that_does_not_change() -> None:
 def test_two_workers_get_the_same_draft_and_the_sums_stay_as_they_are() -> None:
     """A standby gets the sums when the round is decided."""
     tensors = [tensor("w", 4), tensor("mean", 4, rule=Rule.MEAN), tensor("most", 4, rule=Rule.MAXIMUM)]
+    tensors.append(tensor("bank", 4, rule=Rule.SUM))
     rig = Rig(partition(tensors, bucket_bytes=1024, shards=1), workers=(0, 1))
     for bucket in rig.buckets:
         for worker in (0, 1):
@@ -177,7 +178,7 @@ def test_two_workers_get_the_same_draft_and_the_sums_stay_as_they_are() -> None:
     drafts = [[next(items) for _ in rig.buckets] for items in (ahead(rig, 0), ahead(rig, 1))]
     assert [d.draft for d in drafts[0]] == [d.draft for d in drafts[1]]
     sums = {s.bucket: s.total.clone() for s in rig.shard.sums()}
-    wanted = {Rule.GRADIENT: 8 / 3, Rule.MEAN: 8 / 3, Rule.MAXIMUM: 3.0}
+    wanted = {Rule.GRADIENT: 8 / 3, Rule.MEAN: 8 / 3, Rule.MAXIMUM: 3.0, Rule.SUM: 5.0}
     for bucket in rig.buckets:
         assert torch.allclose(sums[bucket.index], ones(4, wanted[bucket.rule]))
     rig.commit(0, 1, samples=3)
