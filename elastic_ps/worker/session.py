@@ -19,6 +19,7 @@ from elastic_ps.errors import UsageError
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import Connection
+from elastic_ps.worker.averages import Averages
 from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.engine import Engine
@@ -83,6 +84,8 @@ class Session:
             world=world,
             host=host,
         )
+        self._averages = Averages(lambda: self._engine.records.over)
+        self._engine.at_close.append(self._averages.close)
         self._owner = os.getpid()
         self._client = client
         self._tensors: Tensors | None = None
@@ -275,6 +278,7 @@ class Session:
         )
         flat = self._engine.enter(described, model, runs_there, brought)
         self._model = model
+        self._averages.begin(model)
         self._optimizer = ElasticOptimizer(
             optimizer,
             flat,

@@ -13,7 +13,7 @@ import torch
 
 from elastic_ps.worker.session import Session
 from tests.testing.harness import make_mlp, running_job
-from tests.testing.oracle import assert_each_record_once
+from tests.testing.oracle import assert_each_record_once, mse
 
 DOCS = Path(__file__).parents[2] / "docs" / "scripts.md"
 
@@ -76,3 +76,28 @@ def test_a_stream_and_chunks(tmp_path: Path, heading: str, records: int) -> None
         job.join()
         assert_each_record_once(job.commits(), records=records, epochs=3)
     assert sorted(seen) == sorted([float(number) for number in range(7)] * 15)
+
+
+def test_an_average_of_the_epochs(tmp_path: Path) -> None:
+    """One worker averages all epochs, also those of which another one was the chief."""
+    averages: list[Any] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp((2, 1))
+        names: dict[str, Any] = {
+            "torch": torch,
+            "session": session,
+            "dataset": torch.utils.data.TensorDataset(torch.randn(64, 2), torch.randn(64, 1)),
+            "model": model,
+            "optimizer": session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model),
+            "loss_of": mse,
+            "directory": tmp_path,
+        }
+        exec(recipe("Averages of the model"), names)
+        averages.append(names.get("average"))
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=2)
+    (average,) = (each for each in averages if each is not None)
+    epochs = [torch.load(tmp_path / f"epoch-{epoch}.pt")["0.weight"] for epoch in range(3)]
+    torch.testing.assert_close(average.module[0].weight.detach(), torch.stack(epochs).mean(0))

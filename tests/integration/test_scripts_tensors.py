@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from elastic_ps.core.partition import partition
@@ -290,3 +291,24 @@ def test_the_processes_of_a_worker_change_a_memory_bank_together(tmp_path: Path)
     for model in models.values():
         assert model.get_buffer("rows").flatten().tolist() == [1.0 + i for i in range(13)] + [0.0] * 19
         assert int(model.get_buffer("count")) == 13
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_average_beside_the_model_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
+    def script(session: Session, *, within: bool) -> None:
+        net = make_mlp()
+        model = torch.nn.ModuleDict({"net": net})
+        made = [AveragedModel(net)] if within or when == "before" else []
+        if within:
+            model["average"] = made[0]
+        session.optimizer(sgd(net), model, averaged=["average"] if within else [])
+        if not made:
+            made.append(AveragedModel(net))
+        session.stop("that was all")
+
+    alone(tmp_path / "a", lambda session: script(session, within=True))
+    assert "AveragedModel" not in caplog.text
+    alone(tmp_path / "b", lambda session: script(session, within=False))
+    assert "AveragedModel was made that is no part of the job's model" in caplog.text
