@@ -100,6 +100,7 @@ class ProcessEnvironment:
             each other one, in another one to process 0. Empty in the process that starts them.
         tuning: for shard 0, a file with what is wanted of the running job (`tuning.Tuning`). The starter
             replaces it when a person changes the job. None if nobody can.
+        joined: a file that a worker makes when it has joined, for its starter to see; None makes none.
         crowded: for a PS, whether all processes of the job are on its host, and its workers take every core.
     """
 
@@ -124,6 +125,7 @@ class ProcessEnvironment:
     local_rank: int = 0
     links: tuple[tuple[int, int], ...] = ()
     tuning: Path | None = None
+    joined: Path | None = None
     crowded: bool = False
 
     def to_variables(self) -> dict[str, str]:
@@ -150,6 +152,7 @@ class ProcessEnvironment:
             "LOCAL_RANK": str(self.local_rank or ""),
             "LINKS": ",".join(f"{questions}:{gradients}" for questions, gradients in self.links),
             "TUNING": str(self.tuning or ""),
+            "JOINED": str(self.joined or ""),
             "CROWDED": "yes" if self.crowded else "",
         }
         return {PREFIX + key: value for key, value in values.items() if value}
@@ -219,6 +222,7 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
             )
         ),
         tuning=path("TUNING"),
+        joined=path("JOINED"),
         crowded=source.get(PREFIX + "CROWDED", "") == "yes",
     )
 

@@ -23,6 +23,8 @@ from elastic_ps import exits
 from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import InvalidJob
 
+logger = logging.getLogger(__name__)
+
 TERMINATION_LOG = Path("/dev/termination-log")
 """Where Kubernetes looks for the reason of an exit."""
 
@@ -209,6 +211,15 @@ def end_if_a_thread_fails() -> None:
         os._exit(1)
 
     threading.excepthook = end
+
+
+def tell_joined(file: Path | None) -> None:
+    """Make the file by which the starter of this worker sees that it has joined."""
+    try:
+        if file is not None:
+            file.touch()
+    except OSError as error:
+        logger.warning("nobody sees by %s that this worker has joined: %s", file, error)
 
 
 def leave_reason(text: str) -> None:

@@ -393,17 +393,23 @@ class ServerStatus(CamelModel):
 class Condition(CamelModel):
     """A metav1.Condition."""
 
-    type: Literal["Created", "Running", "Degraded", "Suspended", "Succeeded", "Failed"]
-    status: Literal["True", "False", "Unknown"]
-    reason: str
-    message: str = ""
-    last_transition_time: str
-    observed_generation: int | None = None
+    type: Literal["Created", "Running", "Degraded", "Suspended", "Succeeded", "Failed"] = Field(
+        description="What the condition is about: Created, Running, Degraded, Suspended, Succeeded or Failed."
+    )
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds: True or False.")
+    reason: str = Field(description="Why, in one word.")
+    message: str = Field(default="", description="Why, for a person.")
+    last_transition_time: str = Field(description="When it began or ceased to hold.")
+    observed_generation: int | None = Field(
+        default=None, description="The metadata.generation of the spec that it was found with."
+    )
 
 
 class WorkerStatus(CamelModel):
+    """The job's workers."""
+
     replicas: int = Field(default=0, description="How many workers' pods exist.")
-    ready: int = Field(default=0, description="How many workers are ready.")
+    ready: int = Field(default=0, description="How many workers have joined the job, and train.")
     completed: int = Field(default=0, description="How many workers have come to the end of their script.")
     failures: int = Field(default=0, description="How many failures count against backoffLimit.")
     restarts: int = Field(default=0, description="How many workers have been replaced, for any reason.")
@@ -428,6 +434,8 @@ class WorkerStatus(CamelModel):
 
 
 class ParameterServerStatus(CamelModel):
+    """The job's parameter servers."""
+
     ready: int = Field(default=0, description="How many parameter servers are ready.")
     term: int | None = Field(
         default=None, description="How often the parameter server has been started. Each start is a term."
@@ -457,9 +465,16 @@ Phase: TypeAlias = Literal["Pending", "Running", "Suspended", "Succeeded", "Fail
 class Summary(CamelModel):
     """The columns of `kubectl get`, as text."""
 
-    workers: str = Field(default="", description="The number of ready and of wanted workers, as in 2/4.")
+    workers: str = Field(
+        default="", description="How many workers have joined or are done, of how many, as in 2/4."
+    )
     progress: str = Field(default="", description="The share of all records that is trained, as in 15%.")
     loss: str = Field(default="", description="The last reported training loss.")
+    reason: str = Field(
+        default="",
+        description="Why the job does not run as its spec asks for, or how it has ended: the reason of the "
+        "condition that says more. Empty if all is well.",
+    )
 
 
 class CertificatesStatus(CamelModel):
@@ -473,9 +488,16 @@ class CertificatesStatus(CamelModel):
 class TrainingJobStatus(CamelModel):
     """What the operator reports on the resource."""
 
-    phase: Phase = "Pending"
-    observed_generation: int | None = None
-    conditions: list[Condition] = Field(default_factory=list)
+    phase: Phase = Field(
+        default="Pending",
+        description="Where the job is: Pending, Running, Suspended, Succeeded or Failed.",
+    )
+    observed_generation: int | None = Field(
+        default=None, description="The metadata.generation of the spec that the operator has seen last."
+    )
+    conditions: list[Condition] = Field(
+        default_factory=list, description="What holds of the job and what does not, each with the reason."
+    )
     worker: WorkerStatus = Field(default_factory=WorkerStatus)
     parameter_server: ParameterServerStatus = Field(default_factory=ParameterServerStatus)
     progress: Progress = Field(default_factory=Progress)
@@ -492,5 +514,7 @@ class TrainingJobStatus(CamelModel):
     certificates: CertificatesStatus | None = Field(
         default=None, description="Of a job whose processes talk to each other over TLS."
     )
-    start_time: str | None = None
-    completion_time: str | None = None
+    start_time: str | None = Field(
+        default=None, description="When the job began, or was resumed after it had been suspended."
+    )
+    completion_time: str | None = Field(default=None, description="When the job ended.")

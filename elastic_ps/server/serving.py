@@ -69,7 +69,8 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return exits.INVALID
     what = "standby of shard" if environment.role == "standby" else "shard"
-    logger.info("%s %d of job %s serves on %s", what, environment.index, environment.job, transport.address)
+    where = _reached(environment.bind, transport.address)
+    logger.info("%s %d of job %s serves on %s", what, environment.index, environment.job, where)
     while not (stop.wait(LOOK) or server.fenced):
         pass
     fenced = server.fenced
@@ -79,6 +80,12 @@ def main() -> int:
     _leave_last_words(server)
     process.end_soon()  # mutant: equal
     return exits.FENCED if fenced else 0
+
+
+def _reached(bind: str, address: str) -> str:
+    """Where a server listens: `address` is for its own host, if that is on all addresses of a pod."""
+    everywhere = "0.0.0.0"
+    return address.replace("127.0.0.1", everywhere) if everywhere in bind else address
 
 
 def _leave_last_words(server: ParameterServer) -> None:

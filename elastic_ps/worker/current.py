@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import os
+from functools import partial
 from multiprocessing.connection import Connection
 
 from elastic_ps import env
 from elastic_ps.errors import UsageError
-from elastic_ps.process import end_hung
+from elastic_ps.process import end_hung, tell_joined
 from elastic_ps.telemetry import History, Trace
 from elastic_ps.worker.client import PATIENCE
 from elastic_ps.worker.group import host_towards, require_safe
@@ -53,6 +54,7 @@ def connect() -> Session:
         on_hung=end_hung,
         instance=environment.instance,
         hostname=environment.hostname,
+        on_joined=partial(tell_joined, environment.joined),
         world=world,
         host=host,
     )

@@ -24,6 +24,7 @@ class Member:
 
     Args:
         on_hung: called, on another thread, with the reason, if this worker is declared hung.
+        on_joined: called when this worker has become a member.
         world: the processes of this worker; process 0 alone is heard of.
 
     Attributes:
@@ -36,13 +37,14 @@ class Member:
         *,
         history: History,
         on_hung: Callable[[str], None] | None = None,
+        on_joined: Callable[[], None] = lambda: None,
         world: LocalWorld | None = None,
     ) -> None:
         self.joined = False
         self._world = world or LocalWorld()
         self._client = client
         self._history = history
-        self._on_hung = on_hung
+        self._on_hung, self._on_joined = on_hung, on_joined
         self._heart: Heart | None = None
         self._described: Described
 
@@ -74,6 +76,7 @@ class Member:
         self.joined = True
         if self._world.leads:
             self._heart = Heart(self._client, membership.lease / 3, self._on_hung)
+            self._on_joined()
         return membership
 
     def join_again(self, settings: Settings, *, trained: bool) -> Membership:

@@ -49,6 +49,7 @@ class Session:
         on_hung: called with the reason, on another thread, if this worker is declared hung.
         instance: a name for this process that no other process ever has; a random text if it is not given.
         hostname: see `Client`.
+        on_joined: called when this worker has become a member, or uses tensors of the server.
         world: the processes of this worker, if it has several. The session closes it.
         host: this host's address, as other workers reach it.
     """
@@ -65,6 +66,7 @@ class Session:
         on_hung: Callable[[str], None] | None = None,
         instance: str = "",
         hostname: str = "",
+        on_joined: Callable[[], None] = lambda: None,
         world: LocalWorld | None = None,
         host: str = "127.0.0.1",
     ) -> None:
@@ -74,7 +76,8 @@ class Session:
         history = history or History(None, "")
         pid = None if world.alone else os.getppid()
         client = Client(job, worker, connections, instance=instance, pid=pid, hostname=hostname)
-        self._member = Member(client, history=history, on_hung=on_hung, world=world)
+        self._member = Member(client, history=history, on_hung=on_hung, on_joined=on_joined, world=world)
+        self._on_joined = on_joined
         self._engine = Engine(
             spec,
             client,
@@ -356,6 +359,7 @@ class Session:
         if self._tensors is None:
             size = self.spec.parameter_server.slice_bytes
             self._tensors = Tensors(self._client, bucket_bytes=size)
+            self._on_joined()
         return self._tensors
 
     def loader(

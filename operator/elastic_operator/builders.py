@@ -345,6 +345,7 @@ def _contract(
         # By which its stays are found again (`status.stays`). A template may give the pod another hostname.
         hostname=names.pod(name, role, index) if role == "worker" else "",
         tls=Path(names.TLS_DIRECTORY) if wiring.secured else None,
+        joined=Path(names.JOINED) if role == "worker" else None,
         tuning=Path(names.WISHES_DIRECTORY) / "tuning.json" if (role, index) == ("ps", 0) else None,
     )
     variables = environment.to_variables()
@@ -393,6 +394,8 @@ def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -
         ports = {"grpc": DEFAULT_PORT, "data": DEFAULT_DATA_PORT, "http": DEFAULT_HTTP_PORT}
         container["ports"] = [{"name": port, "containerPort": number} for port, number in ports.items()]
         container |= probes.of_server()
+    elif role == "worker":
+        container |= probes.of_worker()
     affinity = _affinity(job, spec, role, index) if serves and share(spec) else {}
     return {
         "automountServiceAccountToken": False,

@@ -67,7 +67,13 @@ _HEADER = (
 
 COLUMNS = (
     ("Phase", "string", ".status.phase", None),
-    ("Workers", "string", ".status.summary.workers", "The number of ready and of wanted workers."),
+    ("Reason", "string", ".status.summary.reason", "Why the job does not run as it should, or has ended."),
+    (
+        "Workers",
+        "string",
+        ".status.summary.workers",
+        "How many workers have joined or are done, of how many.",
+    ),
     (
         "Version",
         "integer",

@@ -54,6 +54,8 @@ EXPECTED = (
 
 CHECKPOINT_DIRECTORY = "/var/lib/elastic-ps"
 WISHES_DIRECTORY = "/etc/elastic-ps"
+JOINED = "/tmp/elastic-ps-joined"
+"""In a worker's pod, the file that it makes when it has joined."""
 
 
 def pod(job: str, role: Role, index: int) -> str:

@@ -43,6 +43,7 @@ _IMAGE_REASONS = {
 }
 _CONFIG_REASONS = {"CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
 UNSCHEDULABLE = "Unschedulable"
+_GATED = "SchedulingGated"
 _NOT_FOUND = "ContainerStatusUnknown"
 _LOST_SIGHT = {_NOT_FOUND, "Unknown"}
 _CANNOT_START = {"StartError", "ContainerCannotRun"}
@@ -86,6 +87,7 @@ class Pod:
         ending: how it ended; None while it may still run. Of a PS or standby, started again in place,
             only `invalid` is looked at while it lives.
         live: some of its containers may run, though it be only side-cars of a worker that has ended.
+        silent: its node does not answer, as the control plane says; the pod may run all the same.
         finished: its phase says that it has ended: no container of it is started again.
         stopped: all its containers have terminated, sidecars too. Of a pod that is being deleted none is
             started again.
@@ -117,6 +119,7 @@ class Pod:
     held_by: str = ""
     ending: Ending | None = None
     live: bool = False
+    silent: bool = False
     finished: bool = False
     stopped: bool = False
     exit: int | None = None
@@ -155,7 +158,7 @@ class Pod:
 
     def unplaced(self, now: datetime) -> timedelta | None:
         """For how long no node has been found for it; None if one has."""
-        waits = self.problem is not None and self.problem.reason == UNSCHEDULABLE
+        waits = self.problem is not None and self.problem.reason in (UNSCHEDULABLE, _GATED)
         return now - self.created if waits and self.created is not None else None
 
     def unstarted(self, now: datetime) -> timedelta | None:
@@ -223,6 +226,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         else "",
         ending=ending,
         live=not finished and not _stopped(status),
+        silent=_silent(status),
         finished=finished,
         stopped=_stopped(status),
         exit=last.get("exitCode"),
@@ -327,6 +331,13 @@ def _placed(status: Mapping[str, Any]) -> datetime | None:
     return parse_time(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None
 
 
+def _silent(status: Mapping[str, Any]) -> bool:
+    """The control plane then writes Ready alone; a kubelet gives a reason with it."""
+    ready = _condition(status, "Ready")
+    unready = ready.get("status") == "False" and not ready.get("reason")
+    return unready and _condition(status, "ContainersReady").get("status") == "True"
+
+
 def _condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     return next((c for c in status.get("conditions") or [] if c.get("type") == kind), {})
 
@@ -403,6 +414,11 @@ def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> 
     scheduled = _condition(status, "PodScheduled")
     if scheduled.get("reason") == UNSCHEDULABLE:
         return Problem(UNSCHEDULABLE, f"{name} fits on no node: {scheduled.get('message', '')}")
+    if scheduled.get("reason") == _GATED:
+        gates = (manifest.get("spec") or {}).get("schedulingGates") or []
+        listed = ", ".join(str(gate.get("name")) for gate in gates)
+        text = f"{name} waits for its scheduling gates to be removed: {listed}"
+        return Problem(_GATED, f"{text}. Whoever has set them, such as a queue, removes them")
     why = _waiting(name, name, container, limit=_limit(manifest))
     if why is not None or "running" in (container.get("state") or {}):
         return why

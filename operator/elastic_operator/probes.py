@@ -1,19 +1,25 @@
-"""How the kubelet finds out about a parameter server. Pure.
+"""How the kubelet finds out about a parameter server, and about a worker. Pure.
 
 The kubelet writes a Warning event for each probe that fails. A start takes seconds, since torch is imported
-and workers bring the model; so the startup probe is a command that waits for that, and a normal start leaves
-no Warning. It fails if nobody answers for `_UP` seconds. It ends well, too, if the server has answered and
-only the workers do not come.
+and workers bring the model; so the startup probe of a server is a command that waits for that, and a start
+leaves no Warning. It fails if nobody answers for `_LIMIT` seconds, and says so; the second time, the kubelet
+starts the container again. It ends well, too, if the server has answered and only the workers do not come.
+
+A worker is ready when it has joined the job. Its readiness probe waits for the file that it makes then. A
+script may take as long as it likes before that.
 """
 
 from __future__ import annotations
 
+from elastic_operator import names
 from elastic_operator.manifests import Manifest
 from elastic_ps.env import DEFAULT_HTTP_PORT
 
-_UP = 50
-_READY = 280
-_START_LIMIT = 300
+_LIMIT = 280
+_MARGIN = 20
+"""By which the kubelet waits longer for the command, so that it reads what that says."""
+
+_DAY = 24 * 3600
 
 _WAIT = f"""
 import socket, sys, time
@@ -30,7 +36,9 @@ def ask(path):
 begin, up = time.monotonic(), False
 while not ask(b"/readyz"):
     up = up or ask(b"/healthz")
-    if time.monotonic() - begin > ({_READY} if up else {_UP}):
+    if time.monotonic() - begin > {_LIMIT}:
+        if not up:
+            print("the parameter server has not answered on port {DEFAULT_HTTP_PORT} for {_LIMIT} s")
         sys.exit(not up)
     time.sleep(0.3)
 """
@@ -44,8 +52,16 @@ def of_server() -> Manifest:
         return {"httpGet": {"path": path, "port": DEFAULT_HTTP_PORT}, **timing}
 
     wait: Manifest = {"exec": {"command": ["python", "-c", _WAIT]}}
+    limit = _LIMIT + _MARGIN
     return {
-        "startupProbe": wait | {"periodSeconds": 1, "failureThreshold": 6, "timeoutSeconds": _START_LIMIT},
+        "startupProbe": wait | {"periodSeconds": 1, "failureThreshold": 2, "timeoutSeconds": limit},
         "livenessProbe": get("/healthz", periodSeconds=10, failureThreshold=6, timeoutSeconds=5),
         "readinessProbe": get("/readyz", periodSeconds=2, failureThreshold=3, timeoutSeconds=2),
     }
+
+
+def of_worker() -> Manifest:
+    """The probe of a worker's container."""
+    wait = f"import os, time\nwhile not os.path.exists({names.JOINED!r}): time.sleep(0.5)"
+    command = {"exec": {"command": ["python", "-Sc", wait]}}
+    return {"readinessProbe": command | {"periodSeconds": 60, "timeoutSeconds": _DAY}}

@@ -43,6 +43,7 @@ from elastic_operator.renewal import (
 from elastic_operator.status import (
     condition,
     ended,
+    explained,
     stays,
     turned,
     with_condition,
@@ -63,6 +64,11 @@ _NEED: dict[Role, str] = {
 
 def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options: Options) -> Plan:
     """One pass over one job."""
+    plan = _plan(job, observed, now, options)
+    return replace(plan, status=explained(plan.status)) if plan.status is not None else plan
+
+
+def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Options) -> Plan:
     if job["metadata"].get("deletionTimestamp"):
         return Plan()
     old = read_status(job)
@@ -81,7 +87,7 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
     if left := left_over(desired, observed):
         return Plan(actions=left, status=status, requeue=options.retry if observed.refusals else ZERO)
     status, notes = counted(status, desired, observed)
-    status = _with_counts(status, observed, desired)
+    status = _with_counts(status, observed, desired, now)
     if desired.spec.run_policy.suspend:
         return _suspended(old, status, desired, observed, notes, now, options)
     status = _resumed(status, now)
@@ -107,9 +113,11 @@ def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options
     )
 
 
-def _with_counts(status: TrainingJobStatus, observed: Observed, desired: Desired) -> TrainingJobStatus:
+def _with_counts(
+    status: TrainingJobStatus, observed: Observed, desired: Desired, now: datetime
+) -> TrainingJobStatus:
     shards = desired.spec.parameter_server.replicas
-    status = with_counts(status, observed, job=desired.name, replicas=desired.replicas, shards=shards)
+    status = with_counts(status, observed, now, job=desired.name, replicas=desired.replicas, shards=shards)
 
     def outdated(*roles: Role) -> int | None:
         return sum(pod.active and desired.outdated(pod) for pod in observed.of(*roles)) or None

@@ -26,6 +26,9 @@ from elastic_ps.status import (
     WorkerStatus,
 )
 
+RECOVERING = "Recovering"
+"""The reason of Degraded when nothing is wrong any more, and the job still has less than it asks for."""
+
 ConditionType: TypeAlias = Literal["Created", "Running", "Degraded", "Suspended", "Succeeded", "Failed"]
 
 
@@ -112,11 +115,15 @@ def _last_seen(member: Member, now: datetime) -> datetime:
 
 
 def with_counts(
-    status: TrainingJobStatus, observed: Observed, *, job: str, replicas: int, shards: int
+    status: TrainingJobStatus, observed: Observed, now: datetime, *, job: str, replicas: int, shards: int
 ) -> TrainingJobStatus:
     """The status with the numbers of pods, the progress and the words for `kubectl get`."""
     workers = observed.of("worker")
-    ready = sum(pod.active and pod.ready for pod in workers)
+    # The image of an older version does not tell the kubelet that a worker has joined.
+    ready = sum(
+        pod.active and (pod.ready or any(stay.present for stay in stays(pod, observed, now)))
+        for pod in workers
+    )
     completed = min(replicas, sum(pod.ending == "done" for pod in workers))
     worker: WorkerStatus = status.worker.model_copy(
         update={
@@ -155,6 +162,16 @@ def with_counts(
     )
 
 
+def explained(status: TrainingJobStatus) -> TrainingJobStatus:
+    """The status with the reason, for `kubectl get`, for which the job is not as it should be."""
+    kinds: tuple[ConditionType, ...] = ("Succeeded", "Failed", "Suspended", "Degraded")
+    why = next((condition(status, kind) for kind in kinds if holds(status, kind)), None)
+    if why is None and not holds(status, "Running"):
+        why = condition(status, "Running")
+    summary = status.summary.model_copy(update={"reason": why.reason if why is not None else ""})
+    return status.model_copy(update={"summary": summary})
+
+
 def _summary(worker: WorkerStatus, progress: Progress, replicas: int) -> Summary:
     known = progress.records_expected is not None
     return Summary(
@@ -187,7 +204,7 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
         before = condition(old, after.type)
         since = "first"
         if before is not None:
-            alike = before.reason == after.reason or after.status != "True"
+            alike = after.reason in (before.reason, RECOVERING) or after.status != "True"
             if before.status == after.status and alike:
                 continue
             since = before.last_transition_time

@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
+from elastic_operator import builders
 from elastic_operator.desired import Desired
 from elastic_operator.failures import fatal
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Pod, Problem, parse_time
-from elastic_operator.status import condition, holds, with_condition
+from elastic_operator.status import RECOVERING, condition, holds, stays, with_condition
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.status import LEFT_EARLY, TrainingJobStatus
 
 WRITE_LIMIT = timedelta(minutes=10)
 """For how long the last version may be on its way to the disk after the last worker has ended."""
+
+_BEFORE = "Before that: "
 
 TROUBLED_WRITE_LIMIT = timedelta(seconds=20)
 """The same if the parameter server has a problem; the workers have waited for it already."""
@@ -153,7 +156,8 @@ def health(
     running = servers >= shards and present >= needed
     # Workers that are done are not ready any more, some time before their node says how they ended.
     running = running or (status.progress.finished and holds(status, "Running"))
-    problems = [*_problems(observed, now, options), *_silence(status, desired, observed, now, options)]
+    problems = _problems(desired, observed, now, options)
+    problems += _silence(status, desired, observed, now, options)
     created = not observed.refusals
     made = Problem("Created", "the operator has created the job's pods, Services and volume claims")
     status = with_condition(status, "Created", created, made if created else observed.refusals[0], now=now)
@@ -171,7 +175,8 @@ def health(
     status = with_condition(status, "Running", running, why, now=now)
     status = status.model_copy(update={"phase": "Running" if running else "Pending"})
     problems += _unprotected(observed, settled=_running_for(status, now) >= options.follow_limit)
-    return _degraded(status, desired, problems, full=present >= desired.replicas, running=running, now=now)
+    settled = running and present >= desired.replicas
+    return _degraded(status, desired, problems, counts="" if settled else counts, now=now)
 
 
 def _degraded(
@@ -179,11 +184,13 @@ def _degraded(
     desired: Desired,
     problems: list[Problem],
     *,
-    full: bool,
-    running: bool,
+    counts: str,
     now: datetime,
 ) -> TrainingJobStatus:
-    """Degraded: the job has less than its spec asks for, and not only because workers are starting."""
+    """Degraded: the job has less than its spec asks for, and not only because workers are starting.
+
+    `counts`: what it has, in words, if it still has less; then it stays so when the last problem is gone.
+    """
     old = condition(status, "Degraded")
     if problems:
         why = problems[0]
@@ -191,22 +198,25 @@ def _degraded(
             why = Problem(why.reason, "; ".join(problem.message for problem in problems[:3]))
     elif desired.ignored:
         why = Problem("SpecNotFollowed", "; ".join(desired.ignored))
-    elif old is not None and holds(status, "Degraded") and not (full and running):
-        why = Problem(old.reason, old.message)
+    elif old is not None and holds(status, "Degraded") and counts:
+        last = old.message.rpartition(_BEFORE)[2]
+        why = Problem(RECOVERING, f"{counts}; the others are starting. {_BEFORE}{last}")
     else:
         ok = Problem("AsAsked", "everything that the spec asks for exists or is starting")
         return with_condition(status, "Degraded", False, ok, now=now)
     return with_condition(status, "Degraded", True, why, now=now)
 
 
-def _problems(observed: Observed, now: datetime, options: Options) -> list[Problem]:
+def _problems(desired: Desired, observed: Observed, now: datetime, options: Options) -> list[Problem]:
     """What keeps parameter servers, workers and the evaluator from working, the most telling first."""
     problems = list(observed.refusals)
     for pod in observed.of("ps", "worker", "evaluator"):
         unplaced = pod.unplaced(now)
         settled = unplaced is None or unplaced >= options.place_limit
         if pod.deleting is None and pod.problem is not None and settled:
-            problems.append(pod.problem)
+            problems.append(_with_class(pod.problem, desired) if pod.role == "ps" else pod.problem)
+        if pod.active and (why := _unheard(pod, observed, now)):
+            problems.append(why)
         if pod.held_by and pod.role != "worker" and pod.deleting and now - pod.deleting > options.force_after:
             text = f"{pod.name} is deleted, but its finalizers ({pod.held_by}) keep it, so it is not replaced"
             problems.append(Problem("FinalizerRemains", f"{text}; who has set them has to remove them"))
@@ -221,6 +231,30 @@ def _problems(observed: Observed, now: datetime, options: Options) -> list[Probl
     if observed.server is not None and observed.server.tuning.problem:
         problems.append(Problem("ChangeRefused", observed.server.tuning.problem))
     return problems
+
+
+def _with_class(problem: Problem, desired: Desired) -> Problem:
+    """The scheduler says that a claim is not bound, but not which one, and what it asks for."""
+    checkpoint = desired.spec.parameter_server.checkpoint
+    claim = builders.claim_name(desired.name, desired.spec)
+    if claim is None or "PersistentVolumeClaim" not in problem.message:
+        return problem
+    asks = ""
+    if checkpoint.volume_claim is not None:
+        named = checkpoint.volume_claim.storage_class_name
+        asks = f", which asks for the storage class {named!r}" if named else ", which names no storage class"
+    hint = f"`kubectl describe pvc {claim}` says why"
+    return Problem(problem.reason, f"{problem.message} The claim is {claim}{asks}; {hint}")
+
+
+def _unheard(pod: Pod, observed: Observed, now: datetime) -> Problem | None:
+    """Why a pod takes no part though it seems to run; training may go on without it."""
+    if pod.silent:
+        return Problem("NodeNotAnswering", f"the node {pod.node} of {pod.name} does not answer")
+    latest = max(stays(pod, observed, now), key=lambda stay: stay.incarnation, default=None)
+    if latest is None or latest.state not in ("lost", "hung"):
+        return None
+    return Problem("WorkerNotAnswering", f"{pod.name} takes no part any more: {latest.reason}")
 
 
 def _running_for(status: TrainingJobStatus, now: datetime) -> timedelta:

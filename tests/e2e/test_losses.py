@@ -87,6 +87,7 @@ def start(jobs: Jobs, *, workers: int, **spec: Any) -> None:
     }
     jobs.cluster.apply(HISTORIES, CONFIG, job, namespace=jobs.namespace)
     jobs.wait_status("lost", phase="Running", workers=f"{workers}/{workers}", timeout=timedelta(minutes=3))
+    assert all(stays(jobs, worker) for worker in range(workers)), "a worker is ready when it has joined"
     jobs.wait_version("lost", 50)
 
 

@@ -241,7 +241,7 @@ def test_worker_that_is_evicted(jobs: Jobs, operator: OperatorProcess) -> None:
     jobs.wait_replaced("drain", "drain-worker-0", drained)
     wait_for(lambda: "Evicted" in jobs.events("evict"), what="the eviction is told", timeout=LIMIT)
     assert jobs.events("evict")["Evicted"].startswith("evict-worker-0 was evicted: ")
-    assert "evict-worker-0 was evicted: " in jobs.wait_condition("evict", "Degraded", "Evicted")
+    assert "evict-worker-0 was evicted: " in jobs.events("evict")["DegradedEvicted"]
     jobs.wait_replaced("evict", "evict-worker-0", evicted)
     assert jobs.job("evict")["status"]["worker"]["failures"] >= 1
     assert jobs.job("drain")["status"]["worker"].get("restarts") == 0
@@ -316,6 +316,7 @@ def test_image_that_is_missing(jobs: Jobs, operator: OperatorProcess) -> None:
     jobs.apply("image", worker=with_worker(image="localhost/no-such-image:1"))
     assert "no-such-image" in jobs.wait_condition("image", "Degraded", "ImagePullFailed")
     assert jobs.job("image")["status"]["phase"] == "Pending"
+    assert "ImagePullFailed" in jobs.kubectl("get", "tj", "image").stdout
     jobs.apply("image", worker=with_worker(image=jobs.image))
     jobs.wait_status("image", phase="Running", workers="2/2")
 

@@ -341,6 +341,19 @@ def test_an_older_definition_does_not_prune_or_refuse_a_newer_status() -> None:
     assert "enum" not in str(status)
 
 
+def test_each_field_of_the_status_is_described() -> None:
+    """`kubectl explain tj.status` shows that."""
+    version = crd.crd(rules=True)["spec"]["versions"][0]
+
+    def bare(node: dict[str, Any], path: str) -> Iterator[str]:
+        for name, child in node.get("properties", {}).items():
+            yield from [] if child.get("description") else [f"{path}.{name}"]
+            yield from bare(child, f"{path}.{name}")
+            yield from bare(child.get("items", {}), f"{path}.{name}")
+
+    assert list(bare(version["schema"]["openAPIV3Schema"]["properties"]["status"], "status")) == []
+
+
 def schema_of_spec(*, rules: bool) -> dict[str, Any]:
     version = crd.crd(rules=rules)["spec"]["versions"][0]
     found: dict[str, Any] = version["schema"]["openAPIV3Schema"]["properties"]["spec"]

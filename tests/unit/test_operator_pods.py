@@ -149,6 +149,34 @@ def test_an_init_container_that_is_not_started_is_told() -> None:
     assert told("CrashLoopBackOff", of=runs) is None, "it is a side-car, and does not matter"
 
 
+def test_a_pod_that_is_gated_names_its_gates() -> None:
+    gated = {"type": "PodScheduled", "status": "False", "reason": "SchedulingGated"}
+    document = manifest(phase="Pending", conditions=[gated])
+    document["spec"]["schedulingGates"] = [{"name": "kueue.x-k8s.io/admission"}]
+    pod = read(document)
+    assert pod is not None
+    assert pod.problem is not None
+    assert pod.problem.reason == "SchedulingGated"
+    assert "to be removed: kueue.x-k8s.io/admission." in pod.problem.message
+
+
+@pytest.mark.parametrize(
+    ("ready", "containers", "silent"),
+    [
+        ({"status": "False"}, "True", True),
+        ({"status": "True"}, "True", False),
+        ({"status": "False", "reason": "ContainersNotReady"}, "False", False),
+        ({"status": "False", "reason": "ReadinessGatesNotReady"}, "True", False),
+    ],
+)
+def test_a_pod_whose_node_does_not_answer(ready: dict[str, str], containers: str, silent: bool) -> None:
+    """The control plane then writes Ready, and nothing else."""
+    conditions = [{"type": "Ready", **ready}, {"type": "ContainersReady", "status": containers}]
+    pod = read(manifest(phase="Running", conditions=conditions))
+    assert pod is not None
+    assert pod.silent is silent
+
+
 @pytest.mark.parametrize(
     ("message", "ending"),
     [

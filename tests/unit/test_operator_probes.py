@@ -6,10 +6,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from elastic_operator import probes
+from elastic_operator import names, probes
 from elastic_ps.env import DEFAULT_HTTP_PORT
 from elastic_ps.server.status import StatusServer
 from elastic_ps.status import ServerStatus
@@ -23,11 +24,11 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def waits(port: int, limits: str = "280 if up else 50") -> subprocess.Popen[bytes]:
+def waits(port: int, limit: str = "280") -> subprocess.Popen[bytes]:
     python, option, script = probes.of_server()["startupProbe"]["exec"]["command"]
     assert (python, option) == ("python", "-c")
-    text = script.replace(str(DEFAULT_HTTP_PORT), str(port)).replace("280 if up else 50", limits)
-    return subprocess.Popen([sys.executable, option, text])
+    text = script.replace(str(DEFAULT_HTTP_PORT), str(port)).replace("> 280:", f"> {limit}:")
+    return subprocess.Popen([sys.executable, option, text], stdout=subprocess.PIPE)
 
 
 def status(*, ready: bool) -> Callable[[], ServerStatus]:
@@ -55,12 +56,27 @@ def test_it_waits_for_a_server_that_is_not_there_yet_and_for_the_model(port: int
 
 
 def test_it_fails_if_nobody_answers(port: int) -> None:
-    assert waits(port, "60 if up else 0.5").wait(30) == 1
+    with waits(port, "0.5") as probe:
+        said, _ = probe.communicate(timeout=30)
+    assert probe.returncode == 1
+    assert b"has not answered on port" in said, "the kubelet writes that into an Event"
 
 
 def test_a_server_for_which_no_workers_come_has_started_all_the_same(port: int) -> None:
     server = StatusServer(f"127.0.0.1:{port}", status(ready=False), list)
     try:
-        assert waits(port, "0.5 if up else 60").wait(30) == 0
+        with waits(port, "0.5") as probe:
+            assert probe.wait(30) == 0
     finally:
         server.close()
+
+
+def test_a_worker_is_waited_for_until_it_makes_its_file(tmp_path: Path) -> None:
+    python, option, script = probes.of_worker()["readinessProbe"]["exec"]["command"]
+    assert (python, option) == ("python", "-Sc")
+    joined = tmp_path / "joined"
+    with subprocess.Popen([sys.executable, option, script.replace(names.JOINED, str(joined))]) as probe:
+        with pytest.raises(subprocess.TimeoutExpired):
+            probe.wait(0.1)
+        joined.touch()
+        assert probe.wait(30) == 0

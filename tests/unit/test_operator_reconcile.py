@@ -17,7 +17,7 @@ from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status
 from elastic_ps.fields import MOST_SECONDS, parse_duration
-from elastic_ps.status import Progress, ServerStatus
+from elastic_ps.status import Member, Progress, ServerStatus
 from tests.testing.simulation import START, Simulation, finish, job_document, named, running, tell
 
 
@@ -138,7 +138,7 @@ def test_success_is_final_and_cleans_up_what_runs() -> None:
     assert simulation.status["phase"] == "Succeeded"
     assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
     assert "digits-ps-0" not in simulation.pods
-    assert simulation.status["summary"] == {"workers": "0/2", "progress": "100%"}, "none is ready any more"
+    assert simulation.status["summary"] == {"workers": "0/2", "progress": "100%", "reason": "Finished"}
     assert simulation.status["worker"]["completed"] == 2
     simulation.scale(4)
     simulation.settle()
@@ -793,6 +793,70 @@ def test_pod_whose_processes_have_ended_is_not_waited_for() -> None:
     simulation.pods["digits-ps-0"]["status"]["containerStatuses"] = [lost]
     forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
     assert [a.name for a in forced] == ["digits-ps-0", "digits-worker-0"]
+
+
+def test_a_node_that_does_not_answer_is_told_while_training_goes_on() -> None:
+    simulation = running(worker={"replicas": 2})
+    pod = simulation.pods["digits-worker-1"]
+    pod["spec"]["nodeName"] = "far"
+    silent = [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
+    pod["status"]["conditions"] = silent
+    simulation.step()
+    assert simulation.status["phase"] == "Running"
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "NodeNotAnswering")
+    assert "the node far of digits-worker-1" in degraded["message"]
+    assert simulation.status["summary"] == {"workers": "1/2", "reason": "NodeNotAnswering"}
+
+
+def test_a_worker_that_the_parameter_server_has_lost_is_told_while_its_pod_runs() -> None:
+    simulation = running(worker={"replicas": 2})
+    fields: dict[str, Any] = {"incarnation": 1, "pid": 7, "joined_version": 0}
+    trains = Member(worker=0, host="digits-worker-0", state="training", **fields)
+    gone = {"state": "lost", "reason": "no heartbeat for 10 s", "gone_seconds": 1.0}
+    lost = Member(worker=1, host="digits-worker-1", **gone, **fields)
+    tell(simulation, trains, lost)
+    simulation.step()
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "WorkerNotAnswering")
+    assert "digits-worker-1 takes no part any more: no heartbeat for 10 s" in degraded["message"]
+    back = Member(worker=1, host="digits-worker-1", state="training", **{**fields, "incarnation": 2})
+    tell(simulation, trains, lost, back)
+    simulation.step()
+    assert simulation.condition("Degraded")["status"] == "False"
+
+
+def test_a_job_that_recovers_says_so_until_it_has_all_that_it_asks_for() -> None:
+    simulation = running(worker={"replicas": 2})
+    simulation.end("digits-worker-1", 3)
+    simulation.step()
+    assert simulation.condition("Degraded")["reason"] == "WorkerFailed"
+    simulation.now += timedelta(seconds=10)
+    for _ in range(3):
+        simulation.step()
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "Recovering")
+    counts = "1 of 2 workers and 1 of 1 parameter servers are ready"
+    text = f"{counts}; the others are starting. Before that: digits-worker-1 exited with 3"
+    assert degraded["message"] == text
+    simulation.settle()
+    assert simulation.condition("Degraded")["status"] == "False"
+    assert sorted(simulation.notes.values()).count("DegradedWorkerFailed") == 1
+
+
+@pytest.mark.parametrize("named", [{"storageClassName": "nope"}, {}])
+def test_a_claim_that_is_not_bound_is_told_with_its_class(named: dict[str, str]) -> None:
+    claim = {"storage": "1Gi", **named}
+    simulation = Simulation(job_document(parameterServer={"checkpoint": {"volumeClaim": claim}}))
+    simulation.step()
+    text = "0/1 nodes are available: pod has unbound immediate PersistentVolumeClaims."
+    unbound = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": text}
+    hold(simulation, "digits-ps-0", conditions=[unbound])
+    simulation.now += simulation.options.place_limit
+    simulation.step()
+    message = simulation.condition("Degraded")["message"]
+    asks = "asks for the storage class 'nope'" if named else "names no storage class"
+    assert f"{text} The claim is digits-ps-0, which {asks}; `kubectl describe pvc digits-ps-0`" in message
 
 
 def finalize(simulation: Simulation, name: str) -> None:

@@ -16,7 +16,7 @@ from elastic_operator.documents import over, read_status
 from elastic_operator.plan import DeleteJob, Observed, Options, Plan
 from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
-from elastic_operator.status import dump_status, holds, turned, with_counts
+from elastic_operator.status import dump_status, explained, holds, turned, with_counts
 from elastic_ps.status import Member, Progress, ServerStatus, Traffic, TrainingJobStatus, WorkerStatus
 from tests.testing.simulation import START, Simulation, finish, job_document, running, tell
 
@@ -28,7 +28,7 @@ def worker(index: int, **fields: Any) -> Pod:
 
 
 def counted(status: TrainingJobStatus, *pods: Pod) -> WorkerStatus:
-    return with_counts(status, Observed(pods=pods), job="digits", replicas=2, shards=1).worker
+    return with_counts(status, Observed(pods=pods), START, job="digits", replicas=2, shards=1).worker
 
 
 def with_condition(kind: str, status: str, reason: str, *, phase: str = "Running") -> TrainingJobStatus:
@@ -42,6 +42,7 @@ def with_condition(kind: str, status: str, reason: str, *, phase: str = "Running
         ("Degraded", ("", ""), ("True", "Pods"), ("Warning", "DegradedPods")),
         ("Degraded", ("True", "Pods"), ("True", "Pods"), None),
         ("Degraded", ("True", "Pods"), ("True", "Spec"), ("Warning", "DegradedSpec")),
+        ("Degraded", ("True", "Pods"), ("True", "Recovering"), None),
         ("Degraded", ("True", "Pods"), ("False", "Healthy"), ("Normal", "Recovered")),
         ("Degraded", ("False", "Healthy"), ("False", "Ended"), None),
         ("Degraded", ("", ""), ("False", "Healthy"), None),
@@ -104,8 +105,41 @@ def test_workers_that_completed_are_kept_when_the_job_is_over_and_their_pods_are
 
 def test_a_worker_that_has_completed_is_not_missing_in_the_summary() -> None:
     pods = (worker(0, ending="done"), worker(1, ready=True))
-    status = with_counts(TrainingJobStatus(), Observed(pods=pods), job="digits", replicas=2, shards=1)
+    status = with_counts(TrainingJobStatus(), Observed(pods=pods), START, job="digits", replicas=2, shards=1)
     assert status.summary.workers == "2/2"
+
+
+def test_a_worker_of_an_older_image_counts_once_the_parameter_server_knows_it() -> None:
+    """It does not tell the kubelet that it has joined."""
+    simulation = running(worker={"replicas": 2})
+    for name in simulation.workers():
+        simulation.pods[name]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    tell(simulation, sender(1))
+    simulation.step()
+    assert simulation.status["summary"]["workers"] == "1/2"
+
+
+@pytest.mark.parametrize(
+    ("conditions", "reason"),
+    [
+        ({"Running": ("True", "Running"), "Degraded": ("False", "AsAsked")}, ""),
+        ({"Running": ("True", "Running"), "Degraded": ("True", "Unschedulable")}, "Unschedulable"),
+        ({"Running": ("False", "WaitingForWorkers"), "Degraded": ("False", "AsAsked")}, "WaitingForWorkers"),
+        ({"Running": ("False", "Failed"), "Failed": ("True", "InvalidSpec")}, "InvalidSpec"),
+        ({"Running": ("False", "Suspended"), "Suspended": ("True", "Suspended")}, "Suspended"),
+        ({"Succeeded": ("True", "StoppedEarly")}, "StoppedEarly"),
+        ({}, ""),
+    ],
+)
+def test_kubectl_get_has_the_reason_that_says_most(
+    conditions: dict[str, tuple[str, str]], reason: str
+) -> None:
+    listed = [
+        {"type": kind, "status": status, "reason": why, "lastTransitionTime": ENDED}
+        for kind, (status, why) in conditions.items()
+    ]
+    status = TrainingJobStatus.model_validate({"conditions": listed})
+    assert explained(status).summary.reason == reason
 
 
 def sender(worker: int, **counts: Any) -> Member:

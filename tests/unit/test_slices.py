@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,5 +72,7 @@ def test_the_environment_of_a_process_says_which_one_it_is() -> None:
     assert read(given.to_variables()) == given
     named = replace(given, hostname="pod")
     assert read(named.to_variables()) == named
+    seen = replace(given, joined=Path("/tmp/joined"))
+    assert read(seen.to_variables()) == seen
     crowded = replace(given, role="ps", crowded=True)
     assert read(crowded.to_variables()) == crowded

@@ -7,17 +7,22 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, InvalidModel, RefusalCode, Refused
+from elastic_ps.process import tell_joined
+from elastic_ps.telemetry import History
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker import client as client_module
 from elastic_ps.worker import current
 from elastic_ps.worker.client import Client
+from elastic_ps.worker.member import Member
 from tests.testing.service import environment
 
 
@@ -46,7 +51,25 @@ def test_a_worker_calls_its_host_what_its_starter_does(given: str, told: str | N
     assert pb.JoinRequest.FromString(asked).host == (told or socket.gethostname())
 
 
-def test_a_worker_knows_it_from_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_tells_its_starter_when_it_has_joined() -> None:
+    told: list[str] = []
+    stays = SimpleNamespace(lease=timedelta(hours=1))
+    client: Any = SimpleNamespace(join=lambda *_: stays, leave=lambda: None, close=lambda: None)
+    described: Any = SimpleNamespace(specs=[], optimizer="sgd")
+    member = Member(client, history=History(None, ""), on_joined=lambda: told.append("joined"))
+    assert told == []
+    member.join(described, Settings(()))
+    member.leave(in_step=False)
+    assert told == ["joined"]
+
+
+def test_a_worker_whose_file_cannot_be_made_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tell_joined(None)
+    tell_joined(tmp_path / "missing" / "joined")
+    assert "nobody sees by" in caplog.text
+
+
+def test_a_worker_knows_it_from_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {}
 
     class Recorded:
@@ -56,13 +79,21 @@ def test_a_worker_knows_it_from_its_environment(monkeypatch: pytest.MonkeyPatch)
         def close(self) -> None:
             pass
 
-    contract = replace(environment(), role="worker", addresses=("127.0.0.1:1",), hostname="digits-worker-0")
+    contract = replace(
+        environment(),
+        role="worker",
+        addresses=("127.0.0.1:1",),
+        hostname="digits-worker-0",
+        joined=tmp_path / "joined",
+    )
     for name, value in contract.to_variables().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(current, "Session", Recorded)
     monkeypatch.setattr(current, "_current", None)
     current.connect()
     assert given["hostname"] == "digits-worker-0"
+    given["on_joined"]()
+    assert (tmp_path / "joined").exists()
 
 
 class Failing(Connection):
