@@ -203,6 +203,9 @@ def _lifetime(text: str) -> timedelta:
 
 def _duration(text: str) -> timedelta:
     try:
-        return parse_duration(text)
+        duration = parse_duration(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if not duration:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time at all; expected more than that, as in 10s")
+    return duration

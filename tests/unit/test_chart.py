@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,27 @@ def test_chart_has_no_findings() -> None:
         {"templatePermissions": {"one": {"secret": ["a"]}}},
         {"templatePermissions": {"one": {"hostPaths": "/data"}}},
         {"tls": {"certificateLifetime": "90d"}},
+        {"operator": {"poll": "0s"}},
+        {"operator": {"poll": "0h0.0s"}},
+        {"operator": {"resync": "0ms"}},
     ],
 )
 def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
     with Chart.load(CHART) as chart, pytest.raises(HelmError, match=next(iter(values))):
         chart.validate_schema(values)
+
+
+@pytest.mark.parametrize("lifetime", ["1s", "59.9s", "0h0.9m"])
+def test_certificates_of_less_than_a_minute_are_refused(lifetime: str) -> None:
+    with pytest.raises(HelmError, match=f"certificateLifetime is {lifetime}; expected 60s at least"):
+        render({"tls": {"certificateLifetime": lifetime}})
+
+
+def test_times_that_the_operator_takes_are_not_refused() -> None:
+    for poll, lifetime in (("500ms", "60s"), ("0h10s", "0.5h"), ("0.5s", "1m0s")):
+        render({"operator": {"poll": poll}, "tls": {"certificateLifetime": lifetime}})
+        given = settings.parse(["--poll", poll, "--certificate-lifetime", lifetime])
+        assert given.options.certificate_lifetime >= timedelta(minutes=1)
 
 
 def test_role_has_no_wildcard() -> None:
