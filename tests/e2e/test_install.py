@@ -206,6 +206,8 @@ def test_helm_test_upgrade_and_schema(
     command.test("elastic-ps", timeout=120)
     with pytest.raises(HelmError, match="concurrency"):
         helm.upgrade(str(CHART), "elastic-ps", {"operator": {"concurrency": 0}})
+    with pytest.raises(HelmError, match="there is no namespace no-such-namespace"):
+        helm.upgrade(str(CHART), "elastic-ps", {"namespaces": [jobs.namespace, "no-such-namespace"]})
     jobs.wait_status("trains", phase="Running", workers="1/1")
     before = jobs.identities("trains")
     older = tmp_path / "elastic-ps"
