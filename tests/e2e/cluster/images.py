@@ -104,12 +104,12 @@ def base_image() -> Image:
 def _make_base(archive: Path) -> None:
     work = Path(tempfile.mkdtemp(dir=_directory()))
     try:
-        _bootstrap(work / "root")
-        tar = ["tar", "-C", work / "root", "--numeric-owner", "--sort=name", "-cf", work / "layer.tar", "."]
-        run(tar, timeout=BUILD_TIMEOUT)
+        root, layer = work / "root", work / "layer.tar"
+        _bootstrap(root)
+        run(["tar", "-C", root, "--numeric-owner", "--sort=name", "-cf", layer, "."], timeout=BUILD_TIMEOUT)
         write_image(
             archive,
-            layer=work / "layer.tar",
+            layer=layer,
             tag=BASE_IMAGE,
             architecture=_architecture(),
             command=["python3"],
