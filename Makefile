@@ -10,6 +10,8 @@ INTEGRATION ?= $(VENV)
 PYTEST = -m pytest -m '$(TIER)' --durations=50 --durations-min=1 -o faulthandler_timeout=600 \
   -o faulthandler_exit_on_timeout=true
 PARALLEL := --numprocesses=logical --maxprocesses=4 --dist=loadscope --max-worker-restart=2
+# 0 for the nightly tests, one of which brings up a cluster of its own.
+CLUSTER_PROCESSES ?= 2
 SCALE ?= --scale 100:4 --scale 1700:2
 MINUTES ?= 30
 SIMULATOR_SECONDS ?= 3600
@@ -24,14 +26,14 @@ test: $(VENV)/ready $(LOWEST)/ready  ## The tests that judge a change
 	$(MAKE) --jobs=2 --keep-going --output-sync=target test-here test-cluster
 
 test-all:  ## Every test, with the versions swapped: unit tests the newest, integration tests the lowest
-	$(MAKE) test TIER='nightly or not nightly' UNIT=$(VENV) INTEGRATION=$(LOWEST)
+	$(MAKE) test TIER='nightly or not nightly' UNIT=$(VENV) INTEGRATION=$(LOWEST) CLUSTER_PROCESSES=0
 
 test-here: $(VENV)/ready $(LOWEST)/ready  ## The tests that need no cluster
 	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(UNIT)/bin/python $(PYTEST) $(PARALLEL) tests/unit
 	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) tests/integration
 
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
-	$(BIN)/python $(PYTEST) tests/e2e
+	$(BIN)/python $(PYTEST) --numprocesses=$(CLUSTER_PROCESSES) --dist=loadscope --no-loadscope-reorder tests/e2e
 
 check: $(VENV)/ready  ## Format, lint, types, layers, generated files
 	$(BIN)/ruff format --check .

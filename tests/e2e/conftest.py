@@ -1,18 +1,25 @@
 """One cluster for the whole session of end-to-end tests, brought up at its first use.
 
+The processes of a session (`pytest --numprocesses`) share it: the first to use it brings it up, the last
+takes it down. A module marked `alone` breaks or changes what all tests use; no other process's tests run on
+the cluster meanwhile.
+
 Where none can run, the tests are skipped with the reason; `ELASTIC_PS_E2E_REQUIRED=1` makes that a failure,
 so that a CI that should have run them cannot pass without.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -27,6 +34,7 @@ from tests.e2e.cluster import (
     host,
     wait_for,
 )
+from tests.e2e.cluster.shell import locked
 from tests.testing.operator_process import OperatorProcess
 from tools.load_images import load_images
 
@@ -36,13 +44,20 @@ IMAGES_LOADED = pytest.StashKey[Future[None]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "builds_images: builds the images itself, so it runs late")
+    config.addinivalue_line("markers", "alone: (of a module) no other tests use the cluster meanwhile")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # First what does without the session's cluster, which lives from its first use to the session's end: one
     # of these tests brings up a cluster of its own, and a machine carries one. What needs the images comes
-    # last: they are built meanwhile.
-    items.sort(key=lambda item: (needs_images(item), "cluster" in getattr(item, "fixturenames", ())))
+    # later: they are built meanwhile. Last what has to be alone, and keeps other processes waiting.
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("alone") is not None,
+            needs_images(item),
+            "cluster" in getattr(item, "fixturenames", ()),
+        )
+    )
 
 
 def needs_images(item: pytest.Item) -> bool:
@@ -58,7 +73,25 @@ def unavailable(error: ClusterUnavailable) -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster(request: pytest.FixtureRequest) -> Iterator[GivenCluster]:
+def session_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that all processes of this session have in common."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="module", autouse=True)
+def company(request: pytest.FixtureRequest, session_directory: Path) -> Iterator[None]:
+    """Modules marked `alone` have the cluster to themselves."""
+    alone = request.node.get_closest_marker("alone") is not None
+    with (session_directory / "gate").open("w") as gate, (session_directory / "tests").open("w") as tests:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # who waits to be alone keeps others from beginning
+        fcntl.flock(tests, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
+
+
+@pytest.fixture(scope="session")
+def cluster(request: pytest.FixtureRequest, session_directory: Path) -> Iterator[GivenCluster]:
     """The cluster of E2E_KUBECONFIG, one that is up already, or a new one for this session.
 
     A new one is taken down at the end, and what it left on the machine is an error. Where a test needs the
@@ -68,19 +101,50 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[GivenCluster]:
     if given is not None:
         yield given
         return
-    try:
-        apt.require_debian()
-        before = host.inventory()
-        ours = Cluster.up()
-    except ClusterUnavailable as error:
-        unavailable(error)
-        raise  # not reached: the line above raises
-    with ours, ThreadPoolExecutor(1, thread_name_prefix="images") as beside:
+    with (
+        shared_cluster(session_directory) as ours,
+        ThreadPoolExecutor(1, thread_name_prefix="images") as beside,
+    ):
         if any(needs_images(item) for item in request.session.items):
             request.config.stash[IMAGES_LOADED] = beside.submit(load_images, ours)
         yield ours
-    if not ours.reused:
-        assert host.left_behind(before) == []
+
+
+@contextmanager
+def shared_cluster(directory: Path) -> Iterator[Cluster]:
+    """Our own cluster: the first process that uses it brings it up, the last one takes it down."""
+    record = directory / "cluster.json"
+    with (directory / "users").open("w") as users:
+        with locked(directory / "lock", "bringing the cluster up or down"):
+            try:
+                if no_others(users):
+                    apt.require_debian()
+                    before = host.inventory()
+                    ours = Cluster.up()
+                    record.write_text(json.dumps({"before": before, "reused": ours.reused}))
+                else:
+                    ours = Cluster.up()
+            except ClusterUnavailable as error:
+                unavailable(error)
+                raise  # not reached: the line above raises
+            fcntl.flock(users, fcntl.LOCK_SH)
+        try:
+            yield ours
+        finally:
+            with locked(directory / "lock", "bringing the cluster up or down"):
+                began = json.loads(record.read_text())
+                if no_others(users) and not began["reused"]:
+                    ours.down()
+                    assert host.left_behind(began["before"]) == []
+
+
+def no_others(users: TextIO) -> bool:
+    """Whether no other process of this session uses the cluster."""
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="session")
@@ -121,9 +185,10 @@ def install_definition(cluster: GivenCluster) -> None:
 
 
 @pytest.fixture(scope="module")
-def definition(cluster: GivenCluster) -> None:
+def definition(cluster: GivenCluster, session_directory: Path) -> None:
     """The TrainingJob's definition, as made without Helm."""
-    install_definition(cluster)
+    with locked(session_directory / "definition", "making the definition"):
+        install_definition(cluster)
 
 
 @pytest.fixture
@@ -157,6 +222,13 @@ def operator(idle: OperatorProcess) -> OperatorProcess:
 @pytest.fixture
 def namespace(cluster: GivenCluster) -> Iterator[str]:
     """A namespace for one test, deleted at its end."""
+    with new_namespace(cluster) as name:
+        yield name
+
+
+@contextmanager
+def new_namespace(cluster: GivenCluster) -> Iterator[str]:
+    """A namespace that is deleted at the end."""
     name = f"test-{uuid.uuid4().hex[:8]}"
     cluster.kubectl("create", "namespace", name)
     account = ("-n", name, "get", "serviceaccount", "default")  # without it no pod can be made

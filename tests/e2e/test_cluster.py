@@ -100,6 +100,7 @@ for kind in ("pods", "secrets"):
 """
 
 
+@pytest.mark.nightly
 def test_down_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a component was killed, and a pod with a volume, a limit and a network is still running.
 
@@ -279,13 +280,6 @@ def test_a_claim_gets_a_volume_that_any_user_may_write_to(
     cluster.apply(pod("reads", python_image, "print(open('/data/x').read())", **used), namespace=namespace)
     wait_for_pod(cluster, namespace, "reads", "Succeeded")
     assert cluster.kubectl("logs", "-n", namespace, "reads").stdout == "kept\n"
-
-
-def test_the_api_server_goes_and_comes_back(local_cluster: Cluster) -> None:
-    local_cluster.stop("kube-apiserver")
-    assert local_cluster.kubectl("get", "nodes", check=False).returncode != 0
-    local_cluster.start("kube-apiserver")
-    assert local_cluster.get("nodes")["items"]
 
 
 CONNECTION = """

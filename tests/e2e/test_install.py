@@ -20,6 +20,9 @@ from tests.e2e.cluster.shell import run
 from tests.e2e.conftest import restrict
 from tests.testing.operator_process import HISTORIES, ROOT, TRAINING_IMAGE, Jobs, digits, requests
 
+# Its operator serves all namespaces, and its definition is made anew.
+pytestmark = pytest.mark.alone
+
 CHART = ROOT / "charts" / "elastic-ps"
 SYSTEM = "elastic-ps-system"
 TRAINED = timedelta(minutes=10)

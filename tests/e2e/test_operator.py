@@ -1,17 +1,20 @@
-"""The operator against a real API server, scheduler and kubelet: converges, comes to rest, loses nothing."""
+"""What the operator makes of jobs on a real API server, scheduler and kubelet: it converges, loses nothing.
+
+All tests share one operator and its namespace.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.e2e.cluster import Cluster, ClusterError, GivenCluster, wait_for
-from tests.e2e.cluster.layout import NODE
+from tests.e2e.conftest import new_namespace
 from tests.testing.operator_process import LIMIT, Jobs, OperatorProcess, requests, writes
 
 CLAIM = {"checkpoint": {"volumeClaim": {"storage": "10Mi"}}}
@@ -20,44 +23,23 @@ CLAIM = {"checkpoint": {"volumeClaim": {"storage": "10Mi"}}}
 pytestmark = pytest.mark.usefixtures("definition")
 
 
+@pytest.fixture(scope="module")
+def operator(cluster: GivenCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    log = tmp_path_factory.mktemp("operator") / "operator.log"
+    with new_namespace(cluster) as namespace:
+        process = OperatorProcess(cluster.kubeconfig, namespace, log)
+        process.start()
+        yield process
+        process.close()
+
+
 @pytest.fixture
-def jobs(cluster: GivenCluster, namespace: str, python_image: str) -> Jobs:
-    return Jobs(cluster, namespace, python_image)
-
-
-def test_comes_to_rest(jobs: Jobs, operator: OperatorProcess) -> None:
-    jobs.apply("rest", parameterServer=CLAIM)
-    jobs.wait_status("rest", phase="Running", workers="2/2")
-    wait_for(lambda: reconciles(operator) == reconciles_later(operator), what="no more passes", timeout=LIMIT)
-    version = jobs.job("rest")["metadata"]["resourceVersion"]
-    # A new operator looks at every job.
-    operator.close()
-    operator.start()
-    wait_for(lambda: reconciles(operator) >= 1, what="a pass", timeout=LIMIT)
-    assert reconciles_later(operator) == 1, "nothing has changed, so nobody looks"
-    assert operator.writes() == 0
-    assert jobs.job("rest")["metadata"]["resourceVersion"] == version
-    assert jobs.job("rest")["metadata"].get("annotations", {}).keys() <= {LAST_APPLIED}
-    assert "finalizers" not in jobs.job("rest")["metadata"]
-
-
-LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
-
-
-def reconciles_later(operator: OperatorProcess) -> float:
-    """The number of passes three seconds from now."""
-    time.sleep(3)
-    return reconciles(operator)
-
-
-def reconciles(operator: OperatorProcess) -> float:
-    """The number of passes so far; 0 while the operator starts."""
-    try:
-        text = operator.get("/metrics")
-    except OSError:
-        return 0.0
-    lines = [line for line in text.splitlines() if "reconciles_total{" in line]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+def jobs(cluster: GivenCluster, operator: OperatorProcess, python_image: str) -> Iterator[Jobs]:
+    jobs = Jobs(cluster, operator.namespace, python_image)
+    written = operator.log.stat().st_size
+    yield jobs
+    jobs.kubectl("delete", "tj", "--all", "--wait=false")
+    print(operator.log.read_text()[written:][-6000:])
 
 
 def test_scale_up_and_down_restarts_nobody(jobs: Jobs, operator: OperatorProcess) -> None:
@@ -81,74 +63,17 @@ def test_scale_up_and_down_restarts_nobody(jobs: Jobs, operator: OperatorProcess
     assert (status["failures"], status["restarts"]) == (0, 0)
 
 
-def test_watches_alone_tell_of_every_change(jobs: Jobs, idle: OperatorProcess) -> None:
-    """Nothing is listed and no job looked at again for an hour, and the workers do not end by themselves."""
-    idle.start("--resync=1h", "--poll=1h")
-    deaf = ["python3", "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(9999)"]
-    jobs.apply("watch", command=deaf)
-    jobs.wait_status("watch", phase="Running", workers="2/2")
-    before = jobs.identities("watch")
-    jobs.kubectl("delete", "pod", "watch-worker-1", "--wait=false")
-    jobs.wait_replaced("watch", "watch-worker-1", before)
-    jobs.wait_status("watch", phase="Running", workers="2/2")
-    jobs.patch("watch", {"runPolicy": {"suspend": True}})
-    jobs.wait_status("watch", phase="Suspended")
-    assert jobs.pods("watch") == {}
-
-
-def test_operator_away(jobs: Jobs, operator: OperatorProcess) -> None:
-    for name in ("scaled", "edited", "deleted"):
-        jobs.apply(name, worker={"replicas": 1})
-    for name in ("scaled", "edited", "deleted"):
-        jobs.wait_status(name, phase="Running")
-    before = jobs.identities("scaled")
-    operator.close()
-    jobs.kubectl("scale", "tj/scaled", "--replicas=3")
-    jobs.patch("edited", {"runPolicy": {"suspend": True}})
-    jobs.kubectl("delete", "tj", "deleted")
-    jobs.wait_gone("deleted")
-    assert jobs.identities("scaled") == before, "who trains goes on"
-    operator.start()
-    jobs.wait_status("scaled", workers="3/3")
-    jobs.wait_status("edited", phase="Suspended")
-    assert before.items() <= jobs.identities("scaled").items()
-    wait_for(lambda: not jobs.pods("edited"), what="the suspended job's pods end", timeout=LIMIT)
-    jobs.patch("edited", {"runPolicy": {"suspend": False}})
-    jobs.wait_status("edited", phase="Running", workers="1/1")
-
-
-def test_api_server_away(jobs: Jobs, operator: OperatorProcess, local_cluster: Cluster) -> None:
-    jobs.apply("api", worker={"replicas": 1})
-    jobs.wait_status("api", phase="Running")
-    before = jobs.identities("api")
-    local_cluster.stop("kube-apiserver")
-    try:
-        time.sleep(30)
-        assert operator.alive
-        assert operator.get("/healthz") == "ok"
-    finally:
-        local_cluster.start("kube-apiserver")
-    # These try again to reach the API server ever more rarely, at last every half minute, and are not what is
-    # tried here. New ones ask at once.
-    for component in ("kube-controller-manager", "kube-scheduler", "kubelet"):
-        local_cluster.stop(component)
-        local_cluster.start(component)
-    jobs.kubectl("scale", "tj/api", "--replicas=2")
-    jobs.wait_status("api", workers="2/2", timeout=3 * LIMIT)
-    assert before.items() <= jobs.identities("api").items()
-
-
 def test_deletion_leaves_nothing(jobs: Jobs, operator: OperatorProcess) -> None:
     """But the checkpoints that are to be kept, from which another job continues."""
     retained = {"checkpoint": {"volumeClaim": {"storage": "10Mi", "retain": True}}}
-    jobs.apply("kept", parameterServer=retained, worker={"replicas": 1})
-    jobs.apply("gone", parameterServer={**CLAIM, "replicas": 2})
-    jobs.wait_status("gone", phase="Running", workers="2/2")
-    jobs.wait_status("kept", phase="Running", workers="1/1")
-    jobs.kubectl("delete", "tj", "gone", "kept")
-    jobs.wait_gone("gone")
-    wait_for(lambda: not jobs.pods("kept"), what="the pods of the other are gone", timeout=LIMIT)
-    resumed = {"checkpoint": {"resumeFrom": {"job": "kept"}}}
+    jobs.apply("retains", parameterServer=retained, worker={"replicas": 1})
+    jobs.apply("deleted", parameterServer={**CLAIM, "replicas": 2})
+    jobs.wait_status("deleted", phase="Running", workers="2/2")
+    jobs.wait_status("retains", phase="Running", workers="1/1")
+    jobs.kubectl("delete", "tj", "deleted", "retains")
+    jobs.wait_gone("deleted")
+    wait_for(lambda: not jobs.pods("retains"), what="the pods of the other are gone", timeout=LIMIT)
+    resumed = {"checkpoint": {"resumeFrom": {"job": "retains"}}}
     jobs.apply("next", parameterServer=resumed, worker={"replicas": 1})
     jobs.wait_status("next", phase="Running", workers="1/1")
 
@@ -247,55 +172,6 @@ def test_worker_that_is_evicted(jobs: Jobs, operator: OperatorProcess) -> None:
     assert jobs.job("drain")["status"]["worker"].get("restarts") == 0
 
 
-def test_a_drain_of_the_only_node_keeps_to_a_budget(
-    jobs: Jobs, operator: OperatorProcess, local_cluster: Cluster
-) -> None:
-    """A budget counts the workers that the job wants; with nowhere else to go, the second one stays."""
-    jobs.apply("drained")
-    workers = {"elastic-ps.dev/job": "drained", "elastic-ps.dev/role": "worker"}
-    budget = {"maxUnavailable": 1, "selector": {"matchLabels": workers}}
-    version = "v1" if "policy/v1\n" in jobs.kubectl("api-versions").stdout else "v1beta1"
-    metadata = {
-        "apiVersion": f"policy/{version}",
-        "kind": "PodDisruptionBudget",
-        "metadata": {"name": "drained"},
-    }
-    jobs.cluster.apply({**metadata, "spec": budget}, namespace=jobs.namespace)
-    jobs.wait_status("drained", phase="Running", workers="2/2")
-    before = jobs.identities("drained")
-    wait_for(
-        lambda: (
-            jobs.cluster.get("-n", jobs.namespace, "pdb", "drained")
-            .get("status", {})
-            .get("disruptionsAllowed")
-            == 1
-        ),
-        what="the budget lets one worker go",
-        timeout=LIMIT,
-    )
-    drain = ("drain", NODE, "--delete-emptydir-data", "--pod-selector=elastic-ps.dev/job=drained")
-    try:
-        told = jobs.kubectl(*drain, "--timeout=12s", check=False)
-        assert "violate the pod's disruption budget" in told.stderr
-        left = [name for name, identity in jobs.identities("drained").items() if identity == before.get(name)]
-        assert len(left) == 1
-        assert left[0].startswith("drained-worker-")
-        jobs.wait_condition("drained", "Degraded", "Unschedulable")
-    finally:
-        jobs.kubectl("uncordon", NODE)
-    jobs.wait_status("drained", phase="Running", workers="2/2")
-    after = jobs.identities("drained")
-    assert after[left[0]] == before[left[0]], "who stayed is not restarted"
-    jobs.kubectl("delete", "pdb", "drained")
-    try:
-        jobs.kubectl(*drain, "--timeout=60s")  # without a budget it ends
-        assert after.items().isdisjoint(jobs.identities("drained").items())
-    finally:
-        jobs.kubectl("uncordon", NODE)
-    jobs.wait_status("drained", phase="Running", workers="2/2")
-    assert jobs.job("drained")["status"]["worker"]["failures"] == 0
-
-
 def test_deadline_and_what_is_left_after_it(jobs: Jobs, operator: OperatorProcess) -> None:
     late = {"activeDeadlineSeconds": 8}
     jobs.apply("kept", worker={"replicas": 1}, runPolicy={**late, "cleanPodPolicy": "None"})
@@ -348,21 +224,6 @@ def test_deterministic_job_is_not_scaled(jobs: Jobs, operator: OperatorProcess) 
     assert jobs.identities("fixed").keys() == {"fixed-ps-0", "fixed-worker-0", "fixed-worker-1"}
 
 
-def test_quota(jobs: Jobs, operator: OperatorProcess) -> None:
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}}
-    jobs.cluster.apply({**quota, "spec": {"hard": {"pods": "2"}}}, namespace=jobs.namespace)
-    wait_for(
-        lambda: bool(jobs.cluster.get("-n", jobs.namespace, "quota", "few").get("status", {}).get("hard")),
-        what="the quota is in force",
-        timeout=LIMIT,
-    )
-    jobs.apply("quota", worker={"replicas": 2})
-    assert "exceeded quota" in jobs.wait_condition("quota", "Degraded", "QuotaExceeded")
-    jobs.wait_status("quota", phase="Running", workers="1/2")
-    jobs.kubectl("delete", "quota", "few")
-    jobs.wait_status("quota", workers="2/2")
-
-
 @pytest.mark.parametrize(
     ("spec", "word"),
     [
@@ -376,15 +237,3 @@ def test_bad_spec_is_refused_by_kubectl(jobs: Jobs, spec: dict[str, Any], word: 
     with pytest.raises(ClusterError) as refused:
         jobs.apply("bad", **spec)
     assert word in str(refused.value)
-
-
-def test_bad_spec_that_only_the_operator_sees(jobs: Jobs, operator: OperatorProcess) -> None:
-    jobs.apply(
-        "template", worker={"template": {"spec": {"containers": [{"name": "worker", "command": "x"}]}}}
-    )
-    message = jobs.wait_condition("template", "Failed", "InvalidSpec")
-    assert "spec.worker.template" in message
-    assert "template-worker-0" in message
-    before = operator.writes()
-    time.sleep(8)
-    assert operator.writes() - before <= 1, "there is no retry loop"
