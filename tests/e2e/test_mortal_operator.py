@@ -29,14 +29,11 @@ def test_killed_between_any_two_writes(jobs: Jobs, idle: OperatorProcess) -> Non
 
     def runs() -> bool:
         status = jobs.job("killed").get("status") or {}
-        return bool(status.get("phase") == "Running" and status.get("workers") == "3/3")
+        return (status.get("phase"), status.get("summary", {}).get("workers")) == ("Running", "3/3")
 
-    def ended_or_done() -> bool:
-        return not idle.alive or runs()
-
-    while deaths < 40 and not runs():
+    while not runs() and deaths < 40:
         idle.start("--fail-after-writes=1")
-        wait_for(ended_or_done, what="the operator dies, or the job runs", timeout=LIMIT)
+        wait_for(lambda: not idle.alive or runs(), what="the operator dies, or the job runs", timeout=LIMIT)
         deaths += not idle.alive
         assert idle.close() in (0, EXIT_TEST)
     assert 5 <= deaths < 40
@@ -47,6 +44,7 @@ def test_killed_between_any_two_writes(jobs: Jobs, idle: OperatorProcess) -> Non
     print(f"the operator died {deaths} times, once after each of its writes")
 
 
+@pytest.mark.nightly
 def test_two_operators_that_die_after_each_write_start_a_job_together(
     jobs: Jobs, cluster: GivenCluster, tmp_path: Path
 ) -> None:
@@ -82,7 +80,12 @@ def test_two_operators_that_die_after_each_write_start_a_job_together(
     assert holder["leaseTransitions"] >= 4, "they took turns"
 
 
-@pytest.mark.parametrize("count", range(1, 7))
+COUNTS = [
+    pytest.param(count, marks=[] if count in (2, 4) else [pytest.mark.nightly]) for count in range(1, 7)
+]
+
+
+@pytest.mark.parametrize("count", COUNTS)
 def test_failure_is_counted_once(jobs: Jobs, idle: OperatorProcess, count: int) -> None:
     """Wherever between counting a failed worker and replacing it the operator dies."""
     once = "import os, sys, time; time.sleep(1); sys.exit(1)"

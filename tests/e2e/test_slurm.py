@@ -20,6 +20,8 @@ from tests.e2e.conftest import unavailable
 from tests.testing import mpirun
 from tests.testing.polling import LIMIT
 
+pytestmark = pytest.mark.nightly
+
 PACKAGES = (
     *("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins"),
     *("libpmix2", "libevent-core-2.1-7", "libevent-pthreads-2.1-7", "libhwloc15", "libmunge2", "libnuma1"),

@@ -14,7 +14,7 @@ from tests.e2e.cluster import Cluster, wait_for
 from tests.testing.operator_process import HISTORIES, TRAINING_IMAGE, Jobs, OperatorProcess
 from tests.testing.recorded_job import CONFIG, histories, hurry
 
-pytestmark = pytest.mark.usefixtures("definition", "training_images")
+pytestmark = [pytest.mark.usefixtures("definition", "training_images"), pytest.mark.nightly]
 
 OLDER = Path(__file__).parent / "older.yaml"
 """The job as its operator has left it."""
