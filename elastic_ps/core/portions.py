@@ -17,22 +17,30 @@ from typing import Self
 
 from elastic_ps.core.ledger import Ledger, Range, joined, without
 
+LEAST = 2
+"""Records of what a batch is cut into, and of what is left of one, if there are as many."""
 
-def apportion(total: int, weights: Sequence[float]) -> list[int]:
+
+def apportion(total: int, weights: Sequence[float], *, least: int = 1) -> list[int]:
     """`total` as whole numbers in proportion to `weights`, which are positive.
 
     Largest remainders (Hamilton's method), the first of equal ones. Each number is within one of its exact
-    quota, except that nobody gets nothing while another one gets two or more.
+    quota, except that nobody gets less than `least`: if there is not that much for all, those with the
+    smallest weights get nothing. A total of less than `least` is not divided.
     """
-    quotas = [total * weight / sum(weights) for weight in weights]
-    parts = [int(quota) for quota in quotas]
-    by_remainder = sorted(range(len(parts)), key=lambda i: (parts[i] - quotas[i], i))
+    by_weight = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    getting = sorted(by_weight[: max(1, total // least)])
+    whole, parts = sum(weights[i] for i in getting), [0] * len(weights)
+    quotas = {i: total * weights[i] / whole for i in getting}
+    for i in getting:
+        parts[i] = int(quotas[i])
+    by_remainder = sorted(getting, key=lambda i: (parts[i] - quotas[i], i))
     for i in by_remainder[: total - sum(parts)]:
         parts[i] += 1
-    for i, part in enumerate(parts):
-        most = max(range(len(parts)), key=parts.__getitem__)
-        if not part and parts[most] > 1:
-            parts[i], parts[most] = 1, parts[most] - 1
+    for i in getting:
+        while parts[i] < min(least, total):
+            parts[max(getting, key=parts.__getitem__)] -= 1
+            parts[i] += 1
     return parts
 
 
@@ -81,25 +89,28 @@ class PortionedLedger(Ledger):
         """How many records of the open version nobody holds."""
         return self.open_records - self.held_by_all
 
-    def portion(self, worker: int, weights: Mapping[int, float]) -> list[Range]:
+    def portion(self, worker: int, weights: Mapping[int, float], *, least: int = 1) -> list[Range]:
         """The records of the open version that are kept for `worker`.
 
         Args:
             weights: of the workers that take part, by their indexes: each gets records in proportion.
+            least: what a portion has at least, if there is as much; see `apportion`.
         """
-        self._plan(weights)
+        self._plan(weights, least)
         return list(self.kept.get(worker, ()))
 
-    def take_portion(self, holder: int, *, worker: int, weights: Mapping[int, float]) -> list[Range]:
+    def take_portion(
+        self, holder: int, *, worker: int, weights: Mapping[int, float], least: int = 1
+    ) -> list[Range]:
         """Hand `holder`, who is `worker`, its portion; [] if there is none for it. See `portion`."""
-        taken = self.portion(worker, weights)
+        taken = self.portion(worker, weights, least=least)
         if taken:
             del self.kept[worker]
             self._returned = without(self._returned, taken)
             self._held[holder] = joined([*self._held.get(holder, ()), *taken])
         return taken
 
-    def _plan(self, weights: Mapping[int, float]) -> None:
+    def _plan(self, weights: Mapping[int, float], least: int) -> None:
         """Cut what is kept for nobody, or for who takes no part any more, in order of the workers."""
         self.kept = {worker: kept for worker, kept in self.kept.items() if worker in weights}
         kept = [r for ranges in self.kept.values() for r in ranges]
@@ -111,7 +122,7 @@ class PortionedLedger(Ledger):
             assert new is not None, "what nobody holds was given back, or nobody has had it"
             self._returned = joined([*self._returned, new])
         workers = sorted(weights)
-        sizes = apportion(missing, [weights[worker] for worker in workers])
+        sizes = apportion(missing, [weights[worker] for worker in workers], least=least)
         parts = cut(without(self._returned, kept), sizes)
         for worker, more in zip(workers, parts, strict=True):
             if more:

@@ -22,7 +22,7 @@ from elastic_ps.core.metrics import Metrics, keep, reduce_all
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
-from elastic_ps.core.portions import PortionedLedger
+from elastic_ps.core.portions import LEAST, PortionedLedger
 from elastic_ps.core.progress import Curve, Distribution, Rate
 from elastic_ps.core.reduced import Custody, ReducedRounds
 from elastic_ps.core.settings import Made, Position, Settings, read_settings
@@ -265,8 +265,13 @@ class JobState:
         """Whether the member has more records of the open version, where these are cut into portions."""
         if not isinstance(self.ledger, PortionedLedger):
             return False
-        mine = self.ledger.portion(stay.worker, self._weights)
+        mine = self.ledger.portion(stay.worker, self._weights, least=self._least)
         return bool(mine or self.to_compute_on(stay.incarnation))
+
+    @property
+    def _least(self) -> int:
+        """Records of a portion: batch norm, say, can do nothing with one. Batches of one are wished for."""
+        return LEAST if self.batch >= LEAST else 1
 
     @property
     def _weights(self) -> dict[int, float]:
@@ -366,7 +371,7 @@ class JobState:
             weights = self._weights
             if worker not in weights or self.rounds.is_behind(worker):
                 return []  # it has to get the open round's version first
-            return self.ledger.take_portion(incarnation, worker=worker, weights=weights)
+            return self.ledger.take_portion(incarnation, worker=worker, weights=weights, least=self._least)
         # Who was too late to compute on some records would be handed the same ones again.
         fresh = worker in self.rounds.turned_away
         return self.ledger.take(incarnation, batch=batch, workers=len(self.members.live), fresh=fresh)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from elastic_ps.core.ledger import Range
+from elastic_ps.core.portions import apportion
 
 
-def slice_sizes(records: int, processes: int) -> list[int]:
-    """How many of a batch's records each process has: the same number, or one more for the first ones."""
-    each, rest = divmod(records, processes)
-    return [each + (rank < rest) for rank in range(processes)]
+def slice_sizes(records: int, processes: int, *, least: int = 1) -> list[int]:
+    """How many of a batch's records each process has: the same number, or one more for the first ones.
+
+    Where there is not that much for all, the first ones have `least` at least, and the others nothing.
+    """
+    return apportion(records, [1.0] * processes, least=least)
 
 
 class Slices:
@@ -18,10 +21,13 @@ class Slices:
 
     Args:
         rank, processes: of this process, and of its worker.
+
+    Attributes:
+        least: records of a slice; see `slice_sizes`.
     """
 
     def __init__(self, rank: int, processes: int) -> None:
-        self._rank, self._processes = rank, processes
+        self._rank, self.processes, self.least = rank, processes, 1
         self._batches: dict[Range, int] = {}  # the records of a batch, by its first range
 
     def own(self, batch: list[int]) -> list[int]:
@@ -30,9 +36,9 @@ class Slices:
         Of a batch with fewer records than processes, those without one compute on the slice of process 0, for
         the script has to compute on something. It has no weight then.
         """
-        if self._processes == 1:
+        if self.processes == 1:
             return batch
-        sizes = slice_sizes(len(batch), self._processes)
+        sizes = slice_sizes(len(batch), self.processes, least=self.least)
         rank = self._rank if sizes[self._rank] else 0
         start = sum(sizes[:rank])
         return batch[start : start + sizes[rank]]
@@ -50,8 +56,8 @@ class Slices:
 
         `computed` are those of some of the noted batches, one batch after the other.
         """
-        total = [0] * self._processes
+        total = [0] * self.processes
         for first in computed:
-            for rank, records in enumerate(slice_sizes(self._batches.get(first, 0), self._processes)):
-                total[rank] += records
+            sizes = slice_sizes(self._batches.get(first, 0), self.processes, least=self.least)
+            total = [sum(pair) for pair in zip(total, sizes, strict=True)]
         return [records / max(1, sum(total)) for records in total]

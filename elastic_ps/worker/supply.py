@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic_ps.core.ledger import Range
+from elastic_ps.core.portions import LEAST
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.order import permutation
@@ -45,6 +46,7 @@ class Supply:
         self._version_records = engine.spec.consistency.global_batch_size
         self._kept: list[Range] = []
         self._generation = engine.generation
+        engine.slices.least = LEAST if batch_size >= LEAST * engine.slices.processes else 1
 
     @property
     def outdated(self) -> bool:
@@ -104,6 +106,8 @@ class Supply:
             one_version = self._version_records is not None
             if not self._kept and ((batch and one_version) or not self._take(wait=False)):
                 break
+            if one_version and not batch and self._leaves_one():
+                missing -= 1
             first = self._kept[0]
             ahead = self.only is not None and first.epoch > self.only
             if ahead or (batch and first.epoch != batch[0].epoch):
@@ -115,6 +119,11 @@ class Supply:
             if not self._kept[0].records:
                 self._kept.pop(0)
         return batch, missing
+
+    def _leaves_one(self) -> bool:
+        """Whether a whole batch leaves a single record of what this worker has of the version."""
+        left = sum(kept.records for kept in self._kept) - self._batch_size
+        return left == 1 and self._batch_size > LEAST
 
     def _is_rest(self, batch: list[Range], missing: int) -> bool:
         """Whether the epoch has no more records for a whole batch, or for a whole version."""

@@ -177,6 +177,36 @@ def test_processes_that_load_records_serve_one_version_after_another(tmp_path: P
     assert difference(models[0], plain(DATA, size=40, epochs=2)) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("records", "size", "workers"),
+    [(34, 32, 2), (34, 17, 1), (35, 33, 2)],
+    ids=["of an epoch", "of a portion", "of both"],
+)
+def test_what_is_left_is_not_cut_into_single_records(
+    records: int, size: int, workers: int, tmp_path: Path
+) -> None:
+    """Batch norm refuses a batch of one record, in torch, too."""
+    data, batches = Numbers(records), list[int]()
+
+    def script(session: Session) -> None:
+        model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 1))
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for x, y in session.loader(data, 16, epochs=2):
+            batches.append(len(x))
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, consistency={"globalBatchSize": size}) as job:
+        for worker in range(workers):
+            job.start(worker, script)
+        job.join()
+        commits = job.commits()
+    check_sets(commits, records=records, size=size, epochs=2)
+    assert sum(batches) == 2 * records
+    assert min(batches) > 1
+
+
 def test_with_drop_last_the_rest_of_an_epoch_is_left_out(tmp_path: Path) -> None:
     models: dict[int, torch.nn.Module] = {}
     with running_job(tmp_path, consistency={"globalBatchSize": 30}) as job:

@@ -13,15 +13,14 @@ from elastic_ps.core.portions import PortionedLedger, apportion, cut
 WEIGHTS = st.lists(st.floats(0.05, 20), min_size=1, max_size=7)
 
 
-@given(total=st.integers(0, 500), weights=WEIGHTS)
-def test_parts_are_in_proportion(total: int, weights: list[float]) -> None:
-    parts = apportion(total, weights)
+@given(total=st.integers(0, 500), weights=WEIGHTS, least=st.integers(1, 3))
+def test_parts_are_in_proportion(total: int, weights: list[float], least: int) -> None:
+    parts = apportion(total, weights, least=least)
     assert sum(parts) == total
-    assert min(parts) >= 0
-    if total >= len(weights):
-        assert min(parts) >= 1
+    assert all(part >= least for part in parts if part) or [part for part in parts if part] == [total]
+    assert sum(map(bool, parts)) == min(len(weights), max(total // least, bool(total)))
     quotas = [total * weight / sum(weights) for weight in weights]
-    if min(quotas) >= 1:
+    if min(quotas) >= least:
         assert all(abs(part - quota) < 1 for part, quota in zip(parts, quotas, strict=True))
 
 
@@ -30,6 +29,8 @@ def test_who_has_the_largest_remainder_gets_one_more_and_nobody_gets_nothing() -
     assert apportion(10, [1, 2]) == [3, 7]
     assert apportion(100, [1, 1000]) == [1, 99]
     assert apportion(2, [1, 1, 1]) == [1, 1, 0]
+    assert apportion(2, [1, 1, 1], least=2) == [2, 0, 0]
+    assert apportion(5, [1, 3, 2], least=2) == [0, 3, 2]
 
 
 def test_ranges_are_cut_in_order() -> None:

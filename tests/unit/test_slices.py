@@ -27,6 +27,16 @@ def test_each_record_is_in_one_slice(records: int, processes: int) -> None:
     assert all(indexes == slices[0] for indexes, size in zip(slices, sizes, strict=True) if not size)
 
 
+def test_of_a_rest_no_process_has_a_single_record() -> None:
+    assert [slice_sizes(records, 2, least=2) for records in (1, 2, 3, 5)] == [[1, 0], [2, 0], [3, 0], [3, 2]]
+    slices = [Slices(rank, 2) for rank in range(2)]
+    for each in slices:
+        each.least = 2
+        assert each.own([7, 8]) == [7, 8]
+        each.note([Range(0, 7, 9)])
+        assert each.weights([Range(0, 7, 9)]) == [1.0, 0.0]
+
+
 def test_weights_are_the_shares_of_the_batches_that_were_computed_on() -> None:
     slices = Slices(0, 2)
     slices.note([Range(0, 0, 3), Range(0, 10, 14)])  # 7 records: 4 and 3
