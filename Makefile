@@ -16,7 +16,7 @@ SCALE ?= --scale 100:4 --scale 1700:2
 MINUTES ?= 30
 SIMULATOR_SECONDS ?= 3600
 
-.PHONY: run test test-all test-here test-cluster check mutants bench soak proto manifests format cluster cluster-down install uninstall clean
+.PHONY: run test test-all test-here test-unit test-integration test-cluster check mutants bench soak proto manifests format cluster cluster-down install uninstall clean
 
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
@@ -29,7 +29,12 @@ test-all:  ## Every test, with the versions swapped: unit tests the newest, inte
 	$(MAKE) test TIER='nightly or not nightly' UNIT=$(VENV) INTEGRATION=$(LOWEST) CLUSTER_PROCESSES=0
 
 test-here: $(VENV)/ready $(LOWEST)/ready  ## The tests that need no cluster
+	$(MAKE) --jobs=1 --keep-going test-unit test-integration
+
+test-unit: $(VENV)/ready $(LOWEST)/ready
 	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(UNIT)/bin/python $(PYTEST) $(PARALLEL) tests/unit
+
+test-integration: $(VENV)/ready $(LOWEST)/ready
 	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) tests/integration
 
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
