@@ -596,7 +596,7 @@ def test_who_sends_next_to_nothing_of_a_body_is_cut_off() -> None:
         eventually(lambda: errors, "it is cut off")
         over.set()
         assert "next to nothing" in errors[0]
-        call.cancel()
+        call.cancel()  # type: ignore[no-untyped-call]
     server.close()
 
 

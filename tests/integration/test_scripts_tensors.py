@@ -39,11 +39,11 @@ class Centered(torch.nn.Module):
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    def closure() -> torch.Tensor:
+    def closure() -> float:
         optimizer.zero_grad()
-        loss: torch.Tensor = (model(x) ** 2).mean()
+        loss = (model(x) ** 2).mean()
         loss.backward()
-        return loss
+        return float(loss)
 
     optimizer.step(closure)
 
@@ -84,7 +84,8 @@ def test_a_model_that_is_pruned_later_is_refused(tmp_path: Path, fields: dict[st
 def tied() -> torch.nn.Sequential:
     """An autoencoder whose decoder is the encoder's weight, transposed: two parameters on one memory."""
     model = make_mlp((6, 3, 6))
-    model[2].weight = torch.nn.Parameter(model[0].weight.t())
+    encoder = model.get_submodule("0").get_parameter("weight")
+    model.get_submodule("2").weight = torch.nn.Parameter(encoder.t())
     return model
 
 

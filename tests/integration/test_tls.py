@@ -305,7 +305,7 @@ def test_half_handshakes_from_many_addresses_leave_sockets_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each address holds its share, and all of them together hold everything."""
-    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * stream.SHARE, 1000))
+    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * shares.PART, 1000))
     monkeypatch.setattr(shares, "LEAST", 2)
     monkeypatch.setattr(stream, "HANDSHAKE", timedelta(hours=1))
     with contextlib.ExitStack() as stack:

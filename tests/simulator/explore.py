@@ -77,7 +77,7 @@ def _staleness(chance: random.Random, plan: Plan) -> Plan:
     if (stale or (given == {"mode": "sync"} and not plan.assigning)) and chance.random() < 0.5:
         given["maxStalenessP99"] = chance.choice([0, 1, 2])
         # Long enough for decisions, of which there are no more than four in a second.
-        long = {"records": 12, "epochs": 2, "batch": plan.processes, "computing": 0.3}
+        long: dict[str, Any] = {"records": 12, "epochs": 2, "batch": plan.processes, "computing": 0.3}
         plan = replace(plan, workers=max(plan.workers, 2), window=chance.choice([2, 4]), **long)
         if chance.random() < 0.6:  # so that nothing excuses the parameter server
             harmless = tuple(fault for fault in plan.faults if fault in HARMLESS)

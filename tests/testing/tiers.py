@@ -7,7 +7,7 @@ combinations so many run that each two values of two parameters meet; with 1, ea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -44,7 +44,7 @@ def mark_nightly(items: Iterable[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.nightly)
 
 
-def covering(combinations: list[Mapping[str, int]], strength: int) -> set[int]:
+def covering(combinations: Sequence[Mapping[str, int]], strength: int) -> set[int]:
     """The numbers of few combinations in which all shows what any `strength` parameters can be together."""
     pieces = [set(itertools.combinations(sorted(each.items()), strength)) for each in combinations]
     missing, kept = set[Any]().union(*pieces), set[int]()

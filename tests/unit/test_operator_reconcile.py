@@ -813,7 +813,7 @@ def test_a_worker_that_the_parameter_server_has_lost_is_told_while_its_pod_runs(
     simulation = running(worker={"replicas": 2})
     fields: dict[str, Any] = {"incarnation": 1, "pid": 7, "joined_version": 0}
     trains = Member(worker=0, host="digits-worker-0", state="training", **fields)
-    gone = {"state": "lost", "reason": "no heartbeat for 10 s", "gone_seconds": 1.0}
+    gone: dict[str, Any] = {"state": "lost", "reason": "no heartbeat for 10 s", "gone_seconds": 1.0}
     lost = Member(worker=1, host="digits-worker-1", **gone, **fields)
     tell(simulation, trains, lost)
     simulation.step()

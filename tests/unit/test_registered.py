@@ -83,7 +83,7 @@ def load(net: Net) -> None:
     net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
 
 
-def become(name: str, value: Callable[[Net], torch.Tensor]) -> Callable[[Net], None]:
+def become(name: str, value: Callable[[Net], object]) -> Callable[[Net], None]:
     return lambda net: setattr(net, name, value(net))
 
 
@@ -116,8 +116,8 @@ def test_all_else_is_refused_by_name(change: Callable[[Net], Any], match: str) -
 
 def test_a_compiled_model_has_the_names_of_the_one_within() -> None:
     net = torch.compile(Net(), backend="eager")
-    registered = Registered(net, ["probe"])
     assert isinstance(net, nn.Module)
+    registered = Registered(net, ["probe"])
     inner = net.get_submodule("_orig_mod")
     given = inner.get_buffer("center")
     inner.center = torch.ones(3)
