@@ -53,6 +53,9 @@ logger = logging.getLogger(__name__)
 RETRY = timedelta(milliseconds=100)
 """Between two attempts to give the shards an order that cannot wait for the ticker."""
 
+LONGEST = timedelta(seconds=1)
+"""After orders that failed one after the other, the time until the next attempt; it begins with `RETRY`."""
+
 GOODBYE = timedelta(seconds=2)
 """For how long a parameter server that ends tries to tell the other shards."""
 
@@ -94,6 +97,7 @@ class Driver:
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
         self._norm = 0.0  # of its mean gradient, if that is to be clipped
         self._over = False  # the shards are told nothing any more
+        self._pause = self._not_before = 0.0  # after an order that failed: how long, and until when
         self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
 
     @property
@@ -269,6 +273,8 @@ class Driver:
             model = job.state.model
             if self._driving or job.closing != closing or model is None:
                 return False
+            if not closing and time.monotonic() < self._not_before:
+                return False
             job.spoiled |= job.state.orphaned and not job.state.rounds.committing
             spoiled = job.spoiled
             contributions = job.state.begin_commit() if job.state.ready and not job.held else []
@@ -279,11 +285,19 @@ class Driver:
             decided = time.monotonic()  # before the look at the fence
             advance = self._commit(contributions, decided) if contributions else self._current()
         try:
-            return self._roll_back() if spoiled else self._tell(advance, contributions, decided, model)
+            done = self._roll_back() if spoiled else self._tell(advance, contributions, decided, model)
+            if done:
+                self._pause = 0.0
+            return done
         finally:
             with job.lock:
                 self._driving = False
                 job.changed.notify_all()
+
+    def _back_off(self) -> None:
+        """An order has failed, and may fail again: not each call of a worker is to try it."""
+        self._pause = min(max(RETRY.total_seconds(), 2 * self._pause), LONGEST.total_seconds())
+        self._not_before = time.monotonic() + self._pause
 
     def _tell(
         self, advance: Advance, contributions: Sequence[Contribution], decided: float, model: Model
@@ -296,6 +310,7 @@ class Driver:
         job = self._job
         if contributions and self._keeper is not None and not self._keeper.leads():
             if not self.fenced:  # it cannot be told at the moment, and the ticker tries again
+                self._back_off()
                 with job.lock:
                     job.state.rounds.committing, job.stale = False, True
             return False
@@ -360,6 +375,8 @@ class Driver:
         text = "a shard did not carry out an order for version %d: %s"
         logger.warning(text, advance.version, problem, exc_info=None if expected else problem)
         refused = problem.code if isinstance(problem, Refused) else None
+        if refused is None:
+            self._back_off()
         if refused is RefusalCode.STALE_TERM and self._keeper is not None:
             self._keeper.fence(problem)
         with job.lock:
@@ -387,6 +404,7 @@ class Driver:
                 term = self._keeper.term if self._keeper else job.state.term + 1
                 job.state = job.blank(term)
         except (TransportError, Refused, CheckpointError) as error:
+            self._back_off()
             if self._keeper is not None:
                 self._keeper.failed(
                     f"the job has to go back to a checkpoint, and that failed so far: {error}"

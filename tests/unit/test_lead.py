@@ -24,6 +24,7 @@ from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server import kept
 from elastic_ps.server.coordinator import TICK, Joined, NotYet
+from elastic_ps.server.driver import RETRY
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
@@ -302,6 +303,27 @@ def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, lead: Lead
     assert failures == 2
     assert lead.status().progress.records_applied == sum(r.records for r in taken.ranges)
     assert coordinator.job.state.settings.position.version == 1, "schedules count a version as one step"
+
+
+def test_a_shard_that_is_not_reached_is_not_tried_by_every_call(shard: Notes, lead: Lead) -> None:
+    """Each of them would try at once, and wake up the others, which would do so, too."""
+    coordinator = lead.coordinator
+    stay = start(coordinator)
+    taken = take(coordinator, stay, call=1)
+
+    def lose(advance: Advance) -> None:
+        raise ConnectionLost("reset")
+
+    shard.orders.clear()
+    shard.refuse = lose
+    began = time.monotonic()
+    finish(coordinator, stay, taken)
+    for _ in range(500):
+        coordinator.gone(7, "nobody")
+    allowed = 3 + (time.monotonic() - began) / RETRY.total_seconds()
+    assert 1 <= len(shard.orders) <= allowed
+    shard.refuse = lambda _: None
+    eventually(lambda: lead.status().progress.version == 1, "it arrives in the end")
 
 
 def test_a_round_that_starts_again_has_the_settings_that_it_was_opened_with() -> None:
