@@ -99,16 +99,24 @@ def metrics(status: ServerStatus) -> str:
     progress = status.progress
     live = sum(member.present for member in status.members)
     values: dict[str, tuple[str, str, float | None]] = {
-        "version": ("counter", "Optimizer steps taken.", progress.version),
-        "records_applied": ("counter", "Records whose gradients are in the model.", progress.records_applied),
+        "version": (
+            "gauge",
+            "Optimizer steps that the model is made of; falls when the job goes back.",
+            progress.version,
+        ),
+        "records_applied": (
+            "gauge",
+            "Records whose gradients are in the model; falls, too.",
+            progress.records_applied,
+        ),
         "workers": ("gauge", "Workers that are members.", live),
         "samples_per_second": ("gauge", "Records per second, lately.", progress.samples_per_second),
         "loss": ("gauge", "Last reported training loss.", progress.loss),
         "durable_version": ("gauge", "Version of the newest checkpoint.", progress.durable_version),
         "durable_age_seconds": ("gauge", "Age of the newest checkpoint.", status.durable_age_seconds),
-        "term": ("counter", "Starts of this parameter server.", status.term),
+        "term": ("gauge", "Starts of this parameter server.", status.term),
         "tensor_bytes": ("gauge", "Bytes of tensors of session.server.", status.tensor_bytes),
-        "checkpoint_pause_seconds": (
+        "checkpoint_pause_seconds_total": (
             "counter",
             "Time that training stood still for checkpoints.",
             status.checkpoint_pause_seconds,
@@ -126,12 +134,12 @@ def metrics(status: ServerStatus) -> str:
     if (evaluation := progress.evaluation) is not None:
         values |= {
             "evaluated_version": ("gauge", "Version that was evaluated last.", evaluation.version),
-            "evaluations": ("counter", "Checkpoints that were evaluated.", evaluation.evaluated),
+            "evaluations": ("gauge", "Checkpoints that were evaluated.", evaluation.evaluated),
             "evaluations_waiting": ("gauge", "Checkpoints that wait for the evaluator.", evaluation.waiting),
-            "evaluations_missed": ("counter", "Checkpoints that were given up.", evaluation.missed),
+            "evaluations_missed": ("gauge", "Checkpoints that were given up.", evaluation.missed),
         }
     values |= {
-        name: (
+        f"{name}_total": (
             "counter",
             f"{Traffic.model_fields[name].description} All workers.",
             getattr(status.traffic, name),

@@ -165,16 +165,20 @@ def test_metrics_count_what_the_status_says() -> None:
         'elastic_ps_durable_age_seconds{job="job"}': "1.5",
         'elastic_ps_term{job="job"}': "3",
         'elastic_ps_tensor_bytes{job="job"}': "4096",
-        'elastic_ps_checkpoint_pause_seconds{job="job"}': "0.25",
-        'elastic_ps_pushed_bytes{job="job"}': "303",
-        'elastic_ps_pushed_plain_bytes{job="job"}': "0",
-        'elastic_ps_pulled_bytes{job="job"}': "0",
-        'elastic_ps_pulled_plain_bytes{job="job"}': "0",
-        'elastic_ps_encode_seconds{job="job"}': "0.0",
-        'elastic_ps_decode_seconds{job="job"}': "1.5",
-        'elastic_ps_push_seconds{job="job"}': "0.0",
+        'elastic_ps_checkpoint_pause_seconds_total{job="job"}': "0.25",
+        'elastic_ps_pushed_bytes_total{job="job"}': "303",
+        'elastic_ps_pushed_plain_bytes_total{job="job"}': "0",
+        'elastic_ps_pulled_bytes_total{job="job"}': "0",
+        'elastic_ps_pulled_plain_bytes_total{job="job"}': "0",
+        'elastic_ps_encode_seconds_total{job="job"}': "0.0",
+        'elastic_ps_decode_seconds_total{job="job"}': "1.5",
+        'elastic_ps_push_seconds_total{job="job"}': "0.0",
     }, "no loss was reported"
-    assert "# TYPE elastic_ps_version counter" in lines
+    kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
+    assert kinds["elastic_ps_version"] == kinds["elastic_ps_records_applied"] == "gauge", "they can fall"
+    assert {name for name, kind in kinds.items() if kind == "counter"} == {
+        name for name in kinds if name.endswith("_total")
+    }
     chosen = metrics(status.model_copy(update={"bucket_bytes": 65536})).splitlines()
     assert set(chosen) - set(lines) == {
         "# HELP elastic_ps_bucket_bytes The size of buckets that was chosen.",
