@@ -7,6 +7,7 @@ when a round opens or starts again; it does not grow with time.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -46,6 +47,7 @@ class PushLog:
             deterministic mode the workers order the additions.
         several: a worker may push several steps for one round; else one.
         added: for each bucket, the (worker, incarnation, step) whose values are in its sum.
+        weights: for each bucket to whose sum pushes were added, how many samples these weigh together.
         adding: the buckets to whose sums something is being added, so that these are of no contributions.
     """
 
@@ -55,6 +57,7 @@ class PushLog:
     expected: Mapping[int, int] = field(default_factory=dict)
     several: bool = False
     added: dict[int, set[tuple[int, int, int]]] = field(default_factory=dict)
+    weights: Counter[int] = field(default_factory=Counter)
     asked: set[tuple[int, int]] = field(default_factory=set)
     adding: set[int] = field(default_factory=set)
 
@@ -129,9 +132,11 @@ class PushLog:
         """The push is going to be added to its bucket's sum, and no other one to this until it is there."""
         self.adding.add(key.bucket)
 
-    def add(self, key: PushKey) -> None:
-        """The push, which is for the open round, is in its bucket's sum now."""
+    def add(self, key: PushKey, *, samples: int = 0) -> None:
+        """The push, which is for the open round and weighs so many `samples`, is in its bucket's sum now."""
         self.adding.discard(key.bucket)
+        if samples:
+            self.weights[key.bucket] += samples
         self.added.setdefault(key.bucket, set()).add((key.worker, key.incarnation, key.step))
 
     def turn(self, worker: int, bucket: int) -> bool:
@@ -167,6 +172,7 @@ class PushLog:
         self.version, self.attempt, self.expected = version, attempt, expected
         if void:
             self.added.clear()
+            self.weights.clear()
             self.asked.clear()
             self.adding.clear()
         return void

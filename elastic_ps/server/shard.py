@@ -272,7 +272,11 @@ class Shard:
             self._receiving.add(slot)
         try:
             if empty:
-                return self._add_by(key, lambda values, first: values.add_nothing(samples, first=first))
+
+                def add_nothing(values: BucketValues, first: bool) -> None:
+                    values.add_nothing(samples, first=first)
+
+                return self._add_by(key, samples, add_nothing)
             sparse = incoming.sparse() if isinstance(incoming, Decoded) else None
             if sparse is not None:
                 return self._add(key, samples, present, sparse)
@@ -294,9 +298,9 @@ class Shard:
         def add(values: BucketValues, first: bool) -> None:
             values.add(contribution, samples, present, first=first, worker=key.worker, largest=largest)
 
-        return self._add_by(key, add)
+        return self._add_by(key, samples, add)
 
-    def _add_by(self, key: PushKey, add: Callable[[BucketValues, bool], None]) -> bool:
+    def _add_by(self, key: PushKey, samples: int, add: Callable[[BucketValues, bool], None]) -> bool:
         """Have `add` change the sum of a bucket, which it is told whether to begin. See `push`."""
         with self._adding[key.bucket]:
             with self._lock:
@@ -309,7 +313,7 @@ class Shard:
                 # A round that has started again meanwhile has no sum yet: the next push begins one. A worker
                 # that has been dropped from the same attempt is in the sum, and the log has to tell that.
                 self._log.require_open(key)
-                self._log.add(key)
+                self._log.add(key, samples=samples)
         return True
 
     def _may_add(self, key: PushKey) -> bool:
@@ -631,6 +635,13 @@ class Shard:
             ):
                 raise Refused(
                     RefusalCode.INVALID, f"shard {self.index} lacks gradients for version {version}"
+                )
+            weights = () if apply.assigns else self._log.weights.values()
+            if wrong := {weight for weight in weights if weight != apply.samples}:
+                raise Refused(
+                    RefusalCode.INVALID,
+                    f"gradients on shard {self.index} for version {version} weigh {max(wrong)} samples, but "
+                    f"their steps {apply.samples}",
                 )
 
     # --- standby

@@ -16,7 +16,7 @@ from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
 from elastic_ps.core.consistency import After, Contribution, Entry, SyncRounds
 from elastic_ps.core.lanes import Lanes
-from elastic_ps.core.ledger import Ledger, Range
+from elastic_ps.core.ledger import Ledger, LedgerError, Range
 from elastic_ps.core.membership import Membership, Stay, eldest
 from elastic_ps.core.metrics import Metrics, keep, reduce_all
 from elastic_ps.core.modes import rounds_of
@@ -526,7 +526,17 @@ class JobState:
         return self.ledger.held(incarnation, besides=self._finished_by(incarnation))
 
     def check_records(self, step: Contribution) -> None:
-        """Raise LedgerError unless a worker holds its step's records, each once, for this step alone."""
+        """Raise LedgerError unless a worker holds its step's records, each once, for this step alone.
+
+        And if the step weighs more than these: it would dominate the mean. A fragment has been trained on the
+        records of earlier exchanges, too.
+        """
+        records = sum(r.records for r in step.records)
+        if step.samples > max(1, records) and not self.consistency.fragments:
+            raise LedgerError(
+                f"step {step.step} of worker {step.worker} weighs {step.samples} samples, but it has "
+                f"{records} records"
+            )
         if self.ledger is None:
             return
         before = self.rounds.done.get(step.worker)  # the same step, if its round has started again since

@@ -234,6 +234,26 @@ def test_records_that_a_worker_does_not_hold_are_neither_trained_nor_skipped_by_
     assert worker.values(0) == [0.0] * 4
 
 
+def test_a_step_weighs_no_more_than_its_records(worker: Worker) -> None:
+    """Else one worker could make the mean its own."""
+    worker.start()
+    taken = worker.take()
+    with pytest.raises(Refused, match="weighs 5000 samples, but it has 10 records") as refused:
+        worker.push(0, 0, samples=5000, finish=worker.finishing(0, taken, samples=5000))
+    assert code(refused) is RefusalCode.INVALID
+
+
+def test_gradients_that_weigh_more_than_their_step_are_in_no_version(worker: Worker) -> None:
+    """Only shard 0 knows of records: the others have to be told what the steps weigh."""
+    worker.start()
+    taken = worker.take()
+    worker.push(0, 0, samples=5000, finish=worker.finishing(0, taken))
+    (answer, _), *_ = worker.pull(1, contributor=True)
+    assert answer.attempt == 1, "the round has started again"
+    worker.push(0, 0, attempt=1, finish=worker.finishing(0, taken, attempt=1))
+    assert worker.values(1) == [-1.0] * 4
+
+
 def test_records_that_are_skipped_are_counted_and_end_the_training(tmp_path: Path) -> None:
     with serving(environment()) as (listener, server):
         worker = Worker(listener)

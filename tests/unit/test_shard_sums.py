@@ -60,9 +60,10 @@ def test_counters_take_the_maximum_and_running_statistics_the_mean() -> None:
     rig.fill(number[2], ones(2, 7.0))
     rig.fill(number[0], torch.tensor([99, 99]))
     for worker in (0, 1):
-        rig.push(worker, torch.tensor([3 + worker, 2**40 - worker]), bucket=number[0], samples=5)
-        rig.push(worker, ones(2, float(worker)), bucket=number[1], samples=1 + 2 * worker)
-        rig.push(worker, torch.tensor([worker == 1, False]), bucket=number[3])
+        samples, flags = 1 + 2 * worker, torch.tensor([worker == 1, False])
+        rig.push(worker, torch.tensor([3 + worker, 2**40 - worker]), bucket=number[0], samples=samples)
+        rig.push(worker, ones(2, float(worker)), bucket=number[1], samples=samples)
+        rig.push(worker, flags, bucket=number[3], samples=samples)
     with pytest.raises(Refused, match="CONSTANT"):
         rig.push(0, ones(2), bucket=number[2])
     rig.commit(0, 1, samples=4)
