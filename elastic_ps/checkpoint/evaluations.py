@@ -30,7 +30,7 @@ def read(directory: Path) -> dict[str, Any] | None:
         return None
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointCorrupt(f"{path} cannot be read: it holds no object")

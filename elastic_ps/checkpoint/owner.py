@@ -148,5 +148,5 @@ def _read(path: Path) -> Owner | None:
             return None
         data = json.loads(text)
         return Owner(str(data["job"]), str(data["run"]), int(data["pid"]), str(data["host"]))
-    except (CheckpointCorrupt, ValueError, KeyError, TypeError):
+    except (CheckpointCorrupt, ValueError, KeyError, TypeError, RecursionError):
         return None

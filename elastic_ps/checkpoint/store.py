@@ -364,7 +364,7 @@ class Store:
             term, identity = found["term"], found.get("identity", "")
             if not is_count(term, below=MOST_TERMS - 1) or not isinstance(identity, str):
                 raise TypeError(f"the term is {term!r}, and the identity {identity!r}")
-        except (ValueError, KeyError, TypeError, AttributeError, CheckpointCorrupt) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, CheckpointCorrupt) as error:
             raise CheckpointError(
                 f"{self._term_file}, which counts the starts of the parameter server, cannot be read: "
                 f'{error!r}. If its content is broken, write {{"term": N}} into it, where N is larger than '

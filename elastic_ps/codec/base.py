@@ -209,7 +209,7 @@ def unpack(parts: Sequence[Part], values: str, body: memoryview) -> tuple[Encode
         tensors[part.name], start = as_tensor(piece, dtype), stop
     try:
         plain = json.loads(values) if values else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Malformed(f"the values of an encoded gradient are no JSON: {error}") from error
     if not isinstance(plain, dict):
         raise Malformed("the values of an encoded gradient have no names")

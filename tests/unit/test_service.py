@@ -202,6 +202,14 @@ def test_a_push_in_another_codec_or_of_settings_that_are_none_is_refused(worker:
     assert worker.values(1) == [-1.0] * 4
 
 
+def test_settings_that_are_nested_too_deeply_are_malformed(worker: Worker) -> None:
+    worker.start()
+    taken = worker.take()
+    deep = worker.finishing(0, taken, settings="[" * 50_000 + "]" * 50_000)
+    with pytest.raises(Malformed, match="not the settings of an optimizer"):
+        worker.push(0, 0, finish=deep)
+
+
 def test_a_push_that_ends_a_step_is_applied_once_however_often_it_comes(worker: Worker) -> None:
     taken = worker.take()
     assert worker.push(0, 0).duplicate is False
