@@ -25,6 +25,7 @@ LOST (252)       a worker of which the parameter server was lost, and all checkp
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -50,6 +51,13 @@ def print_stacks_on_request() -> None:
     """From now on this process, and its forks, print the stacks of their threads on SIGUSR1, and continue."""
     if sys.stderr is not None:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def ignore_requests() -> None:
+    """This process ends: SIGUSR1 asks nothing of it any more, and does not kill it on its way out either."""
+    faulthandler.unregister(signal.SIGUSR1)
+    with contextlib.suppress(ValueError):  # only the main thread may
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def end_on_request(status: int) -> None:

@@ -146,6 +146,7 @@ def keep_freed_memory() -> None:
 
 def end_soon() -> None:
     """This process ends next: do not collect garbage for that, which takes longer than all the rest of it."""
+    exits.ignore_requests()
     gc.disable()
     gc.freeze()
 

@@ -36,6 +36,7 @@ def run(environment: env.ProcessEnvironment) -> int:
     finally:
         _signal(children, signal.SIGKILL)
         os.close(held)
+        process.end_soon()
 
 
 def _start(environment: env.ProcessEnvironment, lifeline: int) -> list[subprocess.Popen[bytes]]:

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,23 @@ while len(heard) < 5000:
 signal.setitimer(signal.ITIMER_REAL, 0)
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT)
+
+
+LATE = """
+import ctypes, sys
+from elastic_ps import exits, process
+exits.print_stacks_on_request()
+process.end_soon()
+libc = ctypes.CDLL(None)
+libc.on_exit(getattr(libc, "raise"), None)
+sys.exit(10)
+"""
+"""Its exit status is also SIGUSR1's number, which C's `raise` gets when Python has ended, and sends."""
+
+
+def test_a_process_on_its_way_out_is_not_killed_by_whoever_asks_where_it_is() -> None:
+    assert int(signal.SIGUSR1) == 10
+    assert subprocess.run([sys.executable, "-c", LATE], check=False).returncode == 10
 
 
 def test_an_alarm_is_set_until_it_is_cleared() -> None:
