@@ -24,6 +24,7 @@ from elastic_ps.env import THREAD_VARIABLES
 from elastic_ps.errors import CannotListen
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.process import usable_cores
+from elastic_ps.schemes import name_of
 
 OUTPUT_LINES = 30
 
@@ -104,7 +105,7 @@ def may_pass(error: OSError) -> bool:
 def opened(log: Path) -> BinaryIO:
     """The log of a process, to add to it. Its directory is made again if somebody has deleted that."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    return log.open("ab")
+    return open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
 
 
 def last_lines(log: Path, offset: int) -> str:
@@ -167,7 +168,7 @@ class Child:
 
 
 def free_ports(count: int) -> list[int]:
-    """That many different ports on which nobody listens, at no address of this host.
+    """That many different ports on which nobody listens, at no address of this host nor within it.
 
     Raises:
         CannotListen: there are fewer.
@@ -178,8 +179,10 @@ def free_ports(count: int) -> list[int]:
             if len(ports) == count:
                 break
             listener = stack.enter_context(socket.socket())
+            near = stack.enter_context(socket.socket(socket.AF_UNIX))
             with contextlib.suppress(OSError):
                 listener.bind(("", port))
+                near.bind(name_of(f"127.0.0.1:{port}") or "")  # another user may have taken the name
                 ports.append(port)
     if len(ports) < count:
         raise CannotListen(

@@ -126,6 +126,7 @@ class JobDirectory:
         """
         with self.kept(), contextlib.ExitStack() as stack:
             self.path.mkdir(parents=True, exist_ok=True)
+            self.path.chmod(0o700)  # arguments and logs are nobody else's business
             lock = stack.enter_context(self._lock_file.open("a+"))
             if not _take(lock):
                 raise self._runs_already()
@@ -330,7 +331,8 @@ def is_stopped(pid: int) -> bool:
 def write_atomically(path: Path, text: str) -> None:
     """Replace the file in one step, so that a reader sees the old or the new content, whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
+    with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(text)
     temporary.replace(path)
 
 

@@ -14,6 +14,8 @@ import struct
 from datetime import timedelta
 
 from elastic_ps.errors import CannotListen
+from elastic_ps.schemes import is_loopback as is_loopback
+from elastic_ps.schemes import name_of as name_of
 from elastic_ps.transport.base import Limits
 from elastic_ps.transport.stream import STALL, StreamConnection, StreamServer
 
@@ -25,19 +27,6 @@ BACKLOG = 512
 
 CONNECT = timedelta(seconds=5)
 """How long a client waits for a server whose backlog is full."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host has that address; IPv6 in brackets."""
-    return host in ("localhost", "[::1]") or host.startswith("127.")
-
-
-def name_of(address: str) -> str | None:
-    """The socket of the server that listens on `address`, `host:port`; None if that may be another host."""
-    host, _, port = address.rpartition(":")
-    if host in ("", "0.0.0.0", "[::]", "localhost"):
-        host = "127.0.0.1"
-    return f"\0elastic-ps {host}:{port}" if is_loopback(host) else None
 
 
 def same_user(sock: socket.socket) -> bool:

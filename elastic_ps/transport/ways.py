@@ -14,7 +14,6 @@ by its data port (`transport.tcp`), if it can be reached; else by gRPC. A scheme
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
@@ -90,14 +89,16 @@ def listen(bind: str, *, credentials: Credentials | None = None) -> Server:
     if scheme == "grpc":
         return GrpcServer(place, credentials=credentials)
     # Before the port, if it is known: a client that finds the port alone would go on with gRPC.
-    faster = [] if place.endswith(":0") else _listen_faster(place, place, credentials)
+    faster = None if place.endswith(":0") else _listen_faster(place, place, credentials)
     try:
         server = GrpcServer(place, credentials=credentials)
     except BaseException:
-        for each in faster:
+        for each in faster or ():
             each.close()
         raise
-    return _Everywhere(server, faster or _listen_faster(place, server.address, credentials))
+    if faster is None:
+        faster = _listen_faster(place, server.address, credentials)
+    return _Everywhere(server, faster)
 
 
 def _beside_mpi(place: str) -> Server:
@@ -125,7 +126,7 @@ def _listen_faster(bind: str, address: str, credentials: Credentials | None) -> 
         try:
             servers.append(way())
         except CannotListen as error:
-            logger.info("%s; gRPC is used instead", error)
+            logger.warning("%s; gRPC is used instead, which is slower", error)
     return servers
 
 
@@ -234,9 +235,13 @@ class _Fastest(Connection):
                 self._way = None
 
     def _near(self) -> _Way | None:
-        with contextlib.suppress(OSError):
+        try:
             local.dial(self._address).close()
             return "shm", partial(local.connect, self._address, limits=self._limits)
+        except PermissionError as error:
+            logger.warning("%s; the server is reached in another way, which is slower", error)
+        except OSError:
+            pass
         return None
 
     def _far(self, method: str) -> _Way:

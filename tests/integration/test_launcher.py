@@ -364,6 +364,20 @@ def test_an_exception_leaves_no_process_and_no_thread(tmp_path: Path) -> None:
     assert set(threading.enumerate()) <= threads
 
 
+def test_what_a_job_says_is_its_users_alone(tmp_path: Path) -> None:
+    """Arguments and output may hold what is nobody else's business."""
+    umask = os.umask(0o022)
+    try:
+        with launched(make_job(records=8), tmp_path) as launcher:
+            end_of(launcher)
+    finally:
+        os.umask(umask)
+    path = launcher.directory.path
+    said = [path / "job.json", path / "status.json", *launcher.directory.logs.iterdir()]
+    assert {each.stat().st_mode & 0o777 for each in said} == {0o600}
+    assert path.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_name_is_taken_while_the_job_runs_and_free_afterwards(tmp_path: Path) -> None:
     with launched(make_job(records=FOREVER), tmp_path) as first:
         with pytest.raises(UserError, match="already runs"):

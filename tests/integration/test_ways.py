@@ -22,9 +22,10 @@ from typing import Any
 import pytest
 
 from elastic_ps.drill.wire import Wires
-from elastic_ps.errors import ConnectionLost, UsageError
-from elastic_ps.local.processes import free_addresses
-from elastic_ps.transport import line, shares, stream, tcp, ways
+from elastic_ps.errors import CannotListen, ConnectionLost, UsageError
+from elastic_ps.local import processes
+from elastic_ps.local.processes import free_addresses, free_ports
+from elastic_ps.transport import line, local, shares, stream, tcp, ways
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.tcp import TcpServer, data_address
@@ -335,6 +336,27 @@ def test_a_server_that_comes_back_without_its_data_port_is_reached_over_grpc(far
             with contextlib.suppress(ConnectionLost):  # gRPC may have found it again
                 way_to(connection)
             assert way_to(connection) in ("tcp", "grpc")
+
+
+def test_who_takes_the_servers_name_within_the_host_is_not_overlooked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be another user, who would make the job slower; and no new job gets such a port."""
+    ports = iter(free_ports(1))
+    monkeypatch.setattr(processes, "PORTS", range(port := next(ports), port + 1))
+    address = f"127.0.0.1:{port}"
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as stranger:
+        stranger.bind(local.name_of(address) or "")
+        stranger.listen()
+        with pytest.raises(CannotListen, match="needs 1 free ports"):
+            free_ports(1)
+        monkeypatch.setattr(local, "same_user", lambda _: False)
+        with serving(ways.listen(address)), contextlib.closing(ways.connect(address)) as connection:
+            assert way_to(connection) == "grpc"
+    told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert len(told) == 2
+    assert "cannot listen on this host" in told[0]
+    assert "is another user's" in told[1]
 
 
 def test_sockets_do_not_take_all_descriptors_of_a_server(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
