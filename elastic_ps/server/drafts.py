@@ -9,6 +9,8 @@ bucket is as if there had been none.
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +53,7 @@ class _Draft:
 
 
 class Drafts:
-    """The drafts of a shard's buckets. Not thread-safe.
+    """The drafts of a shard's buckets. Thread-safe, if no two threads are about the same bucket.
 
     Args:
         make: gives new values with an optimizer for each bucket, by its index; it is called once.
@@ -61,7 +63,8 @@ class Drafts:
         self._make = make
         self._spare: dict[int, BucketValues] = {}
         self._made: dict[int, _Draft] = {}
-        self._count = 0
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
 
     def make(self, live: BucketValues, basis: Basis) -> BucketValues:
         """The draft of a bucket, whose `draft` is its number. One that was made of these gradients is kept.
@@ -74,14 +77,14 @@ class Drafts:
         if there is not None and there.basis.has_sums_of(basis):
             return there.values
         self._made.pop(index, None)
-        if not self._spare:
-            self._spare = self._make()
+        with self._lock:
+            if not self._spare:
+                self._spare = self._make()
         values = self._spare[index]
         values.mirror(live)
         values.apply(basis.groups, basis.version)
-        self._count += 1
-        values.draft = self._count
-        self._made[index] = _Draft(values, basis, self._count)
+        values.draft = next(self._numbers)
+        self._made[index] = _Draft(values, basis, values.draft)
         return values
 
     def take(self, live: BucketValues, basis: Basis) -> BucketValues | None:

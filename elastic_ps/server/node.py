@@ -200,6 +200,8 @@ class Node:
                 norm = shard.norm(advance.version, to_apply)
             return replace(self._report(), norm=norm)
         shard.advance(advance.version, advance.attempt, advance.expected, advance.apply)
+        if self._is_overtaken(order):
+            return self._report()
         if to_apply is not None and not to_apply.elsewhere:
             self._record_values(shard)
         if advance.next is not None:
@@ -242,6 +244,11 @@ class Node:
     def _is_old(self, order: OrderId | None) -> bool:
         with self._lock:
             return order is not None and self._log.is_old(order)
+
+    def _is_overtaken(self, order: OrderId | None) -> bool:
+        """Whether it has been repeated, or another one has come, while it was carried out."""
+        with self._lock:
+            return order is not None and not self._log.is_last(order)
 
     def _report(self) -> Report:
         with self._lock:

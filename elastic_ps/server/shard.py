@@ -455,33 +455,40 @@ class Shard:
             if index in have:
                 continue
             self.bucket(index)
+
+            def may_be_made(index: int = index) -> bool:
+                return self._log.version == version - 1 and not self._torn and self._log.has_all(index)
+
+            def ready(index: int = index) -> bool:
+                if self._reached(index, version) or self._restarted(version, attempt):
+                    return True
+                self._require_part(contributor)
+                return may_be_made(index)
+
             with self._lock:
                 self._require_term(term)
-
-                def ready(index: int = index) -> bool:
-                    if self._reached(index, version) or self._restarted(version, attempt):
-                        return True
-                    self._require_part(contributor)
-                    may_be_made = self._log.version == version - 1 and not self._torn
-                    return may_be_made and self._log.has_all(index)
-
-                if not self._await(ready, on=self._added):
-                    yield None
-                    return
-                if self._reached(index, version):
-                    break
-                if self._restarted(version, attempt):
-                    yield RestartedAs(self._log.attempt)
-                    return
-                try:
-                    draft = self._draft(index, groups)
-                except Exception as error:  # noqa: BLE001 (the round's own step will tell what is wrong)
-                    logger.info("no draft of bucket %d can be made: %s", index, error)
-                    break
-                number = have[index] = draft.draft
-                unchanged = held is not None and draft.changed <= held
-                delta = None if unchanged else draft.delta_for(held)
-                data = EMPTY if unchanged or delta else draft.memory
+                is_ready = self._await(ready, on=self._added)
+                reached, restarted = self._reached(index, version), self._restarted(version, attempt)
+                now = self._log.attempt
+            if not is_ready:
+                yield None
+                return
+            if reached:
+                break
+            if restarted:
+                yield RestartedAs(now)
+                return
+            try:
+                draft = self._draft(index, groups, may_be_made)
+            except Exception as error:  # noqa: BLE001 (the round's own step will tell what is wrong)
+                logger.info("no draft of bucket %d can be made: %s", index, error)
+                break
+            if draft is None:
+                break
+            number = have[index] = draft.draft
+            unchanged = held is not None and draft.changed <= held
+            delta = None if unchanged else draft.delta_for(held)
+            data = EMPTY if unchanged or delta else draft.memory
             yield Pulled(index, version, data, unchanged, draft=number, delta=delta)
         yield from self.pull(
             buckets,
@@ -493,15 +500,24 @@ class Shard:
             drafts=have,
         )
 
-    def _draft(self, index: int, groups: Sequence[Mapping[str, Any]]) -> BucketValues:
-        live, log = self._buckets[index], self._log
-        contributors = frozenset(log.added[index])
-        started = time.monotonic_ns()
-        draft = self._drafts.make(
-            live, Basis(log.version + 1, log.attempt, contributors, live.weight, tuple(groups))
-        )
-        self._trace.complete("draft", started, time.monotonic_ns(), bucket=index, version=log.version + 1)
-        return draft
+    def _draft(
+        self, index: int, groups: Sequence[Mapping[str, Any]], may_be_made: Callable[[], bool]
+    ) -> BucketValues | None:
+        """The draft of a bucket; None if it may not be made any more. Blocks for the optimizer's step.
+
+        Meanwhile nobody steps the bucket or adds to its sum. Others may push and pull.
+        """
+        with self._stepping[index], self._adding[index]:
+            with self._lock:
+                if not may_be_made():
+                    return None
+                live, log, version = self._buckets[index], self._log, self._log.version + 1
+                contributors = frozenset(log.added[index])
+                basis = Basis(version, log.attempt, contributors, live.weight, tuple(groups))
+            started = time.monotonic_ns()
+            draft = self._drafts.make(live, basis)
+            self._trace.complete("draft", started, time.monotonic_ns(), bucket=index, version=version)
+            return draft
 
     def _reached(self, index: int, version: int) -> bool:
         values = self._buckets[index]

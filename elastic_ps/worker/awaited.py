@@ -56,7 +56,7 @@ class Awaited:
     def begin(self, step: Step) -> None:
         """A step begins; the lock is held."""
         self.generation += 1  # a call for the step before may still be under way, if that was given up
-        self.step, self.attempt, self.ending = step, 0, None
+        self.step, self.attempt, self.ending, self.error = step, 0, None, None
 
     def reset(self) -> None:
         """Forget the step under way and what went wrong."""

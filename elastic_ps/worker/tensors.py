@@ -99,6 +99,7 @@ class Tensors:
         self._process, self._closed = os.getpid(), False
         self._known: dict[str, _Known] = {}
         self._lock = threading.Lock()
+        self._beginning = threading.Lock()  # so that all shards get what is begun in the same order
         self._numbers = itertools.count(time.monotonic_ns())  # a process may have several sessions
         self._lanes: dict[int, Lane] = {}
         self._pushes: deque[Handle[None]] = deque()
@@ -164,11 +165,12 @@ class Tensors:
             _require_same("push", known, values)
             data = as_bytes(values)
         self._raise_failed()
-        with self._lock:
+        with self._beginning:
             number = next(self._numbers)
             begin = partial(self._push_slices, known, number, rule, data)
             handle = Handle(name, self._begin(known, begin), _nothing)
-            self._pushes.append(handle)
+            with self._lock:
+                self._pushes.append(handle)
         return handle
 
     def pull(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -195,7 +197,7 @@ class Tensors:
             _require_same("pull", known, out)
         self._raise_failed()
         values = torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="cpu")
-        with self._lock:
+        with self._beginning:
             parts = self._begin(known, partial(self._pull_slices, known, as_bytes(values)))
 
         def result() -> torch.Tensor:
@@ -212,7 +214,7 @@ class Tensors:
         request = pb.FreeTensorRequest(caller=self._caller(), name=name, birth=known.birth)
         home = [known.home]
         for shards in ([shard for shard in known.by_shard() if shard not in home], home):
-            with self._lock:
+            with self._beginning:
                 parts = [self._begin_on(shard, partial(self._ask_done, shard, request)) for shard in shards]
             Handle(name, parts, _nothing).wait()
         with self._lock:
@@ -432,16 +434,18 @@ class Tensors:
         return known
 
     def _begin(self, known: _Known, work: Callable[[int, Sequence[Slice]], None]) -> list[Future[None]]:
-        """Have the threads of all shards with slices work on these. The lock is held."""
+        """Have the threads of all shards with slices work on these. Blocks; `_beginning` is held."""
         return [
             self._begin_on(shard, partial(work, shard, slices)) for shard, slices in known.by_shard().items()
         ]
 
     def _begin_on(self, shard: int, work: Callable[[], None]) -> Future[None]:
-        """The lock is held, so that all shards get what is begun in the same order."""
-        if shard not in self._lanes:
-            self._lanes[shard] = Lane(shard)
-        return self._lanes[shard].add(work)
+        """As `_begin`, for one shard. `close` ends the waiting."""
+        with self._lock:
+            if self._closed:
+                raise UsageError(CLOSED)
+            lane = self._lanes.get(shard) or self._lanes.setdefault(shard, Lane(shard))
+        return lane.add(work)
 
     def _raise_failed(self) -> None:
         """Raise what a push has raised that nobody has waited for: it would pass unnoticed."""

@@ -384,6 +384,30 @@ def test_a_configuration_that_was_repeated_while_it_was_carried_out_changes_noth
     assert node.shard is trained
 
 
+def test_an_order_that_was_overtaken_while_it_was_carried_out_is_not_the_last_one(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A standby would carry out an older round for its shard than the one that it was told of last."""
+    configure(node, term=1)
+    advance, began, go_on = Shard.advance, threading.Event(), threading.Event()
+
+    def slowly(shard: Shard, *arguments: Any) -> None:
+        advance(shard, *arguments)
+        if not began.is_set():
+            began.set()
+            assert go_on.wait(10)
+
+    monkeypatch.setattr(Shard, "advance", slowly)
+    older, newer = (Advance(0, 0, {}, term=1, next=Advance(1, attempt, {}, term=1)) for attempt in (0, 1))
+    first = threading.Thread(target=node.advance, args=(older, OrderId("leader", 1)))
+    first.start()
+    assert began.wait(10)
+    node.advance(newer, OrderId("leader", 2))
+    go_on.set()
+    first.join(10)
+    assert node._orders == [newer.next]
+
+
 def test_a_shard_that_is_to_end_waits_until_shard_0_has_no_more_to_order(node: Node) -> None:
     """All are asked to end at once, and shard 0 needs the others' parts of the last checkpoint."""
     second = timedelta(seconds=1)

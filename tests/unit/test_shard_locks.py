@@ -97,6 +97,34 @@ def test_a_bucket_is_handed_out_while_the_next_one_is_stepped(
     committed.result(10)
 
 
+def test_a_draft_holds_up_nobody_but_those_of_its_bucket(threads: ThreadPoolExecutor, hold: Hold) -> None:
+    """The optimizer's step of a large bucket takes long, and every push looks at the round."""
+    rig = two_buckets()
+    first, second = (bucket.index for bucket in rig.layout.pull_order)
+    for worker in (0, 1):
+        rig.push(worker, ones(400), bucket=first)
+    held = hold("apply", first)
+    items = rig.shard.pull_ahead(
+        [first, second],
+        1,
+        term=TERM,
+        attempt=0,
+        contributor=(0, 10),
+        held=0,
+        drafts={},
+        groups=rig.settings.groups,
+    )
+    draft = threads.submit(next, items)
+    assert held.there.wait(10)
+    pushes = [threads.submit(rig.push, worker, ones(400), bucket=second) for worker in (0, 1)]
+    assert [push.result(10) for push in pushes] == [True, True]
+    committed = threads.submit(rig.commit, 0, 1, samples=2)
+    held.let_go()
+    assert pulled(draft.result(10)) == [4.0]
+    committed.result(10)
+    assert torch.equal(rig.values(first), ones(400, 4.0))
+
+
 def test_two_buckets_are_added_to_at_the_same_time(threads: ThreadPoolExecutor, hold: Hold) -> None:
     rig = two_buckets()
     held = hold("add", 0)
