@@ -65,7 +65,11 @@ class AccumulateRounds(AskedRounds):
     @property
     def _full(self) -> bool:
         """Whether as many steps as are wanted are done or being pushed."""
-        return len(self.begun) + len(self.earlier) >= self.wanted
+        return self._is_full()
+
+    def _is_full(self, *, kept: int = 0) -> bool:
+        """See `_full`; `kept`: so many more places are kept for others."""
+        return len(self.begun) + len(self.earlier) + kept >= self.wanted
 
     @property
     def under_way(self) -> int:
@@ -75,7 +79,8 @@ class AccumulateRounds(AskedRounds):
     def begin(self, worker: int, *, version: int) -> Entry:
         """LATE if the round has enough other steps, or this one was computed on a version that is over."""
         fresh = self.takes_part(worker) and version == self.version
-        if fresh and (worker in self.begun or not (self._full or self.decided)):
+        kept = len(self._reserved - self.behind - {worker})
+        if fresh and (worker in self.begun or not (self._is_full(kept=kept) or self.decided)):
             self.begun.add(worker)
             return Entry.IN
         return self._turn_away(worker)

@@ -44,7 +44,8 @@ class BackupRounds(AskedRounds):
     def begin(self, worker: int, *, version: int) -> Entry:
         """LATE if the round has enough others, or the step was computed on a version that is over."""
         if self.takes_part(worker) and version == self.version:
-            self.shut |= worker not in self.begun and len(self.begun) >= self.wanted
+            others = self.begun | self._reserved - {worker}
+            self.shut |= worker not in self.begun and len(others) >= self.wanted
             if worker in self.begun or not (self.shut or self.decided):
                 self.begun.add(worker)
                 return Entry.IN
@@ -58,7 +59,7 @@ class BackupRounds(AskedRounds):
 
     @property
     def _complete(self) -> bool:
-        enough = self.shut or len(self.done) >= self.wanted
+        enough = (self.shut or len(self.done) >= self.wanted) and not self._reserved
         return (enough and self.begun <= self.done.keys()) or super()._complete
 
     def end_commit(self) -> None:

@@ -381,10 +381,12 @@ class AskedRounds(SyncRounds):
     Attributes:
         begun: the workers that were let in to the open round. It waits for them, and only they push.
         late: the workers that were turned away and have not been admitted since.
+        owed: workers with records whose steps were turned away too often: each has a place in the round.
     """
 
     begun: set[int] = field(default_factory=set)
     late: set[int] = field(default_factory=set)
+    owed: set[int] = field(default_factory=set)
 
     def admit(self, worker: int, *, at_once: bool = False) -> None:
         self.late.discard(worker)
@@ -401,6 +403,11 @@ class AskedRounds(SyncRounds):
     def lose(self, worker: int) -> list[Contribution]:
         self.late.discard(worker)
         return super().lose(worker)
+
+    @property
+    def _reserved(self) -> set[int]:
+        """The workers that have a place in the round, and have not begun."""
+        return {worker for worker in self.owed - self.begun if self.takes_part(worker)}
 
     def _turn_away(self, worker: int) -> Entry:
         """`worker` has come too late with its step; it takes no part until it is admitted again."""

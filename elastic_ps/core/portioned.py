@@ -25,8 +25,8 @@ class PortionedRounds(AccumulateRounds):
         """
         return bool(self.contributions) and not self.committing and (self.decided or last)
 
-    @property
-    def _full(self) -> bool:
+    def _is_full(self, *, kept: int = 0) -> bool:
+        del kept
         return False
 
     @property

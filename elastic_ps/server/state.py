@@ -5,6 +5,7 @@ Plain state and what changes it, without threads, clocks or I/O; `coordinator` g
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -14,7 +15,7 @@ from typing import Any
 from elastic_ps import scales
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
-from elastic_ps.core.consistency import After, Contribution, Entry, SyncRounds
+from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry, SyncRounds
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, LedgerError, Range
 from elastic_ps.core.membership import Membership, Stay, eldest
@@ -37,6 +38,10 @@ INCARNATIONS_PER_TERM = 1 << 32
 
 GRACE = 0.25
 """With `grace: auto`, the share of a worker's mean time between two exchanges that a round waits for more."""
+
+
+PATIENCE = 2
+"""A step on the same records may come too late so often. The next one has a place in its round."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class JobState:
         staleness: of all steps that are in the model.
         recent: of those that are in it since this was emptied last; see `changes`.
         batch: how many records a worker has in a batch, as the last one to ask has said; 0 before.
+        turned_away: where records begin whose steps came too late, by epoch and position, and how often.
         starved: workers that have asked for records when there were none to hand out.
         tuning: what a checkpoint of the present version says of how the next ones are made; None for nothing.
         opened_with: the settings of the version, while the open round is decided, and `settings` are those of
@@ -126,6 +132,7 @@ class JobState:
     last_round: dict[str, Any] = field(default_factory=dict)
     early: set[int] = field(default_factory=set)
     batch: int = 0
+    turned_away: Counter[tuple[int, int]] = field(default_factory=Counter)
     starved: set[int] = field(default_factory=set)
     waiting: Waiting = field(default_factory=Waiting)
     lagging: Waiting = field(default_factory=Waiting)
@@ -237,11 +244,24 @@ class JobState:
             raise Refused(RefusalCode.STALE_CALL, text)
         stay.last_begun = step
         took_part = self.rounds.takes_part(stay.worker)
+        if isinstance(self.rounds, AskedRounds):
+            self.rounds.owed = self._owed
         entry = self.rounds.begin(stay.worker, version=version)
         if entry is Entry.LATE:
+            if took_part and self.ledger is not None and (held := self.to_compute_on(stay.incarnation)):
+                self.turned_away[held[0].epoch, held[0].start] += 1
             stay.late += took_part
             self.give_back(stay.incarnation)
         return entry
+
+    @property
+    def _owed(self) -> set[int]:
+        """The workers that hold records whose steps were turned away `PATIENCE` times: now they count."""
+        overdue = [place for place, times in self.turned_away.items() if times >= PATIENCE]
+        if not overdue or self.ledger is None:
+            return set()
+        held = {worker: self.to_compute_on(stay.incarnation) for worker, stay in self.members.live.items()}
+        return {worker for worker, ranges in held.items() if any(_is_in(place, ranges) for place in overdue)}
 
     def after_step(self, stay: Stay, *, attempt: int, step: int, now: float) -> After | None:
         """What a worker does that has pushed a step, in mode `accumulate`; None: it waits.
@@ -626,6 +646,8 @@ class JobState:
             if self.ledger is not None:
                 self.ledger.apply(c.incarnation, c.records)
                 self.ledger.skip(c.incarnation, c.skipped)
+            for place in [place for place in self.turned_away if _is_in(place, c.ranges)]:
+                del self.turned_away[place]
             stay = self.members.stay(c.worker, c.incarnation)
             stay.steps, stay.last_step = stay.steps + (not c.assigns), c.step
             stay.staleness = staleness[c.worker]
@@ -660,6 +682,12 @@ class JobState:
             self.loss.add(self.version, loss)
         keep(self.metrics, reported)
         self.rate.add(self.ledger.applied if self.ledger else 0, now)
+
+
+def _is_in(place: tuple[int, int], ranges: Iterable[Range]) -> bool:
+    """Whether the record of this epoch and position is one of `ranges`."""
+    epoch, position = place
+    return any(each.epoch == epoch and each.start <= position < each.stop for each in ranges)
 
 
 def _made_of(contributions: Sequence[Contribution]) -> Made:

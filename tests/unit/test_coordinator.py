@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.ledger import Range
+from elastic_ps.core.membership import Stay
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.server import coordinator as coordinator_module
@@ -214,6 +216,52 @@ def test_a_late_copy_of_a_call_does_not_take_a_worker_out_of_the_round(coordinat
         assert refused.value.code is RefusalCode.STALE_CALL
     assert coordinator.job.state.rounds.takes_part(0)
     assert finish(coordinator, stay, taken), "it holds its records"
+
+
+def is_late(coordinator: Coordinator, stay: Stay, *, version: int, step: int) -> bool:
+    """Whether a worker comes too late with a step."""
+    try:
+        assert coordinator.begin(stay.worker, stay.incarnation, version=version, step=step) is not None
+    except Refused as refusal:
+        if refusal.code is not RefusalCode.LATE:
+            raise
+        return True
+    return False
+
+
+def holds(taken: Taken, record: Range) -> bool:
+    return any(r.epoch == record.epoch and r.start <= record.start < r.stop for r in taken.ranges)
+
+
+@pytest.mark.parametrize(
+    "consistency",
+    [{"backupWorkers": 1}, {"mode": "accumulate", "gradients": 1}],
+    ids=["backup", "accumulate"],
+)
+def test_records_that_came_too_late_twice_have_a_place_in_their_round(consistency: dict[str, Any]) -> None:
+    """They would be handed out and dropped again for as long as others are faster."""
+    with running([Notes()], consistency=consistency, data={"shardRecords": 10}) as coordinator:
+        stays = [start(coordinator, worker) for worker in (0, 1)]
+        steps, calls = [0, 0], [1, 1]
+        hands = [take(coordinator, stay, call=1) for stay in stays]
+        dropped = hands[1].ranges[0]
+        for slow in (1, 0):
+            fast = 1 - slow
+            assert holds(hands[slow], dropped)
+            version = coordinator.job.state.version
+            assert not is_late(coordinator, stays[fast], version=version, step=steps[fast])
+            assert is_late(coordinator, stays[slow], version=version, step=steps[slow])
+            assert finish(coordinator, stays[fast], hands[fast], step=steps[fast])
+            for worker in (slow, fast):
+                steps[worker] += 1
+                calls[worker] += 1
+                hands[worker] = take(coordinator, stays[worker], call=calls[worker])
+        assert holds(hands[1], dropped)
+        version = coordinator.job.state.version
+        assert is_late(coordinator, stays[0], version=version, step=steps[0]), "the place is the other one's"
+        assert not is_late(coordinator, stays[1], version=version, step=steps[1])
+        assert finish(coordinator, stays[1], hands[1], step=steps[1])
+        assert (dropped.epoch, dropped.start) not in coordinator.job.state.turned_away
 
 
 def test_a_script_that_skips_a_step_which_was_late_leaves_its_records_to_others() -> None:
