@@ -333,8 +333,14 @@ class Service:
         yield _frame(end)
 
     def _end_pull(self, reply: pb.PullReply, request: pb.PullRequest, caller: pb.Caller) -> None:
-        """What shard 0 says of the job with the last answer to a pull."""
+        """What shard 0 says of the job with the last answer to a pull.
+
+        Raises:
+            Refused: the caller was declared gone while it waited, so its step may not be in the version.
+        """
         if self._coordinator is not None:
+            if request.contributor:
+                self._require_member(caller)
             job, worker = self._coordinator.job, caller.worker
             reply.settings, reply.stopped, reply.steps = job.said_to(worker)
             if not request.HasField("held"):  # else its step is in the version

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
-from elastic_ps.errors import Refused
+from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server import coordinator as coordinator_module
+from elastic_ps.server.shard import Shard
 from elastic_ps.transport import messages_pb2 as pb
 from tests.testing.polling import eventually
 from tests.testing.service import Worker, environment, serving
@@ -38,6 +41,37 @@ def test_with_backup_workers_a_step_that_begins_too_late_is_refused() -> None:
         members = {member.worker: member for member in server.status().members}
         assert (members[0].late, members[1].late) == (0, 1)
         assert server.status().progress.records_applied == 10
+
+
+def test_who_was_declared_gone_while_it_waited_is_not_told_that_its_step_was_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would go on, and count a step whose records have gone to others."""
+    original, waits = Shard.pull, threading.Event()
+
+    def pull(shard: Shard, *arguments: Any, **named: Any) -> Any:
+        waits.set()
+        return original(shard, *arguments, **named)
+
+    monkeypatch.setattr(Shard, "pull", pull)
+    given = environment(consistency={"mode": "bounded", "maxStaleness": 2}, worker={"replicas": 2})
+    with serving(given) as (listener, server), ThreadPoolExecutor(1) as threads:
+        lost, other = workers = [Worker(listener, index) for index in range(2)]
+        for worker in workers:
+            worker.start()
+        taken = [worker.take() for worker in workers]
+        for worker in workers:
+            worker.answer(pb.BeginReply, pb.BeginRequest(caller=worker.caller(), version=0, step=0))
+        lost.push(0, 0, finish=lost.finishing(0, taken[0]))
+        pulled = threads.submit(lost.pull, 1, contributor=True)
+        assert waits.wait(60)
+        lost.ask(pb.GoneRequest(job="job", worker=0, instance=lost.instance))
+        assert not server.status().members[0].present
+        attempt = server.lead.coordinator.job.state.rounds.attempt if server.lead is not None else 0
+        other.push(0, 0, attempt=attempt, finish=other.finishing(0, taken[1], attempt=attempt))
+        with pytest.raises(Refused) as refused:
+            pulled.result(60)
+        assert refused.value.code is RefusalCode.STALE_INCARNATION
 
 
 def test_who_has_pulled_a_newer_version_holds_nobody_up() -> None:
