@@ -91,7 +91,8 @@ class Entrance:
             ConnectionLost: no parameter server answers; or see `_adopt`.
         """
         local = self.spec.consistency.mode == "local"
-        if not (self.spec.all_reduce or (local and not self.spec.consistency.overlap)):
+        at_once = not (self.spec.consistency.overlap or self.spec.consistency.fragments)
+        if not (self.spec.all_reduce or (local and at_once)):
             described.require_apart(model)
         if self.spec.all_reduce:
             self._store = Store(self._host)

@@ -141,7 +141,9 @@ class Described:
         For parameter servers, which step each parameter by itself.
         """
         rules = {id(tensor): spec.rule for spec, tensor in zip(self.specs, self.tensors, strict=True)}
-        named = [*model.named_parameters(), *model.named_buffers()]
+        every = (*model.named_parameters(), *model.named_buffers())
+        # On a device values are copied into the memory that is there: what is not the job's goes along.
+        named = [(name, t) for name, t in every if id(t) in rules or t.device.type == "cpu"]
         for pair in overlaps([tensor for _, tensor in named]):
             (first, one), (second, other) = (named[index] for index in pair)
             if Rule.GRADIENT in (rules.get(id(one)), rules.get(id(other))):
