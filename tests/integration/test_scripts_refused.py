@@ -156,7 +156,7 @@ class AcceleratedOptimizer(torch.optim.SGD):
         (frozen, sgd, "no trainable parameter"),
         (empty, sgd, "no trainable parameter"),
         (make_mlp, lambda m: torch.optim.SGD(make_mlp().parameters(), lr=0.1), "not parameters of the model"),
-        (lambda: torch.nn.LazyLinear(3), sgd, "lazy parameter"),
+        (lambda: torch.nn.LazyLinear(3), sgd, "weight is lazy .* once on a batch"),
         (lambda: torch.nn.Linear(3, 3, device="meta"), sgd, "meta device"),
         (make_mlp, lambda m: AcceleratedOptimizer(m.parameters(), lr=0.1), "before accelerator.prepare"),
     ],
