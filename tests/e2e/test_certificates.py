@@ -13,7 +13,7 @@ from tests.testing.operator_process import TRAINING_IMAGE, Jobs, OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("definition", "training_images")
 
-MINUTES = timedelta(minutes=3)
+MINUTES = timedelta(minutes=10)
 LIFETIME = timedelta(seconds=60)
 STRANGER = """
 import socket, ssl, sys

@@ -47,12 +47,12 @@ def test_a_job_is_changed_while_it_trains(jobs: Jobs, operator: OperatorProcess,
         wait_for(
             lambda: jobs.job("changing")["status"]["parameterServer"].get(what) == words,
             what=f"{what} is {words}",
-            timeout=timedelta(minutes=2),
+            timeout=timedelta(minutes=10),
             explain=lambda: str(jobs.job("changing")["status"]),
         )
 
     jobs.cluster.apply(HISTORIES, CONFIG, job, namespace=jobs.namespace)
-    jobs.wait_status("changing", phase="Running", workers="2/2", timeout=timedelta(minutes=3))
+    jobs.wait_status("changing", phase="Running", workers="2/2", timeout=timedelta(minutes=10))
     jobs.wait_version("changing", 10)
     before = jobs.identities("changing")
     change({"mode": "bounded", "maxStaleness": 8}, "mode: bounded, maxStaleness: 8")
@@ -61,7 +61,7 @@ def test_a_job_is_changed_while_it_trains(jobs: Jobs, operator: OperatorProcess,
     assert jobs.identities("changing") == before, "no pod was made again"
     assert not jobs.progress("changing")["finished"], "the job ended too soon; give it more epochs"
     hurry(jobs)
-    jobs.wait_status("changing", phase="Succeeded", timeout=timedelta(minutes=4))
+    jobs.wait_status("changing", phase="Succeeded", timeout=timedelta(minutes=10))
     status = jobs.job("changing")["status"]
     assert (status["parameterServer"]["term"], status["worker"]["failures"]) == (4, 0)
     found = histories(jobs, tmp_path)

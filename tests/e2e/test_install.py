@@ -102,16 +102,16 @@ def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
         "best": {"metric": "prec@1", "mode": "max"},
     }
     jobs.cluster.apply(job, namespace=jobs.namespace)
-    jobs.wait_status("digits", phase="Running", workers="2/2", timeout=timedelta(minutes=3))
+    jobs.wait_status("digits", phase="Running", workers="2/2", timeout=timedelta(minutes=10))
     jobs.wait_version("digits", 0)
     wait_for(
         lambda: "digits-evaluator-0" in jobs.identities("digits"),
         what="the evaluator's pod",
-        timeout=timedelta(minutes=2),
+        timeout=timedelta(minutes=10),
     )
     before = jobs.identities("digits")
     jobs.kubectl("scale", "tj/digits", "--replicas=4")
-    jobs.wait_status("digits", workers="4/4", timeout=timedelta(minutes=2))
+    jobs.wait_status("digits", workers="4/4", timeout=timedelta(minutes=10))
     assert before.items() <= jobs.identities("digits").items()
     version = jobs.progress("digits")["version"]
     jobs.wait_version("digits", version + 50)
@@ -120,7 +120,7 @@ def test_digits_from_install_to_accuracy(installed: None, jobs: Jobs) -> None:
     wait_for(
         lambda: set(jobs.identities("digits")) == {"digits-ps-0", "digits-worker-0", "digits-evaluator-0"},
         what="three workers leave",
-        timeout=timedelta(minutes=2),
+        timeout=timedelta(minutes=10),
     )
     stayed = jobs.identities("digits")
     assert stayed == {name: before[name] for name in stayed}
@@ -185,13 +185,13 @@ def test_flags_become_a_job_that_trains(installed: None, jobs: Jobs, tmp_path: P
 
 def test_suspended_training_goes_on_from_its_checkpoint(installed: None, jobs: Jobs) -> None:
     jobs.cluster.apply(digits(epochs=200), namespace=jobs.namespace)
-    jobs.wait_status("digits", phase="Running", timeout=timedelta(minutes=3))
+    jobs.wait_status("digits", phase="Running", timeout=timedelta(minutes=10))
     jobs.wait_version("digits", 100)
     jobs.patch("digits", {"runPolicy": {"suspend": True}})
-    jobs.wait_status("digits", phase="Suspended", timeout=timedelta(minutes=3))
+    jobs.wait_status("digits", phase="Suspended", timeout=timedelta(minutes=10))
     version = jobs.progress("digits")["version"]
     jobs.patch("digits", {"runPolicy": {"suspend": False}})
-    jobs.wait_status("digits", phase="Running", timeout=timedelta(minutes=3))
+    jobs.wait_status("digits", phase="Running", timeout=timedelta(minutes=10))
     jobs.wait_version("digits", version)
     assert jobs.job("digits")["status"]["parameterServer"]["term"] == 2
 
@@ -236,7 +236,7 @@ def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: J
     wait_for(
         lambda: not cluster.get("-n", jobs.namespace, "tj")["items"],
         what="the job fails and is deleted",
-        timeout=timedelta(minutes=2),
+        timeout=timedelta(minutes=10),
     )
     metrics = cluster.kubectl(
         "get", "--raw", f"/api/v1/namespaces/{SYSTEM}/services/elastic-ps:http/proxy/metrics"
@@ -267,7 +267,7 @@ def make(target: str, cluster: GivenCluster) -> None:
         [sys.executable, "tools/install_chart.py", target],
         env={"KUBECONFIG": str(cluster.kubeconfig), "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
-        timeout=timedelta(minutes=4),
+        timeout=timedelta(minutes=10),
     )
 
 

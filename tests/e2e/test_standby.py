@@ -38,7 +38,7 @@ def wait_unsaved(jobs: Jobs, rounds: int) -> None:
     wait_for(
         reached,
         what=f"the standby follows, {rounds} versions beyond the checkpoint",
-        timeout=timedelta(minutes=3),
+        timeout=timedelta(minutes=10),
         explain=lambda: str(jobs.job("digits").get("status")),
     )
 
@@ -50,7 +50,7 @@ def test_no_round_is_lost_with_the_parameter_server(
     job["spec"]["parameterServer"]["durability"] = "standby"
     job["spec"]["parameterServer"]["checkpoint"]["interval"] = "1h"
     jobs.cluster.apply(job, namespace=jobs.namespace)
-    jobs.wait_status("digits", phase="Running", workers="2/2", timeout=timedelta(minutes=3))
+    jobs.wait_status("digits", phase="Running", workers="2/2", timeout=timedelta(minutes=10))
     wait_unsaved(jobs, 30)
     before = jobs.identities("digits")
     assert before.keys() == {"digits-ps-0", "digits-standby-0", "digits-worker-0", "digits-worker-1"}
@@ -70,7 +70,7 @@ def test_no_round_is_lost_with_the_parameter_server(
     wait_for(
         lambda: gone_on() is not None,
         what="another parameter server goes on",
-        timeout=timedelta(minutes=3),
+        timeout=timedelta(minutes=10),
         explain=lambda: jobs.kubectl("logs", "digits-ps-0", check=False).stdout,
     )
     found = gone_on()

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.usefixtures("definition", "training_images"), pytest.m
 OLDER = Path(__file__).parent / "older.yaml"
 """The job as its operator has left it."""
 
-MINUTES = timedelta(minutes=4)
+MINUTES = timedelta(minutes=10)
 
 
 @pytest.fixture

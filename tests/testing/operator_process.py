@@ -25,6 +25,7 @@ from elastic_operator.merging import merge
 from elastic_operator.metrics import Metrics
 from elastic_operator.settings import Settings
 from tests.e2e.cluster import GivenCluster, wait_for
+from tests.e2e.cluster.base import KUBECTL_TIMEOUT
 
 ROOT = Path(__file__).parents[2]
 SLEEP = ["python3", "-c", "import signal, time; signal.signal(15, lambda *_: exit(0)); time.sleep(9999)"]
@@ -145,7 +146,8 @@ class Jobs:
 
     def __init__(self, cluster: GivenCluster, namespace: str, image: str) -> None:
         self.cluster, self.namespace, self.image = cluster, namespace, image
-        self._api = Api(Settings(kubeconfig=cluster.kubeconfig), Metrics())
+        settings = Settings(kubeconfig=cluster.kubeconfig, request_timeout=KUBECTL_TIMEOUT)
+        self._api = Api(settings, Metrics())
 
     def kubectl(
         self, *arguments: str, check: bool = True, stdin: str | None = None
@@ -225,7 +227,7 @@ class Jobs:
         wait_for(
             lambda: self.progress(name).get("version", 0) > beyond,
             what=f"the version of {name} rises above {beyond}",
-            timeout=timedelta(minutes=2),
+            timeout=timedelta(minutes=10),
             explain=lambda: str(self.job(name).get("status")),
         )
 
