@@ -71,7 +71,10 @@ def train_with_parameter_server() -> None:
     optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
     stamp(BOTH[0])
     records = BATCH * STEPS * session.spec.worker.replicas
-    data = torch.utils.data.TensorDataset(torch.randn(records, WIDTH), torch.zeros(records, 1))
+    same = torch.Generator().manual_seed(0)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(records, WIDTH, generator=same), torch.zeros(records, 1)
+    )
     for number, (x, y) in enumerate(session.loader(data, BATCH)):
         step(model, optimizer, x, y)
         if number == 0:

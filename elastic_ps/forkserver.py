@@ -166,6 +166,7 @@ def _become(order: Mapping[str, Any]) -> None:
     if threads.isdecimal() and int(threads):  # else OpenMP does not heed it either
         torch.set_num_threads(int(threads))  # OpenMP has read its variable long ago
     np.random.seed()  # Python's own `random` does so by itself
+    torch.seed()
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(order["name"])
 

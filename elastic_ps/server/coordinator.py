@@ -285,6 +285,7 @@ class Coordinator:
         abandoned: bool = False,
         skipped: Sequence[Range] = (),
         early: bool = False,
+        data: str = "",
     ) -> Taken:
         """Hand out records. With `wait` the worker has none, and no round waits for it until it gets some.
 
@@ -293,6 +294,7 @@ class Coordinator:
             abandoned: see `JobState.stop_computing`.
             skipped: with `wait`, records that nobody is to train; the worker must hold them.
             early: with `wait`, the worker's script is not in the last epoch; see `JobState.early`.
+            data: what identifies the worker's records; see `JobState.fingerprint`.
 
         Raises:
             Refused: STALE_INCARNATION; INVALID: the data set is not the one of the other workers.
@@ -302,7 +304,7 @@ class Coordinator:
             new = state.calls.begin(incarnation, call)
             if (known := state.calls.answer(incarnation)) is not None:
                 return known
-            self._open_ledger(records, epochs, batch)
+            self._open_ledger(records, epochs, batch, data)
             if not wait:
                 taken = Taken(state.take(worker, incarnation, batch), finished=state.finished)
                 return state.calls.answered(incarnation, taken)
@@ -387,11 +389,11 @@ class Coordinator:
             self.job.told()
         return held
 
-    def _open_ledger(self, records: int, epochs: int, batch: int) -> None:
+    def _open_ledger(self, records: int, epochs: int, batch: int, data: str) -> None:
         state, spec = self.job.state, self.job.spec
         lanes = spec.worker.replicas if spec.consistency.fixed_workers else 0
         state.open_ledger(records, epochs, lanes=lanes)
-        if wrong := state.match_ledger(records, epochs, batch):
+        if wrong := state.match_ledger(records, epochs, batch, data):
             raise Refused(RefusalCode.INVALID, wrong)
 
     def release(

@@ -47,6 +47,7 @@ def to_checkpoint(state: JobState) -> dict[str, Any]:
         "optimizer": state.model.optimizer,
         "settings": state.settings_of_version.to_json(),
         "ledger": state.ledger.state() if state.ledger else None,
+        "fingerprint": state.fingerprint,
         "order": state.data.model_dump(include={"shuffle", "seed"}),
         "members": [asdict(stay) for stay in state.members.stays()],
         "metrics": dict(state.metrics),
@@ -96,6 +97,7 @@ def from_checkpoint(
     state.rounds.version = version
     if saved["ledger"] is not None:
         state.ledger = _restored(saved["ledger"], data, consistency.global_batch_size)
+    state.fingerprint = saved.get("fingerprint", "")
     in_order = change or (state.ledger is not None and state.ledger.finished)
     for stay in (Stay(**stay) for stay in saved["members"]):
         if not stay.outcome:

@@ -513,6 +513,7 @@ class Service:
             abandoned=request.abandoned,
             skipped=ranges_from_message(request.skipped),
             early=request.early,
+            data=request.data,
         )
         yield _frame(
             pb.TakeReply(

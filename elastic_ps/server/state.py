@@ -16,6 +16,7 @@ from elastic_ps import scales
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
 from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry, SyncRounds
+from elastic_ps.core.fingerprint import differing, other_records
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, LedgerError, Range
 from elastic_ps.core.membership import Membership, Stay, eldest
@@ -83,6 +84,7 @@ class JobState:
         arrived: all of them are there, so that it does not matter any more what becomes of that worker.
         resumed: the job continues from a checkpoint, and nobody has taken records since.
         ledger: None before a worker has named its data set.
+        fingerprint: what identifies the records, as the first worker has said that has something which does.
         stopped: why a script has ended the training; "" if none has. No more records are handed out then, and
             training is over when nobody takes part in the open round.
         bucket_bytes: the size of buckets that was chosen for this job; 0 for none.
@@ -112,6 +114,7 @@ class JobState:
     members: Membership = field(init=False)
     rounds: SyncRounds = field(init=False)
     ledger: Ledger | Lanes | None = None
+    fingerprint: str = ""
     model: Model | None = None
     initialised: bool = False
     initialiser: int | None = None
@@ -333,7 +336,7 @@ class JobState:
         else:
             self.ledger = Ledger(records, epochs, shard_records)
 
-    def match_ledger(self, records: int, epochs: int, batch: int) -> str:
+    def match_ledger(self, records: int, epochs: int, batch: int, data: str = "") -> str:
         """Compare a worker's data set with the job's; what is wrong with it in words, "" if nothing.
 
         A job that continues from a checkpoint may train more epochs than it was to train when the checkpoint
@@ -345,6 +348,8 @@ class JobState:
             self.stopped = ""
             self.ledger.extend(epochs)
         if (self.ledger.records, self.ledger.epochs) == (records, epochs):
+            if wrong := self._match_records(data):
+                return wrong
             self.resumed = False
             return self._match_version(batch)
         advice = ""
@@ -360,6 +365,18 @@ class JobState:
             f"this worker's data set has {records} records for {epochs} epochs; the job trains "
             f"{self.ledger.records} records for {self.ledger.epochs} epochs{advice}"
         )
+
+    def _match_records(self, data: str) -> str:
+        """Compare what identifies a worker's records with what the job has."""
+        try:
+            names = differing(self.fingerprint, data)
+        except ValueError as error:
+            return str(error)
+        self.fingerprint = self.fingerprint or data
+        if not names:
+            return ""
+        whose = "those of the checkpoint that the job continues from" if self.resumed else "the job's"
+        return f"this worker's records are not {whose}: {other_records(names)}"
 
     def _match_version(self, batch: int) -> str:
         """With a number of steps or records for each version: whether a job that begins has so many."""

@@ -201,7 +201,7 @@ class Done(_message.Message):
     def __init__(self, duplicate: bool = ...) -> None: ...
 
 class TakeRequest(_message.Message):
-    __slots__ = ("caller", "records", "epochs", "batch", "wait", "abandoned", "skipped", "early")
+    __slots__ = ("caller", "records", "epochs", "batch", "wait", "abandoned", "skipped", "early", "data")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,7 @@ class TakeRequest(_message.Message):
     ABANDONED_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
     EARLY_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     records: int
     epochs: int
@@ -218,7 +219,8 @@ class TakeRequest(_message.Message):
     abandoned: bool
     skipped: _containers.RepeatedCompositeFieldContainer[Range]
     early: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: bool = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., early: bool = ...) -> None: ...
+    data: str
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: bool = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., early: bool = ..., data: _Optional[str] = ...) -> None: ...
 
 class TakeReply(_message.Message):
     __slots__ = ("ranges", "version", "finished", "chief", "pending", "stopped")

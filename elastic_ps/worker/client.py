@@ -348,6 +348,7 @@ class Client:
         abandoned: bool = False,
         skipped: Sequence[Range] = (),
         early: bool = False,
+        data: str = "",
     ) -> Granted:
         """Ask for records; with `wait` it blocks for some seconds at most, then the answer is `pending`.
 
@@ -355,6 +356,7 @@ class Client:
             abandoned: a step has begun and will not be finished.
             skipped: with `wait`, records in hand that are not to be trained.
             early: with `wait`, the script is in an epoch before the last one, or before all of them.
+            data: the data set's fingerprint; "" if the parameter server has it from this stay.
 
         Raises:
             InvalidModel: the data set is not the one that the job trains.
@@ -369,6 +371,7 @@ class Client:
             abandoned=abandoned,
             skipped=ranges_to_message(skipped),
             early=early,
+            data=data,
         )
         try:
             reply = self._ask(0, "Take", request, pb.TakeReply)

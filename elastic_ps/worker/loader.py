@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.engine import Engine
+from elastic_ps.worker.fingerprint import fingerprint
 from elastic_ps.worker.source import read_source
 from elastic_ps.worker.stream import Numbered, Place
 from elastic_ps.worker.supply import NO_EPOCH, Supply
@@ -115,6 +116,7 @@ class ElasticLoader:
             batch_size=source.batch_size,
             shuffle=source.shuffle,
             drop_last=source.drop_last,
+            data=fingerprint(source.dataset, source.records),
         )
         self._sampler = _Sampler(self._supply, placed=placed)
         self._fetching: DataLoader[Any] | None = None

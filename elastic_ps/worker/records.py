@@ -6,11 +6,13 @@ or gives back those that it has.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from elastic_ps.core.fingerprint import differing, other_records
 from elastic_ps.core.ledger import Range
-from elastic_ps.errors import Refused, UsageError
+from elastic_ps.errors import InvalidModel, Refused, UsageError
 from elastic_ps.worker.batches import Batches
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Granted
@@ -62,6 +64,32 @@ class Driven(Protocol):
         """Take the settings over that are in force."""
 
 
+class _Mine(NamedTuple):
+    """A process's data set."""
+
+    records: int
+    epochs: int
+    batch: int
+    data: str
+
+
+def _check_same(processes: Sequence[_Mine]) -> None:
+    """Raise InvalidModel if the processes of a worker do not have the same data set."""
+    first = processes[0]
+    for rank, other in enumerate(processes):
+        if first[:3] != other[:3]:
+            raise InvalidModel(
+                f"process {rank} of this worker has a loader of {other.records} records for {other.epochs} "
+                f"epochs in batches of {other.batch}; process 0 has {first.records} for {first.epochs} in "
+                f"batches of {first.batch}"
+            )
+        if names := differing(first.data, other.data):
+            raise InvalidModel(
+                f"the records of process {rank} of this worker are not those of process 0: "
+                f"{other_records(names)}"
+            )
+
+
 class Records:
     """Asks for records, and gives back those that are not trained. Belongs to the training thread.
 
@@ -86,12 +114,19 @@ class Records:
         self._worker, self._client, self._world = worker, client, world
         self._batches, self._stopped = batches, stopped
         self._chief_of: dict[int, bool] = {}
+        self._said: tuple[int, str] | None = None  # of the data, and in which generation
 
-    def take(self, *, records: int, epochs: int, batch: int, wait: bool, early: bool) -> tuple[Range, ...]:
+    def take(
+        self, *, records: int, epochs: int, batch: int, data: str, wait: bool, early: bool
+    ) -> tuple[Range, ...]:
         """Get records; with `wait`, () means that all of them are in the model.
 
         Args:
+            data: what identifies them; see `core.fingerprint`.
             early: see `Client.take`.
+
+        Raises:
+            InvalidModel: the data set is not that of the job, or of this worker's other processes.
         """
         worker = self._worker
         if not worker.entered:
@@ -102,18 +137,21 @@ class Records:
                 if wait and self.computing:
                     self._exchange().hand_over()
                 self.computing |= wait  # the answer may be lost
-                granted = self._world.decide(
-                    "the loader, where it gets records",
-                    lambda: self._client.take(
-                        records=records,
-                        epochs=epochs,
-                        batch=batch,
+                stay = worker.generation, data
+                mine = _Mine(records, epochs, batch, "" if self._said == stay else data)
+
+                def take(all_of_them: list[_Mine]) -> Granted:
+                    _check_same(all_of_them)
+                    return self._client.take(
+                        **all_of_them[0]._asdict(),
                         wait=wait,
                         abandoned=worker.in_step,
                         skipped=self._batches.skipped if wait else (),
                         early=early,
-                    ),
-                )
+                    )
+
+                granted = self._world.consult("the loader, where it gets records", mine, take)
+                self._said = stay
                 self._stopped.heed()
                 self._stopped.learn(granted.stopped)
                 if granted.pending:

@@ -19,6 +19,7 @@ class Supply:
         epochs: that the job trains.
         batch_size: records in a batch of this worker.
         shuffle: the order of records is random, and the same on all workers.
+        data: what identifies the records; see `core.fingerprint`.
         drop_last: skip the records of an epoch that do not fill a batch; with a global batch size, those that
             do not fill a version.
 
@@ -37,12 +38,13 @@ class Supply:
         batch_size: int,
         shuffle: bool,
         drop_last: bool,
+        data: str,
     ) -> None:
         self.only: int | None = None
         self.over = False
         self._engine = engine
         self._records, self._epochs, self._batch_size = records, epochs, batch_size
-        self._shuffle, self._drop_last = shuffle, drop_last
+        self._shuffle, self._drop_last, self._data = shuffle, drop_last, data
         self._version_records = engine.spec.consistency.global_batch_size
         self._kept: list[Range] = []
         self._generation = engine.generation
@@ -165,6 +167,7 @@ class Supply:
             records=self._records,
             epochs=self._epochs,
             batch=self._batch_size,
+            data=self._data,
             wait=wait,
             early=self.only is not None and self.only < self._epochs - 1,
         )

@@ -16,11 +16,12 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    random_split,
 )
 
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.errors import UsageError
+from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Tally, running_job
 from tests.testing.trained import alone, failing
@@ -262,6 +263,53 @@ def test_a_data_set_whose_length_changes_is_refused(
 
     failing(tmp_path, script, UsageError, f"has {records} records now; it had {RECORDS}")
     assert batches == trained
+
+
+def own_split(session: Session, rank: int = 0, *, records: int = RECORDS) -> None:
+    """Train on a part of the data that this process has drawn itself."""
+    part, _ = random_split(Indexes(100), [records, 100 - records])
+    model = Tally(100)
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    for batch in session.loader(part, 4, epochs=2):
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+
+
+def test_records_that_each_worker_draws_are_refused(tmp_path: Path) -> None:
+    """With a generator that has a seed they are the same; see `test_fingerprint` for what is compared."""
+    checkpoints = tmp_path / "checkpoints"
+    with running_job(tmp_path, checkpoints=checkpoints) as job:
+        job.start(0, own_split)
+        job.join()
+        job.start(1, own_split)
+        with pytest.raises(
+            InvalidModel, match=r"not the job's: .*Subset\.indices .*manual_seed.*session\.seed"
+        ):
+            job.join()
+    with running_job(tmp_path, checkpoints=checkpoints, resume="require") as job:
+        job.start(0, own_split)
+        with pytest.raises(InvalidModel, match=r"not those of the checkpoint .*Subset\.indices"):
+            job.join()
+
+
+@pytest.mark.parametrize(
+    ("script", "match"),
+    [
+        (own_split, r"of process 1 of this worker are not those of process 0: .*Subset\.indices"),
+        (
+            lambda session, rank: own_split(session, records=9 + rank),
+            "10 records for 2 epochs .* has 9 for 2",
+        ),
+    ],
+)
+def test_records_that_each_process_of_a_worker_draws_are_refused(
+    tmp_path: Path, script: Callable[[Session, int], None], match: str
+) -> None:
+    with running_job(tmp_path, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        with pytest.raises(InvalidModel, match=match):
+            job.join()
 
 
 def test_two_loaders_at_a_time_are_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.fingerprint import Mark, to_text
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.partition import Rule, TensorSpec, partition
@@ -206,6 +207,24 @@ def test_a_resumed_job_may_train_more_epochs_and_nothing_else() -> None:
     assert not state.resumed
     wrong = state.match_ledger(100, 6, 4)
     assert wrong.endswith("the job trains 100 records for 5 epochs"), "it is not resumed any more"
+
+
+def test_the_first_worker_says_which_records_the_job_has() -> None:
+    """Also for one that continues from a checkpoint; one of an earlier version does not say it."""
+    ours, others = (to_text({"Subset.indices": Mark(each)}) for each in ("a", "b"))
+    state = JobState(1, timedelta(seconds=10), model=MODEL, initialised=True)
+    state.open_ledger(100, 2, lanes=0)
+    assert state.match_ledger(100, 2, 4) == state.match_ledger(100, 2, 4, ours) == ""
+    assert state.match_ledger(100, 2, 4, ours) == state.match_ledger(100, 2, 4) == ""
+    wrong = state.match_ledger(100, 2, 4, others)
+    assert "this worker's records are not the job's: the entries of Subset.indices are other ones" in wrong
+    assert "no fingerprint" in state.match_ledger(100, 2, 4, "{")
+    saved = kept.to_checkpoint(state)
+    resumed = next_term(saved, version=0)
+    assert "not those of the checkpoint" in resumed.match_ledger(100, 2, 4, others)
+    assert resumed.match_ledger(100, 2, 4, ours) == ""
+    del saved["fingerprint"]
+    assert next_term(saved, version=0).match_ledger(100, 2, 4, others) == ""
 
 
 @pytest.mark.parametrize("lanes", [0, 2])

@@ -1,0 +1,72 @@
+"""Whether two workers have the same records: fingerprints of data sets, compared part by part.
+
+A fingerprint is JSON: for each part of a data set that identifies its records, by name, a digest and two
+sums. The digest is of what can be compared exactly, such as integers and file names. The sums are of
+floating-point numbers, which the same code may round differently on another processor. They are relative to
+the numbers' size.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+MOST = 1 << 16
+"""Characters of a fingerprint, at most."""
+
+TOLERANCE = 1e-4
+"""By which sums may differ. Other records, or the same ones in another order, differ by more."""
+
+
+class Mark(NamedTuple):
+    """What identifies the records as one part of a data set has them."""
+
+    digest: str
+    sums: tuple[float, float] = (0.0, 0.0)
+
+
+def to_text(marks: Mapping[str, Mark]) -> str:
+    """A fingerprint; "" if nothing identifies the records."""
+    return json.dumps(marks) if marks else ""
+
+
+def differing(one: str, other: str) -> list[str]:
+    """The names of the parts that two fingerprints both have, and that differ.
+
+    Raises:
+        ValueError: one of them is no fingerprint.
+    """
+    if one == other or not (one and other):
+        return []
+    ours, theirs = _parsed(one), _parsed(other)
+    return [name for name, mark in ours.items() if name in theirs and not _same(mark, theirs[name])]
+
+
+def other_records(names: Sequence[str]) -> str:
+    """In words, what differs, and what to do."""
+    return (
+        f"the entries of {', '.join(names[:5])} are other ones, or in another order. All processes of a job "
+        "must have the same records at the same positions. If the script draws which ones it has, as "
+        "random_split, torch.randperm and shuffle do, give them a generator with a seed, as in random_split("
+        "dataset, lengths, generator=torch.Generator().manual_seed(0)). Or call torch.manual_seed(0), "
+        "random.seed(0) and numpy.random.seed(0) before, and session.seed() afterwards, so that workers draw "
+        "numbers of their own again. Sort what the script makes of a set, or of a directory"
+    )
+
+
+def _same(one: Mark, other: Mark) -> bool:
+    close = (abs(a - b) <= TOLERANCE for a, b in zip(one.sums, other.sums, strict=True))
+    return one.digest == other.digest and all(close)
+
+
+def _parsed(text: str) -> dict[str, Mark]:
+    if len(text) > MOST:
+        raise ValueError(f"a fingerprint has {len(text)} characters; at most {MOST}")
+    try:
+        return {
+            name: Mark(str(digest), (float(first), float(second)))
+            for name, (digest, (first, second)) in json.loads(text).items()
+        }
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"no fingerprint of a data set: {text[:100]}") from error

@@ -1,0 +1,177 @@
+"""What identifies the records of a data set, so that workers can compare whether they have the same ones.
+
+The job counts records by their positions. If a script draws which records it has, as `random_split` does, and
+each worker draws other ones, some would be trained several times and others never. Nothing else would look
+wrong.
+
+Nothing is read for this: a data set may load, decode or augment in `__getitem__`. What it holds already is
+looked at: its attributes with one entry for each record, whatever their names (`indices` of a Subset,
+`samples` of an ImageFolder, `data`, `targets`), and those of the data sets within it. Of a stream, its lists
+of names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+from elastic_ps.core.fingerprint import Mark, to_text
+
+PARTS = 64
+"""That a fingerprint has at most; and how many entries a list of parts has at most."""
+
+DEPTH = 8
+"""Of data sets within data sets."""
+
+ENTRIES, FEW = 1024, 64
+"""Of a part, evenly spread, that are looked at; and of one larger than `LARGE`, which may be on a disk."""
+
+LARGE = 64 << 20
+"""Bytes."""
+
+VALUES = 16
+"""Of an entry, evenly spread, that are looked at."""
+
+CHARACTERS = 1024
+"""Of a text that are looked at."""
+
+_WEIGHTS = (2654435761, 2246822519)  # multipliers that scatter positions over 32 bits
+
+
+def fingerprint(dataset: Any, records: int) -> str:
+    """What identifies its `records`, for `core.fingerprint.differing`; "" if nothing does."""
+    looked = _Looked()
+    looked.at(type(dataset).__name__, dataset, records)
+    return to_text(looked.marks)
+
+
+class _Looked:
+    """What has been found so far."""
+
+    def __init__(self) -> None:
+        self.marks: dict[str, Mark] = {}
+        self._seen: list[Any] = []
+
+    def at(self, name: str, value: Any, records: int | None, depth: int = 0) -> None:
+        """Look at a data set, or at a part of one with so many records; None: of a stream."""
+        if depth > DEPTH or len(self.marks) >= PARTS or any(value is each for each in self._seen):
+            return
+        if _is_data_set(value):
+            self._seen.append(value)
+            length = None if isinstance(value, IterableDataset) else _length(value)
+            for key, each in vars(value).items():
+                if key == "_indices" and hasattr(each, "column"):  # Hugging Face's, after select or shuffle
+                    each = np.asarray(each.column(0))
+                self.at(f"{name}.{key}", each, length, depth + 1)
+        elif _length(value) == records or (records is None and _are_names(value)):
+            with suppress(Exception):  # it may be made of anything
+                self._note(name, value)
+        elif isinstance(value, list | tuple | dict) and len(value) <= PARTS:
+            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                self.at(f"{name}.{key}"[:CHARACTERS], each, records, depth + 1)
+
+    def _note(self, name: str, value: Any) -> None:
+        exact: list[str] = []
+        floats: list[float] = []
+        for entry in _entries(value):
+            _flatten(entry, exact, floats)
+        if not (exact or floats):
+            return
+        self._seen.append(value)
+        paths = [text for text in exact if text.startswith("/")]
+        root = os.path.commonpath(paths) if paths else ""  # a worker may have a directory of its own
+        digest = hashlib.blake2b(f"{len(floats)}\0".encode(), digest_size=8)
+        for text in exact:
+            digest.update(text.removeprefix(root).encode(errors="replace") + b"\0")
+        self.marks[name] = Mark(digest.hexdigest(), _sums(floats))
+
+
+def _is_data_set(value: Any) -> bool:
+    """Whether it may hold records among its attributes."""
+    if isinstance(value, torch.Tensor | type) or hasattr(value, "iloc") or not hasattr(value, "__dict__"):
+        return False
+    readable = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    return readable or isinstance(value, IterableDataset)
+
+
+def _length(value: Any) -> int:
+    """0 if it has none."""
+    with suppress(Exception):  # it may be any object
+        return len(value)
+    return 0
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, str | PurePath) for each in value)
+
+
+def _spread(length: int, most: int) -> list[int]:
+    """At most so many indexes, evenly spread, with the first and the last one."""
+    return list(range(length)) if length <= most else [i * (length - 1) // (most - 1) for i in range(most)]
+
+
+def _entries(value: Any) -> Sequence[Any]:
+    """Some entries of what holds one for each record; none if it is nothing of that kind."""
+    if isinstance(value, torch.Tensor):
+        return _of_array(value.detach(), value.nbytes) if value.layout is torch.strided else ()
+    if isinstance(value, np.ndarray):
+        return _of_array(value, value.nbytes)
+    if isinstance(value, list | tuple | range):
+        return [value[i] for i in _spread(len(value), ENTRIES)]
+    if hasattr(value, "iloc"):  # pandas'
+        rows: list[Any] = value.iloc[_spread(len(value), ENTRIES)].to_numpy(dtype=object).tolist()
+        return rows
+    return ()
+
+
+def _of_array(value: Any, nbytes: int) -> list[Any]:
+    """Without a copy of whole entries, which may be large."""
+    if not (nbytes and value.ndim):
+        return []
+    rows = np.array(_spread(len(value), ENTRIES if nbytes <= LARGE else FEW))
+    shape = tuple(value.shape[1:])
+    if not shape:
+        chosen = value[rows]
+    else:
+        places = np.unravel_index(_spread(int(np.prod(shape)), VALUES), shape)
+        chosen = value[(rows[:, None], *places)]
+    result: list[Any] = chosen.tolist()
+    return result
+
+
+def _flatten(entry: Any, exact: list[str], floats: list[float], depth: int = 0) -> None:
+    """Sort the plain values of an entry; others may be anything, such as what a cache has or lacks."""
+    if isinstance(entry, float):
+        floats.append(entry)
+    elif isinstance(entry, str | PurePath):
+        exact.append(str(entry)[:CHARACTERS])
+    elif isinstance(entry, bytes):
+        exact.append(entry[:CHARACTERS].hex())
+    elif isinstance(entry, int):
+        exact.append(f"{entry:x}")
+    elif isinstance(entry, np.generic):
+        _flatten(entry.item(), exact, floats)
+    elif depth < DEPTH:
+        entries = list(entry.values())[:VALUES] if isinstance(entry, dict) else _entries(entry)
+        for i in _spread(len(entries), VALUES):
+            _flatten(entries[i], exact, floats, depth + 1)
+
+
+def _sums(floats: Sequence[float]) -> tuple[float, float]:
+    """Two weighted sums, in which each place has a weight of its own, relative to the values' size."""
+    values = np.nan_to_num(np.asarray(floats, dtype=np.float64), posinf=0.0, neginf=0.0)
+    size = float(np.abs(values).sum()) or 1.0
+    places = np.arange(1, len(values) + 1, dtype=np.uint64)
+    first, second = (
+        float(values @ (places * np.uint64(by) % np.uint64(1 << 32) / float(1 << 31) - 1.0)) / size
+        for by in _WEIGHTS
+    )
+    return round(first, 6), round(second, 6)
