@@ -71,6 +71,7 @@ class Plan:
     """
 
     seed: int
+    strategy: str = "parameter-server"
     workers: int = 2
     processes: int = 1
     shards: int = 1
@@ -225,6 +226,7 @@ class Cluster:
         return parse_spec(
             {
                 "entrypoint": "tests:main",
+                "strategy": plan.strategy,
                 "worker": {
                     "replicas": plan.workers,
                     "minReplicas": plan.consistency.get("quorum", 1),
@@ -592,6 +594,7 @@ class Cluster:
         self.stopped_early = True
         shards = [self.processes["ps", index] for index in range(self.plan.shards)]
         running = all(not p.dead and p.thaws <= self.here.now for p in shards) and self._calm
+        running &= self.plan.strategy != "all-reduce"  # where the workers have the values, and are killed
         terms = {self.servers[p.name].node.term for p in shards if p.name in self.servers}
         self.stopped_well = running and all(p.name in self.servers for p in shards) and len(terms) == 1
         for index in range(self.wanted):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint import store
 from elastic_ps.core import partition
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.objective import Objective
@@ -25,8 +25,10 @@ from elastic_ps.errors import NoCheckpoint
 from elastic_ps.server import changes, follower
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.training import OUTER_RULES, Consistency
+from elastic_ps.worker import entrance, group
 from elastic_ps.worker.slices import Slices
 from tests.simulator.cluster import Cluster, Plan, halved, pid_of, scratch
+from tests.simulator.collectives import Collectives, Store
 from tests.simulator.faults import FAULTS
 from tests.simulator.judge import HARMLESS, checkpoint_sight, judge
 from tests.simulator.network import Weather
@@ -67,6 +69,20 @@ def _local(chance: random.Random) -> dict[str, Any]:
     return given
 
 
+def _all_reduce(plan: Plan) -> Plan:
+    """The same, as far as it can be, with workers that add up gradients among themselves."""
+    return replace(
+        plan,
+        strategy="all-reduce",
+        consistency={"mode": "sync"},
+        shards=1,
+        standby=False,
+        processes=1,
+        assigning=0.0,
+        faults=tuple(fault for fault in plan.faults if fault != "change"),
+    )
+
+
 def _staleness(chance: random.Random, plan: Plan) -> Plan:
     """What modes with stale steps may have besides: less weight for them, and an objective."""
     given = {**plan.consistency}
@@ -74,7 +90,8 @@ def _staleness(chance: random.Random, plan: Plan) -> Plan:
     if stale:
         scale = chance.choice([None, "inverse", f"{halved.__module__}:{halved.__name__}"])
         given |= {"stalenessScale": scale} if scale else {}
-    if (stale or (given == {"mode": "sync"} and not plan.assigning)) and chance.random() < 0.5:
+    plain = given == {"mode": "sync"} and plan.strategy != "all-reduce" and not plan.assigning
+    if (stale or plain) and chance.random() < 0.5:
         given["maxStalenessP99"] = chance.choice([0, 1, 2])
         # Long enough for decisions, of which there are no more than four in a second.
         long: dict[str, Any] = {"records": 12, "epochs": 2, "batch": plan.processes, "computing": 0.3}
@@ -140,6 +157,8 @@ def draw(seed: int, **fixed: Any) -> Plan:
         steps = -(-plan.records // plan.batch) * plan.epochs
         plan = replace(plan, consistency={**consistency, "gradients": min(most, steps)})
     plan = replace(plan, computing=chance.choice([0.0, 0.0, 0.01, 1.0]))
+    if chance.random() < 0.15:
+        plan = _all_reduce(plan)
     plan = replace(plan, deaths=tuple(_death(chance, plan) for _ in range(chance.choice([0, 0, 1, 2]))))
     return replace(_staleness(chance, plan), **fixed)
 
@@ -181,11 +200,13 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
         patch(session, "os", parent)
         patch(partition, "SMALLEST_BUCKET_BYTES", plan.smallest_bucket)
         patch(changes, "WINDOW", plan.window)
+        patch(entrance, "Store", Store)
+        patch(group, "_c10d", Collectives(here, cluster.network.process).module())
         patch(changes, "Objective", partial(Objective, needed=1))
         patch(follower, "SLICE", timedelta(seconds=plan.slice))
         patch(Slices, "note", _noted(cluster))
-        patch(Store, "commit", _watched(cluster))
-        patch(Store, "newest", _found(cluster))
+        patch(store.Store, "commit", _watched(cluster))
+        patch(store.Store, "newest", _found(cluster))
         patch(Guarded, "drop", _dropped(cluster))
         if arrange is not None:
             arrange(cluster)
@@ -224,9 +245,9 @@ def _dropped(cluster: Cluster) -> Any:
 
 def _found(cluster: Cluster) -> Any:
     """`Store.newest`, and a look at what it found: its writer may have been killed before the look."""
-    real = Store.newest
+    real = store.Store.newest
 
-    def newest(self: Store, *arguments: Any) -> Any:
+    def newest(self: store.Store, *arguments: Any) -> Any:
         committed = cluster.committed
         try:
             manifest, problems = real(self, *arguments)
@@ -243,9 +264,9 @@ def _found(cluster: Cluster) -> Any:
 
 def _watched(cluster: Cluster) -> Any:
     """`Store.commit`, and a look at what it wrote."""
-    real = Store.commit
+    real = store.Store.commit
 
-    def commit(self: Store, manifest: Any, **options: Any) -> Path:
+    def commit(self: store.Store, manifest: Any, **options: Any) -> Path:
         path = real(self, manifest, **options)
         cluster.here.note(f"checkpoint of version {manifest.version} in term {manifest.term}")
         cluster.committed = True

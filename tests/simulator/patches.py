@@ -45,6 +45,8 @@ PACKAGES = (
     "elastic_ps.worker.local_world",
     "elastic_ps.worker.phases",
     "elastic_ps.worker.receiving",
+    "elastic_ps.worker.reduced",
+    "elastic_ps.worker.replica",
     "elastic_ps.worker.sending",
     "elastic_ps.worker.summed",
 )
