@@ -29,6 +29,7 @@ from elastic_ps.tuning import Tuning
 from elastic_ps.worker.local_world import Drained, Links, LocalWorld
 from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.slices import slice_sizes
 from tests.simulator.network import Network, SimConnection, SimServer, Weather
 from tests.simulator.patches import Disk
 from tests.simulator.pipes import End
@@ -130,6 +131,17 @@ class Tally(torch.nn.Module):
 
     def forward(self, places: torch.Tensor) -> torch.Tensor:
         return torch.stack([part[places].sum() for part in self.parts]).sum()
+
+    def even(self, ranges: Iterable[Range], own: int) -> float:
+        """So that each record of a step counts the same, whichever process's slices have it.
+
+        Gradients that are there already, of `own` records, are made larger by the factor that is returned.
+        """
+        factor = sum(each.records for each in ranges) / own if own else 0.0
+        for part in self.parts:
+            if part.grad is not None and factor != 1:
+                part.grad *= factor
+        return factor
 
 
 @dataclass
@@ -441,7 +453,7 @@ class Cluster:
             world=LocalWorld(rank, crew.links[rank], len(crew.members)),
         )
         try:
-            self._script(session, process)
+            self._script(session, crew, process)
         except Drained:
             crew.left = True
         except Refused as refusal:
@@ -460,7 +472,7 @@ class Cluster:
         elif index < self.wanted:
             self.later(lambda: self._start_again("worker", index, first), 0.5, 3)
 
-    def _script(self, session: Session, process: Process) -> None:
+    def _script(self, session: Session, crew: Crew, process: Process) -> None:
         plan = self.plan
         model = Tally(plan.records * plan.epochs, first=pid_of(process.name) % 1000)
         for part in model.parts if plan.computing else ():
@@ -473,37 +485,38 @@ class Cluster:
         )
         loader = session.loader(Records(plan.records), batch_size=plan.batch, epochs=plan.epochs)
         for _ in loader.epochs():
-            held, ranges, generation = 0, list[Range](), session.generation
+            held, own, ranges, generation = 0, 0, list[Range](), session.generation
             for batch in loader:
                 if session.generation != generation:  # what was computed on before it joined again is void
-                    held, ranges, generation = 0, [], session.generation
+                    held, own, ranges, generation = 0, 0, [], session.generation
                 if self._skips(session, held, chance):
                     continue
                 if not held:
                     self._may_assign(session, model)
-                held += 1
                 whole = self.batches[process]
-                ranges += whole
-                # So that each record of a batch counts the same, whichever process's slice has it.
-                loss = model(batch + loader.epoch * plan.records)
-                loss = loss * sum(each.records for each in whole) / len(batch)
+                # Of a small batch some processes have no record, and are handed one that has no weight.
+                sizes = slice_sizes(sum(each.records for each in whole), plan.processes)
+                weighs = sizes[crew.members.index(process)] > 0
+                held, own, ranges = held + 1, own + weighs * len(batch), ranges + whole
+                loss = model(batch + loader.epoch * plan.records) * weighs
                 if held < plan.accumulate:
                     with optimizer.no_sync():
                         loss.backward()
                     continue
-                loss.backward()
+                (loss * model.even(ranges, own)).backward()
                 if self._skips(session, held, chance):
                     optimizer.skip()
-                    held, ranges = 0, []
+                    held, own, ranges = 0, 0, []
                     continue
                 step = self._note_step(session, process, model, ranges)
                 optimizer.step()
                 if step is not None and generation == session.generation:
                     step.then = model.parts[0].detach().clone()
                 optimizer.zero_grad()
-                held, ranges = 0, []
+                held, own, ranges = 0, 0, []
                 self.seen("step", session, model)
             if held:
+                model.even(ranges, own)
                 self._note_step(session, process, model, ranges)
                 optimizer.step()
                 optimizer.zero_grad()

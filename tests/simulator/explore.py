@@ -152,7 +152,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         plan = replace(plan, workers=quorum)
     if (processes := chance.choice([1, 1, 1, 2, 3])) > 1:  # each has a slice of every batch
         batch = max(plan.batch, processes)
-        plan = replace(plan, processes=processes, batch=batch, accumulate=1, assigning=0.0)
+        plan = replace(plan, processes=processes, batch=batch, assigning=0.0)
     if most := consistency.get("gradients"):
         steps = -(-plan.records // plan.batch) * plan.epochs
         plan = replace(plan, consistency={**consistency, "gradients": min(most, steps)})
